@@ -1,5 +1,6 @@
-"""The source of batches: loaders, samplers, the ledger, resume, random streams.
+"""Sources of batches: loaders, samplers, the ledger, resume and random streams.
 
-A rule for loaders or samplers belongs here: ``resumable_loader`` is for map-style datasets, ``stateful_loaders`` for a
-``state_dict`` of their own. Other rooms import it, ``batch_source``, ``orphaned_workers`` and ``random_streams``.
+Rules for loaders and samplers belong here: ``resumable_loader`` handles map-style datasets, ``stateful_loaders``
+handles loaders with their own ``state_dict``. Packages outside ``loops`` import ``batch_source``, ``orphaned_workers``,
+``random_streams`` and ``stateful_loaders``.
 """

@@ -1,15 +1,16 @@
-"""Where the ledger's batches come from: the loader, and, among several ranks, an agreement on each before it is given.
+"""Sources of batches for the ledger: the loader and, with several ranks, an agreement of all ranks on each batch.
 
-A rank that has no more batches, or cannot fetch one, would leave the others waiting in the collectives of the next. So
-for each batch all ranks say whether they have it, and hear each other while batches before it train::
+A rank that has no more batches, or that cannot fetch one, would leave the other ranks waiting in the collectives of the
+next step. Therefore all ranks exchange the status of each batch before it is returned. The exchange overlaps with the
+training of earlier batches::
 
-    call      fetches   is sure of        gives
-    0         0, 1      0 and 1           0, which is not the last one
-    1         2         2 (begun in 0)    1
+    call      fetches   status known of     returns
+    0         0, 1      0 and 1             0, not the last batch
+    1         2         2 (posted in 0)     1
     2         3         3: rank 1 has none
-                                          2, the last one on every rank
+                                            2, the last batch on every rank
 
-What is fetched and not given stays in this process's memory: two batches.
+Up to two fetched batches are held in this process until they are returned.
 """
 
 from __future__ import annotations
@@ -28,37 +29,38 @@ from lightning_pipe.loops.data.next_batch_status import Statuses
 
 __all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
 
-# A batch, whether it is the loader's last one, and where things are behind it.
+# A batch, True if it is the loader's last one, and the positions of loaders and random streams after it.
 Fetched = tuple[Any, bool, dict[str, Any]]
-# What becomes of an epoch in which some ranks have fewer batches.
+# Behavior in an epoch in which some ranks have fewer batches.
 Uneven = Literal["shortest", "error"]
 
-_HAS, _ENDED = 1, 0  # and the batch's kind is added; a rank that could not fetch says minus its number, minus one
+# Status numbers. The kind of the batch is added to _HAS. A rank that could not fetch posts -rank - 1.
+_HAS, _ENDED = 1, 0
 
 _ADVICE = (
-    "Give every rank as many (drop_last=True, or a sampler that fills up), or let epochs end with the shortest"
-    " (uneven_batches='shortest')"
+    "Give every rank the same number of batches (drop_last=True, or a sampler that pads), or end epochs with the"
+    " shortest rank (uneven_batches='shortest')."
 )
 
 
 class Source(Protocol):
-    """Gives batches in order."""
+    """Source that returns batches in order."""
 
     def __call__(self) -> Fetched:
-        """The next one; raises ``StopIteration`` after the last."""
+        """Return the next batch. Raises ``StopIteration`` after the last one."""
         ...
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        """What it has read and not given, in order."""
+        """Return functions that give the batches that were read but not returned, in order."""
         ...
 
 
 class BatchSource:
-    """One rank's batches.
+    """Source of one rank's batches.
 
     Args:
-        fetch: gives the next batch; raises ``StopIteration`` after the last.
-        kept: give what was read before and not trained; they come first.
+        fetch: function that returns the next batch, and raises ``StopIteration`` after the last one.
+        kept: functions that return batches read earlier and not trained. These batches come first.
     """
 
     def __init__(self, fetch: Callable[[], Fetched], kept: Sequence[Callable[[], Fetched]] = ()) -> None:
@@ -73,22 +75,24 @@ class BatchSource:
 
 
 class AgreedSource:
-    """Batches that every rank has; every rank makes the same calls.
+    """Source of the batches that all ranks have. Every rank must make the same calls.
 
     Args:
-        source: this rank's.
-        group: of all ranks, on the CPU, used by nothing else.
-        statuses: how ranks tell each other whether they have a batch.
-        remaining: how many batches the loader has not been asked for; None where it does not know.
-        uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
-            ``error`` raises there; None ends there without a word, and the others' batches are left :meth:`unread`.
-        told_to_end: whether this rank was told to end training.
-        kind: of a batch: a number from 0 on. Where ranks have batches of different kinds, they are uneven there.
-        of: what it is that errors count batches of.
-        advice: what they say to do about uneven numbers.
+        source: source of this rank.
+        group: CPU process group of all ranks, reserved for this object.
+        statuses: exchange of batch statuses between ranks.
+        remaining: function that returns the number of batches not yet requested from the loader; None if unknown.
+        uneven: behavior when the first rank runs out of data. ``shortest`` (default) ends the epoch and logs the
+            numbers of unused batches. ``error`` raises an error. None ends the epoch silently, and batches of the other
+            ranks remain :meth:`unread`.
+        told_to_end: function that returns True if this rank was told to end training (default: never).
+        kind: function that returns the kind of a batch, a number of at least 0 (default: 0). Batches of different
+            kinds count as uneven.
+        of: period named in errors (default "epoch").
+        advice: advice in errors about uneven numbers of batches.
 
     Attributes:
-        to_end: whether any rank was, when it read a batch that all have agreed on. It changes on all ranks together.
+        to_end: True after any rank was told to end training. The value changes at the same batch on all ranks.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class AgreedSource:
     def __call__(self) -> Fetched:
         if not self._begun:
             self._begun = True
-            # What was told of batches behind an error, with which the source before this one ended.
+            # Discard statuses still pending from a previous source that failed.
             self._statuses.forget()
             self._read()
             self._ended = not self._all_have_it()
@@ -132,7 +136,7 @@ class AgreedSource:
                 self._read()
         if self._ended:
             raise StopIteration
-        # Of the batch behind the one that is given.
+        # Collect the status of the batch after the one that is returned, which shows if that one is the last.
         self._ended = not self._all_have_it()
         batch, _, after = self._ahead.popleft()
         if not self._ended:
@@ -143,11 +147,11 @@ class AgreedSource:
         return [partial(given_again, one) for one in self._ahead] + self._source.unread()
 
     def close(self) -> None:
-        """Wait for what the ranks still have to say to each other."""
+        """Wait for statuses that are still in flight."""
         self._statuses.forget()
 
     def _read(self) -> None:
-        """Fetch a batch, and tell the other ranks whether it is there."""
+        """Fetch a batch, and post its status to the other ranks."""
         says = _HAS
         try:
             self._ahead.append(self._source())
@@ -155,7 +159,7 @@ class AgreedSource:
             self._read_here += 1
         except StopIteration:
             says = _ENDED
-        except BaseException as error:  # the other ranks wait for what this one says
+        except BaseException as error:  # any exception, since the other ranks wait for this rank's status
             says, self._error = -self._group.rank() - 1, error
         self._statuses.tell(says, self._told_to_end())
 
@@ -164,17 +168,17 @@ class AgreedSource:
             least, most, told_to_end = self._statuses.hear()
         except RuntimeError as error:
             raise self._error or InputError(
-                f"the ranks could not agree on batch {self._had_by_all} of the {self._of}: one of them has ended, or"
-                f" did not answer in time ({error}). Its own output says why; start all ranks again from the last"
-                " checkpoint"
+                f"The ranks could not agree on batch {self._had_by_all} of the {self._of}, because a rank has ended or"
+                f" did not respond in time ({error}). See the output of that rank for the cause, and restart all ranks"
+                " from the last checkpoint."
             ) from error
         if self._error is not None:
             raise self._error
         self.to_end |= told_to_end
         if least < _ENDED:
             raise InputError(
-                f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._of}; its own error says"
-                " why"
+                f"Rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._of}. See the error of"
+                " that rank for the cause."
             )
         even = least == most
         if not even and self._uneven is not None:
@@ -190,12 +194,12 @@ class AgreedSource:
         counts = ", ".join(
             f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
         )
-        said = f"anks have uneven numbers of batches: all have {had}, and beyond those there are {counts}"
+        said = f"Ranks have uneven numbers of batches: all ranks have {had}, with {counts} left over"
         if self._uneven == "error":
-            raise InputError(f"r{said}. {self._advice}")
-        rank_zero_info(f"R{said}. The epoch ends after {had} on every rank.")
+            raise InputError(f"{said}. {self._advice}")
+        rank_zero_info(f"{said}. The epoch ends after {had} batches on every rank.")
 
 
 def given_again(fetched: Fetched) -> Fetched:
-    """Return a batch that was fetched before, as an entry of :meth:`Source.unread`."""
+    """Return a batch that was fetched earlier. Entries of :meth:`Source.unread` bind this function."""
     return fetched

@@ -1,4 +1,4 @@
-"""The in-flight ledger: every fetched batch is fetched, in flight or trained, and is lost in none of them."""
+"""In-flight ledger: tracks every batch from its fetch to its training, so that no batch is lost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_pipe.loops.data.batch_source import Fetched
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One batch in flight.
+    """Batch in flight.
 
     Args:
-        index: position of the batch in what the loader gave since the ledger was opened, counted from 0.
-        is_last: whether the loader had no more batches after it.
-        batch: as it was fetched, where the ledger holds it.
-        after: where the loader and the random streams were behind it; whoever knows more adds it.
+        index: number of batches fetched before this one since the ledger was created.
+        is_last: True if the loader had no more batches after this one.
+        batch: the batch as fetched, if the ledger holds batches, else None.
+        after: positions of the loader and the random streams after the batch. Other code may add entries.
     """
 
     index: int
@@ -29,16 +29,19 @@ class LedgerEntry:
 
 
 class InFlightLedger(Iterator[Any]):
-    """Gives batches to the pipeline and remembers those that are not trained yet, in order.
+    """Passes batches to the pipeline and tracks the ones that are not trained yet, in order.
 
     Args:
-        fetch: gives the next batch; raises ``StopIteration`` after the last.
-        holds: whether to hold batches as they were fetched until they are trained, for the case that they are given up.
+        fetch: function that returns the next batch, and raises ``StopIteration`` after the last one.
+        holds: True to hold batches as fetched until they are trained, so that :meth:`give_up` can return them (default
+            False).
 
     Attributes:
-        holds: the same, of batches to come.
-        last_done: the batch that was trained or skipped last.
-        done_before: the one before it.
+        holds: as the argument, for batches fetched from now on.
+        fetched: number of batches fetched.
+        trained: number of batches trained.
+        last_done: batch that was trained or skipped last.
+        done_before: batch that was trained or skipped before ``last_done``.
     """
 
     def __init__(
@@ -66,25 +69,25 @@ class InFlightLedger(Iterator[Any]):
 
     @property
     def oldest(self) -> LedgerEntry:
-        """The batch being trained."""
+        """Oldest batch in flight, which is being trained."""
         return self._in_flight[0]
 
     @property
     def in_flight(self) -> int:
-        """Batches given to the pipeline and not trained yet."""
+        """Number of batches passed to the pipeline and not trained yet."""
         return len(self._in_flight)
 
     def next_transferred(self) -> LedgerEntry | None:
-        """The batch that is to be moved to the device next; each is named once."""
+        """Return the batch to move to the device next, each batch once; None if all have been returned."""
         return self._to_transfer.popleft() if self._to_transfer else None
 
     def retire(self) -> LedgerEntry:
-        """Note that the oldest batch is trained."""
+        """Record that the oldest batch has been trained."""
         self.trained += 1
         return self._done()
 
     def skip(self) -> None:
-        """Note that the oldest batch will never be trained."""
+        """Record that the oldest batch will not be trained."""
         self._done()
 
     def _done(self) -> LedgerEntry:
@@ -93,7 +96,7 @@ class InFlightLedger(Iterator[Any]):
         return done
 
     def give_up(self) -> list[Callable[[], Fetched]]:
-        """Note that what is in flight will not be trained; returns what gives it again, in order."""
+        """Discard the batches in flight, and return functions that give them again, in order."""
         given_up: list[Callable[[], Fetched]] = [partial(_given, entry) for entry in self._in_flight]
         self._in_flight.clear()
         self._to_transfer.clear()

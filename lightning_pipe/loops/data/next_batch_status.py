@@ -1,10 +1,10 @@
 """Status of each rank's next batch, a number and a flag, which every rank posts and collects from all.
 
-It is posted at once and collected one batch later, so that no rank waits: through a collective in the background, or,
-if all ranks are on one machine, on a board in memory that they share. Gloo's all-reduce of three numbers wakes threads
-on each rank: with two ranks on two cores it took 0.31, 0.35 and 0.40 ms of processor time per rank and step more than
-the board in three runs, which is 3 to 4 % of a step of 10 ms. The machine had other work, so times on the wall say
-nothing.
+A status is posted when the batch is fetched and collected one batch later, so that no rank waits. It is exchanged by a
+collective in the background or, if all ranks are on one machine, through a board in shared memory. Gloo's all-reduce of
+three numbers wakes threads on each rank: with two ranks on two cores it took 0.31, 0.35 and 0.40 ms of processor time
+per rank and step more than the board in three runs, which is 3 to 4 % of a step of 10 ms. The machine had other work,
+so wall times were not meaningful.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightning_pipe.engine.ranks.together import any_of, from_rank, place_of_pro
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: there is no board
+except ImportError:  # not a POSIX system, so the board is not available
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Heard", "ReducedStatuses", "StatusBoard", "StatusGroup", "Statuses", "statuses_of"]
 
 
 class Heard(NamedTuple):
-    """The least and the greatest number that a rank told, and whether any told the flag."""
+    """Smallest and largest number that any rank posted, and True if any rank posted the flag."""
 
     least: int
     greatest: int
@@ -43,50 +43,50 @@ class Heard(NamedTuple):
 
 
 class Statuses(Protocol):
-    """What ranks tell each other; every rank makes the same calls."""
+    """Exchange of statuses between ranks. Every rank must make the same calls."""
 
     def tell(self, number: int, flag: bool) -> None:
-        """Tell all ranks; what was told before must have been heard, or forgotten."""
+        """Post a status to all ranks. The previous status must have been collected with ``hear`` or ``forget``."""
         ...
 
     def hear(self) -> Heard:
-        """What all have told, when they have.
+        """Wait until all ranks have posted, and return their statuses combined.
 
         Raises:
-            RuntimeError: a rank has ended, or has not told anything in time.
+            RuntimeError: If a rank has ended, or has not posted in time.
         """
         ...
 
     def forget(self) -> None:
-        """Wait for what all have told last, if it was not heard."""
+        """Wait for pending statuses and discard them. Does nothing if none are pending."""
         ...
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the exchange."""
         ...
 
 
 def statuses_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Statuses:
-    """A board where all ranks of the group share memory, otherwise collectives; every rank of the group calls it.
+    """Return a board if all ranks of the group share memory, otherwise collectives. Every rank must call this.
 
     Args:
-        group: on the CPU, used by nothing else while statuses are under way.
-        timeout: how long to wait for another rank; PyTorch's default where it is None.
+        group: CPU process group, which must not be used by other work while statuses are in flight.
+        timeout: maximum time to wait for another rank; None for PyTorch's default.
     """
     return StatusBoard.of(group, timeout) or ReducedStatuses(group)
 
 
 class StatusGroup:
-    """All ranks' process group on the CPU, and their statuses in it, from where they are first needed."""
+    """CPU process group of all ranks with an exchange of statuses, created on first use."""
 
     def __init__(self) -> None:
         self._opened: tuple[dist.ProcessGroup, Statuses] | None = None
 
     def open(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, Statuses]:
-        """Both, made where they are not there; every rank calls it.
+        """Return the group and the exchange, and create them on the first call. Every rank must call this.
 
         Args:
-            timeout: how long to wait for another rank; PyTorch's default where it is None.
+            timeout: maximum time to wait for another rank; None for PyTorch's default.
         """
         if self._opened is None:
             group = new_group(backend="gloo", timeout=timeout)
@@ -94,18 +94,18 @@ class StatusGroup:
         return self._opened
 
     def close(self) -> None:
-        """Leave the others, where both are there."""
+        """Close the exchange and destroy the group, if they exist."""
         opened, self._opened = self._opened, None
         if opened is not None:
             group, statuses = opened
             statuses.close()
-            # The user may have left the world, and with it all groups.
+            # The user may have destroyed the default process group, and with it all groups.
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
 
 class ReducedStatuses:
-    """An all-reduce in the background.
+    """Exchange of statuses by an all-reduce in the background.
 
     Args:
         group: see :func:`statuses_of`.
@@ -116,7 +116,7 @@ class ReducedStatuses:
         self._round: tuple[torch.Tensor, Any] | None = None
 
     def tell(self, number: int, flag: bool) -> None:
-        # The least of what all say, and minus the greatest.
+        # The minimum over ranks of number, -number and -flag gives the smallest and the largest number, and the flag.
         said = torch.tensor([number, -number, -int(flag)])
         self._round = said, dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
@@ -136,27 +136,28 @@ class ReducedStatuses:
         pass
 
 
-# A word is told at once, or not at all: the round's number, the flag's bit, and the number.
+# A status is one 64-bit word, which is written atomically: the number of the round, the flag's bit, and the number.
 _ROUND, _FLAG, _ZERO = 32, 1 << 31, 1 << 30
 _TOKEN = 8  # bytes
-# Seconds between two looks at whether a rank that has not told anything still lives.
+# Seconds between two checks that a rank that has not posted is still alive.
 _LOOK = 0.05
 
 
 class StatusBoard:
-    """Words in memory that the ranks of one machine share.
+    """Exchange of statuses through words in memory that the ranks of one machine share.
 
-    Each rank writes words of its own, in turns at two places: it tells the second next status when it has heard the
-    next one from all, which each told when it had heard the present one. Nobody's word is written over before all have
-    read it.
+    Each rank writes its words alternately to two places. It posts status n + 2, which overwrites status n, only after
+    it has collected status n + 1 from all ranks. A rank posts status n + 1 only after it has collected status n.
+    Therefore all ranks have read a word before it is overwritten.
 
-    A rank holds a lock on a byte of the file for as long as it lives; the kernel takes it back however it ends.
+    Each rank holds a lock on one byte of the file while it is alive. The kernel releases the lock when the process
+    ends, for any reason.
 
     Args:
-        file: descriptor of the file behind the memory; it is closed with the board.
-        rank: of this process, among *size*.
-        size: how many ranks there are.
-        timeout: seconds to wait for another.
+        file: descriptor of the shared file, which is closed with the board.
+        rank: rank of this process.
+        size: number of ranks.
+        timeout: maximum time to wait for another rank, in seconds.
     """
 
     def __init__(self, file: int, rank: int, size: int, timeout: float) -> None:
@@ -168,7 +169,7 @@ class StatusBoard:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None) -> StatusBoard | None:
-        """One for all ranks of *group*, or None on all of them, where they share no memory; each calls it."""
+        """Return a board for *group*, or None on all ranks if they do not share memory. Every rank must call this."""
         own, board, token = None, None, secrets.token_bytes(_TOKEN)
         boot, _ = place_of_process()
         try:
@@ -176,18 +177,18 @@ class StatusBoard:
                 own = _new_file(token, group.size())
             path, token, its_boot = from_rank(lambda: (own, token, boot), "no memory can be shared", group)
             seconds = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
-            if its_boot == boot:  # elsewhere a network's file system may have the same file, and another memory
+            if its_boot == boot:  # other hosts may see the same file on a network file system, but not the same memory
                 board = _opened(path, token, lambda file: cls(file, group.rank(), group.size(), seconds))
             (some_lack,) = any_of([board is None], group)
         finally:
             if own is not None:
-                own.unlink()  # all have it, or nobody needs it: nothing is left when they end
+                own.unlink()  # all ranks have opened it or do not use it, so no file remains when they end
         if some_lack and board is not None:
             board.close()
         return None if some_lack else board
 
     def tell(self, number: int, flag: bool) -> None:
-        assert self._heard == self._told, "what was told before was not heard"
+        assert self._heard == self._told, "the previous status has not been collected"
         told = self._told + 1
         self._words[self._place(self._rank, told)] = told << _ROUND | (_FLAG if flag else 0) | number + _ZERO
         self._told = told
@@ -201,7 +202,7 @@ class StatusBoard:
 
     def forget(self) -> None:
         if self._heard < self._told:
-            self.hear()  # who has not heard a round must not write what others may not have read
+            self.hear()  # the next post could overwrite a word that other ranks have not read
 
     def close(self) -> None:
         if not self._memory.closed:
@@ -224,14 +225,14 @@ class StatusBoard:
             ended = False
             if (now := time.monotonic()) - looked > _LOOK:
                 looked, ended = now, self._has_ended(rank)
-            # After that: it may have told this and ended.
+            # The word is read after the check, since the rank may have posted it and then ended.
             word = self._words[self._place(rank, self._told)]
             if word >> _ROUND == self._told:
                 return word
             if ended:
                 raise RuntimeError(f"rank {rank} has ended")
             if now - begun > self._timeout:
-                raise RuntimeError(f"rank {rank} has told nothing for {self._timeout:g} s")
+                raise RuntimeError(f"rank {rank} has not posted a status for {self._timeout:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, 1e-3)
 
@@ -240,14 +241,14 @@ class StatusBoard:
             return True
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
-        except OSError:  # it holds the lock
+        except OSError:  # the rank holds the lock
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
 
 
 def _bytes(size: int) -> int:
-    return 8 * (3 * size + 1)  # two words of each rank, whether it has left, and the token
+    return 8 * (3 * size + 1)  # for each rank two status words and a word that it has left, then the token
 
 
 def _new_file(token: bytes, size: int) -> Path | None:
@@ -257,7 +258,7 @@ def _new_file(token: bytes, size: int) -> Path | None:
         try:
             if os.write(file, bytes(_bytes(size) - len(token)) + token) == _bytes(size):
                 return Path(name)
-        except OSError:  # no room
+        except OSError:  # no space left
             os.unlink(name)
             raise
         finally:
@@ -267,7 +268,7 @@ def _new_file(token: bytes, size: int) -> Path | None:
 
 
 def _opened(path: Path | None, token: bytes, board: Callable[[int], StatusBoard]) -> StatusBoard | None:
-    """None where this process cannot open the file, or finds another one there."""
+    """Return a board on the file; None if this process cannot open it, or finds another file at the path."""
     if path is None or fcntl is None:
         return None
     try:

@@ -152,7 +152,7 @@ class BatchRuns:
                     tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
                     for result, length in zip(results, step.lengths, strict=True)
                 ]
-            # A list of micro-batches, which may differ in length, gives a list. Micro-batches added as fill are dropped.
+            # A list of micro-batches, which may differ in length, gives a list, without micro-batches added as fill.
             return list(parts)[: len(batch)] if isinstance(batch, (list, tuple)) else step.cut.trim(parts)
 
         pipeline = self._meshes.root["pipeline"].get_group()

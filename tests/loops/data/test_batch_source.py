@@ -208,16 +208,14 @@ def test_a_fetch_that_fails_on_one_rank_is_an_error_on_all(
     name: str, batch: int, sources: list[dict[str, Any]]
 ) -> None:
     assert sources[0][f"broken {name}"] == (
-        f"InputError: rank 1 could not fetch its batch {batch} of the epoch; its own error says why"
+        f"InputError: Rank 1 could not fetch its batch {batch} of the epoch. See the error of that rank for the cause."
     )
     assert sources[1][f"broken {name}"] == f"OSError: row {batch} is unreadable"
 
 
 def test_uneven_ranks_can_be_an_error_that_counts_what_is_left(sources: list[dict[str, Any]]) -> None:
     for found in sources:
-        assert (
-            "uneven numbers of batches: all have 3, and beyond those there are 1 or more on rank 0" in found["strict"]
-        )
+        assert "uneven numbers of batches: all ranks have 3, with 1 or more on rank 0 left over" in found["strict"]
         assert "drop_last=True" in found["strict"]
 
 
@@ -242,7 +240,7 @@ def test_ranks_validate_together_though_their_lengths_differ(ranks: list[dict[st
 
 def test_a_trainer_raises_it_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert found["refused"].startswith("InputError: ranks have uneven numbers of batches: all have 5")
+        assert found["refused"].startswith("InputError: Ranks have uneven numbers of batches: all ranks have 5")
 
 
 def test_a_stop_in_mid_epoch_leaves_ranks_ready_for_another_fit(ranks: list[dict[str, Any]]) -> None:

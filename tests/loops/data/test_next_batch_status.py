@@ -218,4 +218,4 @@ def test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard(tmp_path: Pa
 
 
 def test_a_rank_that_tells_nothing_is_an_error_after_the_timeout() -> None:
-    assert run_ranks(silent, 2)[0] == "rank 1 has told nothing for 0.3 s"
+    assert run_ranks(silent, 2)[0] == "rank 1 has not posted a status for 0.3 s"

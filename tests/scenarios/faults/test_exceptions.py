@@ -25,7 +25,7 @@ from tests.tiers import sampled
 
 CASES = [(kind, place) for kind, places in PLACES.items() for place in places]
 # What Gloo says where the rank at the other end is gone, and what this project says.
-LOST = r"Connection (closed|reset) by peer|rank 1 could not fetch|rank 1: .*UserError|rank\(s\) 1 could not use"
+LOST = r"Connection (closed|reset) by peer|[Rr]ank 1 could not fetch|rank 1: .*UserError|rank\(s\) 1 could not use"
 
 
 # ---------------------------------------------------------------------- one rank of two

@@ -30,7 +30,7 @@ from tests.tiers import sampled
 # strategy, task, iteration, rank, moment
 Case = tuple[str, str, int, int, str]
 
-LOST = r"Connection (closed|reset) by peer|Broken pipe|one of them has ended|another rank has ended"
+LOST = r"Connection (closed|reset) by peer|Broken pipe|because a rank has ended|another rank has ended"
 
 PLACES = list(itertools.product((0, 3, 5), (0, 1), ("begins", "ends")))
 CASES: list[Case] = [(kind, task, *place) for kind, made in KINDS.items() for task in made.tasks for place in PLACES]

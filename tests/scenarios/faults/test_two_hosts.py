@@ -147,5 +147,5 @@ def test_both_end_soon_after_the_link_was_cut(result: Result) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_says_where_it_was_and_what_it_lost(rank: int, result: Result) -> None:
     said = result.of("said", rank)
-    assert re.search("[Tt]imed? ?out|closed|did not answer", said), said
+    assert re.search("[Tt]imed? ?out|closed|did not respond", said), said
     assert re.search(WHERE.format(rank=rank), said), said

@@ -332,10 +332,10 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader() -> None:
     ("name", "said"),
     [
         ("uneven", r"uneven numbers of batches in validation, for each dataloader: \[4\] on rank 0, \[2\] on rank 1"),
-        ("streams", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
-        ("limited streams", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
-        ("a wrong length", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
-        ("second stream", r"uneven numbers of batches: all have 3, and beyond those there are \d or more on rank 1"),
+        ("streams", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
+        ("limited streams", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
+        ("a wrong length", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
+        ("second stream", r"uneven numbers of batches: all ranks have 3, with \d or more on rank 1 left over"),
     ],
 )
 def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(name: str, said: str, plan: str) -> None:

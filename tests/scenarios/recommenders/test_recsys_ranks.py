@@ -426,7 +426,7 @@ def test_an_epoch_ends_with_the_rank_that_has_the_fewest_batches(ranks: Results,
     assert ranks(f"uneven, {plan}") == [8, 8]
     for found in ranks(f"uneven refused, {plan}"):
         assert "InputError" in found["kinds"]
-        assert "all have 4, and beyond those there are 1 or more on rank 0" in found["message"]
+        assert "all ranks have 4, with 1 or more on rank 0 left over" in found["message"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
