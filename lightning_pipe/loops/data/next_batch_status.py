@@ -58,7 +58,7 @@ class Statuses(Protocol):
         ...
 
     def forget(self) -> None:
-        """Wait for pending statuses and discard them. Does nothing if none are pending."""
+        """Wait for pending statuses, if any, and discard them."""
         ...
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class StatusBoard:
 
 
 def _bytes(size: int) -> int:
-    return 8 * (3 * size + 1)  # for each rank two status words and a word that it has left, then the token
+    return 8 * (3 * size + 1)  # two status words per rank, one word per rank that marks its end, and the token
 
 
 def _new_file(token: bytes, size: int) -> Path | None:

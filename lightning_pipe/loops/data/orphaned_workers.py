@@ -1,9 +1,9 @@
-"""Workers of a loader end soon after the rank that started them was killed, whatever they are doing then.
+"""Watchdog that ends the workers of a dataloader soon after their rank was killed.
 
-PyTorch's look for their parent while they wait for indices. Two kinds never do: a worker whose parent is killed before
-it first looks takes the process that it was handed to for its parent; and one that sends more than a pipe holds waits
-for a reader. Both hold copies of the rank's sockets, by which the other ranks would see that it has gone: they would
-wait for it until their own timeout.
+PyTorch's workers check that their parent is alive while they wait for indices. The check fails in two cases: a worker
+whose parent is killed before the first check takes its new parent process for the original one, and a worker that sends
+more data than a pipe holds waits for a reader and does not check. Such workers keep copies of the rank's sockets open.
+The other ranks would therefore not detect the loss of the rank, and would wait until their timeout.
 
 Tested in ``tests/scenarios/faults/test_orphaned_workers.py``.
 """
@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader
 
 __all__ = ["EndsWithRank", "ending_with_rank"]
 
-# Seconds between two looks, as in PyTorch's workers.
+# Seconds between two checks, as in PyTorch's workers.
 _PERIOD = 5.0
 
 
 class EndsWithRank:
-    """A loader's ``worker_init_fn`` that has the worker end after its rank.
+    """``worker_init_fn`` of a loader that makes a worker end after its rank.
 
     Args:
-        then: the user's own, called with the worker's number.
+        then: the user's ``worker_init_fn``, called with the worker's number; None if there is none.
     """
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
@@ -42,7 +42,7 @@ class EndsWithRank:
 
 
 def ending_with_rank(loader: Any) -> Any:
-    """The same loader, whose workers end after this process."""
+    """Make the workers of a loader end after this process, and return the loader."""
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, EndsWithRank):
         loader.worker_init_fn = EndsWithRank(loader.worker_init_fn)
     return loader
@@ -51,7 +51,7 @@ def ending_with_rank(loader: Any) -> Any:
 def _watch(parent: int) -> None:
     rank = parent_process()
     assert rank is not None
-    # Where a server forks the workers, or the rank was killed before this began, the parent is another process.
+    # If a server forks the workers, or if the rank was killed before this call, the parent is another process.
     while os.getppid() == parent and (parent == rank.pid or rank.is_alive()):
         time.sleep(_PERIOD)
     os._exit(1)

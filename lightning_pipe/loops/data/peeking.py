@@ -1,4 +1,4 @@
-"""Sources of batches that know the dataloader of their next batch, and the batches of one dataloader.
+"""Source of batches that can show the dataloader of its next batch, and an iterator over one dataloader's batches.
 
 Tested in ``tests/loops/test_evaluation_loop.py``.
 """
@@ -15,7 +15,7 @@ __all__ = ["BatchesOfLoader", "PeekingSource", "dataloader_of"]
 
 
 class PeekingSource:
-    """Batches of which the next one can be looked at."""
+    """Source of batches that can read the next batch without returning it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -24,11 +24,11 @@ class PeekingSource:
 
     @property
     def knows_next(self) -> bool:
-        """Whether that one has been read."""
+        """True if the next batch has been read, or if no batches are left."""
         return self._ended or self._next is not None
 
     def loader_of_next(self) -> int:
-        """The next one's dataloader; raises ``StopIteration`` where there is none."""
+        """Return the index of the next batch's dataloader. Raises ``StopIteration`` if no batches are left."""
         if self._ended:
             raise StopIteration
         if self._next is None:
@@ -45,7 +45,7 @@ class PeekingSource:
         return fetched
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        """Batches that were fetched and not taken, in order."""
+        """Return functions that give the batches that were fetched and not taken, in order."""
         looked_at = [] if self._next is None else [partial(given_again, self._next)]
         return [*looked_at, *self._source.unread()]
 
@@ -55,7 +55,7 @@ class PeekingSource:
 
 
 class BatchesOfLoader(Iterator[Any]):
-    """The batches of one dataloader; where their number is known, nothing is read of the next one."""
+    """Iterator over the batches of one dataloader. If their number is known, no batch of the next one is read."""
 
     def __init__(
         self, source: PeekingSource, loader: int, batches: int | float | None, take: Callable[[Fetched], Any]
@@ -74,6 +74,6 @@ class BatchesOfLoader(Iterator[Any]):
 
 
 def dataloader_of(fetched: Fetched) -> int:
-    """Index of the dataloader of a batch."""
+    """Return the index of the dataloader of a batch."""
     index: int = fetched[2]["dataloader_idx"]
     return index

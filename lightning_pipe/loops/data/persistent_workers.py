@@ -1,7 +1,7 @@
-"""The seed of persistent workers, which a loader draws once, when it starts them.
+"""Seed of persistent workers, which a loader draws once when it starts them.
 
-A run that continues from a checkpoint starts them again. If that drew from the generators that the model draws from,
-dropout would differ from then on from that of a run without an interruption.
+A run that resumes from a checkpoint starts the workers again. If their seed were drawn from the generators of the
+model, dropout would then differ from that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["forget_workers", "starting_without_a_draw", "workers_wait"]
 
 
 def workers_wait(loader: Any) -> bool:
-    """Return whether a loader's persistent workers have been started, and wait for its next iteration."""
+    """Return True if a loader's persistent workers have been started and wait for its next iteration."""
     return isinstance(loader, DataLoader) and loader._iterator is not None
 
 
 def forget_workers(loader: Any) -> None:
-    """Let the next iteration of a loader start workers, as that of a new loader does."""
+    """Make the next iteration of a loader start new workers, as with a new loader."""
     if isinstance(loader, DataLoader):
         loader._iterator = None
 
 
 def starting_without_a_draw(loader: Any) -> Any:
-    """The same loader, which starts its persistent workers without drawing their seed from any generator in use."""
+    """Return a loader that starts its persistent workers without drawing their seed from a generator in use."""
     if not isinstance(loader, DataLoader) or workers_wait(loader):
         return loader
-    # The user's own stays as it is. A loader draws nothing else from this generator; its sampler holds its own.
+    # The user's loader is unchanged. A loader draws only this seed from the generator; its sampler has a separate one.
     same = copy.copy(loader)
     same.generator = torch.Generator()
     return same

@@ -1,9 +1,10 @@
-"""Random numbers for work that runs ahead.
+"""Random number streams for work that runs ahead of training.
 
-Fetching and the transfer hooks run some batches before the batch being trained. If they drew from the same generators
-as the model, how far ahead a plan runs would change what dropout draws. So each kind of such work draws from a stream
-of its own, which makes every plan draw the same. The first fetch of an epoch comes before any of its training, in every
-plan and in Lightning's own loop: it uses the common stream, so a sampler is seeded as it is there.
+Fetching and the transfer hooks run some batches ahead of the batch being trained. If they drew from the same generators
+as the model, the number of batches that a plan runs ahead would change the random numbers of dropout. Therefore each
+kind of such work draws from a separate stream, and all plans draw the same numbers. The first fetch of an epoch runs
+before any of its training, in every plan and in Lightning's loop. It uses the common stream, so samplers are seeded as
+in Lightning's loop.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from torch import Tensor
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 
-# The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
+# Streams of the loader, of on_before_batch_transfer, and of the hooks that move a batch to the device and change it
+# there.
 Stream = Literal["fetch", "prepare", "transfer"]
-# Characters of packed states: those of all libraries have 35,000.
+# Maximum number of characters of packed states. The states of all libraries together take 35,000.
 _LONGEST = 2**18
 T = TypeVar("T")
-# Of each library what its own functions return.
+# State of each library's generator, by library name, in the format of that library.
 States = dict[str, Any]
 
 
 class RandomStreams:
-    """The generators of PyTorch (CPU, and CUDA if the device is one), NumPy and Python, in states of their own.
+    """Separate states of the generators of PyTorch (CPU, and CUDA for a CUDA device), NumPy and Python.
 
     Args:
-        device: the device whose generator the transfer hooks may use.
+        device: device whose generator the transfer hooks may use.
 
     Attributes:
-        common: where the common stream was when one of these was used last; anybody may forget it.
+        common: states of the common stream when a stream was last used. Other code may reset it to None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,15 +49,15 @@ class RandomStreams:
         self.common: States | None = None
 
     def restart(self, own: dict[str, States] | None = None) -> None:
-        """Begin an epoch: the first fetch uses the common stream, and all go on from there.
+        """Begin an epoch. The first fetch uses the common stream, and the streams start from its states.
 
         Args:
-            own: instead, in the middle of an epoch: the states that the streams go on from.
+            own: states of the streams to continue an epoch from the middle (default: begin an epoch).
         """
         self._own = dict(own or {})
 
     def draw(self, stream: Stream, work: Callable[[], T]) -> T:
-        """What *work* returns, which draws from a stream; the first of all is the fetch."""
+        """Run *work* with a stream and return its result. The first call of an epoch must use ``fetch``."""
         if not self._own:
             result = work()
             self._own["fetch"] = self.common = get_states(self._device)
@@ -71,19 +73,19 @@ class RandomStreams:
         return result
 
     def held(self, stream: Stream) -> States | None:
-        """Where a stream is; None where it has not begun, or where NumPy was imported since."""
+        """Return the states of a stream; None if it has not begun, or if NumPy was imported since then."""
         states = self._own.get(stream)
         return states if states is not None and ("numpy" in states) == ("numpy" in sys.modules) else None
 
     def states(self, stream: Stream) -> States:
-        """Where a stream is, which has been used."""
+        """Return the states of a stream that has been used."""
         return self._own[stream]
 
 
 def get_states(device: torch.device) -> States:
-    """Where this process's generators are: PyTorch's, Python's, NumPy's if it is there, the device's if it has one."""
+    """Return the states of the generators of PyTorch, Python, NumPy (if imported) and a CUDA *device*."""
     states: States = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Whoever draws from NumPy has imported it.
+    # NumPy has not been used if it has not been imported.
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
     if device.type == "cuda":
@@ -92,10 +94,10 @@ def get_states(device: torch.device) -> States:
 
 
 def set_states(states: States, device: torch.device) -> None:
-    """Put the generators where they were; one that *states* does not have stays where it is."""
+    """Restore the generators from *states*. Generators without an entry are unchanged."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    # NumPy may have been imported since, or not yet.
+    # NumPy may have been imported after the states were read, or may not be imported yet.
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(states["numpy"])
     if "cuda" in states and device.type == "cuda":
@@ -103,10 +105,10 @@ def set_states(states: States, device: torch.device) -> None:
 
 
 def swap_states(states: States, device: torch.device) -> States:
-    """Put the generators where *states* says; returns where they were.
+    """Restore the generators from *states*, and return their previous states.
 
-    Two swaps surround each fetch. Together they take 80 microseconds where nothing draws from NumPy, most of which is
-    reading NumPy's state twice, and 130 otherwise.
+    Each fetch makes two swaps. Together they take 80 microseconds if no code draws from NumPy, mostly for reading
+    NumPy's state twice, and 130 microseconds otherwise.
     """
     before = get_states(device)
     # Setting NumPy's state takes ten times as long as the comparison.
@@ -117,14 +119,14 @@ def swap_states(states: States, device: torch.device) -> States:
 
 
 def _is_same_numpy_state(one: Any, other: Any) -> bool:
-    """Whether two states of the Mersenne Twister are equal; NumPy has other states for other generators."""
+    """Return True if two states of NumPy's Mersenne Twister are equal. States of other generators are not compared."""
     if not (isinstance(one, tuple) and isinstance(other, tuple)):
         return False
     return one[2:] == other[2:] and bool(one[1].tobytes() == other[1].tobytes())
 
 
 def pack_states(states: States) -> str:
-    """As text, which any checkpoint may hold, and which can be compared."""
+    """Pack states into text, which any checkpoint can hold and which can be compared."""
     version, numbers, gauss = states["python"]
     packed: dict[str, Any] = {"python": [version, list(numbers), gauss]}
     packed |= {name: pack_bytes(states[name]) for name in ("torch", "cuda") if name in states}
@@ -135,10 +137,11 @@ def pack_states(states: States) -> str:
 
 
 def unpack_states(packed: str) -> States:
-    """What :func:`pack_states` packed.
+    """Return the states that :func:`pack_states` packed.
 
     Raises:
-        SetupError: anything else. NumPy checks no position, and would read beyond its numbers.
+        SetupError: If *packed* is anything else. This includes positions outside NumPy's state, which NumPy would not
+            check.
     """
     with _refused():
         found = json.loads(_short(packed))
@@ -150,7 +153,7 @@ def unpack_states(packed: str) -> States:
         if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
             kind, keys, position, has_gauss, cached = found["numpy"]
             if not (type(position) is int and 0 <= position <= len(keys)):
-                raise ValueError(f"NumPy's position {shown(position)}")
+                raise ValueError(f"expected a position within NumPy's state, got {shown(position)}")
             states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), position, int(has_gauss), float(cached))
             numpy.random.RandomState().set_state(states["numpy"])
     return states
@@ -165,34 +168,34 @@ def _refused() -> Iterator[None]:
             raise
         said = printable(str(error)[:200])
         raise SetupError(
-            f"the checkpoint's states of random generators are damaged ({type(error).__name__}: {said}); resume from"
-            " another checkpoint"
+            f"The checkpoint's states of random generators are damaged ({type(error).__name__}: {said}). Resume from"
+            " another checkpoint."
         ) from error
 
 
 def _short(packed: str) -> str:
     if not isinstance(packed, str) or len(packed) > _LONGEST:
-        raise ValueError(f"{shown(packed)} is no text of at most {_LONGEST} characters")
+        raise ValueError(f"expected text of at most {_LONGEST} characters, got {shown(packed)}")
     return packed
 
 
 def pack_bytes(state: Tensor) -> str:
-    """A generator's state, uint8, as text."""
+    """Pack a generator's state, a uint8 tensor, into text."""
     return base64.b64encode(bytes(state.tolist())).decode()
 
 
 def unpack_bytes(packed: str) -> Tensor:
-    """What :func:`pack_bytes` packed.
+    """Return the state that :func:`pack_bytes` packed.
 
     Raises:
-        SetupError: anything else.
+        SetupError: If *packed* is anything else.
     """
     with _refused():
         return torch.tensor(list(base64.b64decode(_short(packed), validate=True)), dtype=torch.uint8)
 
 
 def _derived(states: States) -> States:
-    """Generators seeded from others, whose states stay what they are."""
+    """Return states of generators seeded from *states*, which are unchanged."""
     source = torch.Generator()
     source.set_state(states["torch"])
     seed = int(torch.randint(2**63 - 1, (), generator=source))

@@ -1,10 +1,11 @@
-"""DataLoaders over map-style datasets that can be taken up where they were left, in the middle of an epoch.
+"""Resumable DataLoaders over map-style datasets, which continue in the middle of an epoch.
 
-PyTorch's ``DataLoader`` has no state. What decides the order of its batches is the state of the random generators when
-its sampler begins; with that, the batches given since are skipped in the sampler, without loading them. So a loader
-becomes one that Lightning takes for stateful, and that gives the very batches that it would have given.
+PyTorch's ``DataLoader`` has no state. The order of its batches is determined by the states of the random generators
+when its sampler begins. After these states are restored, the batches given so far are skipped in the sampler, without
+loading them. :func:`resumable` returns a loader that Lightning treats as stateful, and that continues with exactly the
+batches that the original run would have loaded.
 
-What a dataset draws in worker processes begins anew where training is taken up: workers are.
+Worker processes are started again on resume, so random numbers that a dataset draws in workers start over.
 """
 
 from __future__ import annotations
@@ -52,54 +53,54 @@ __all__ = [
 
 State = dict[str, Any]
 
-_CPU = torch.device("cpu")  # what a sampler draws from
-# They draw with the first index of an iteration, or from generators of their own.
+_CPU = torch.device("cpu")  # device of the generators that a sampler draws from
+# Samplers that draw only with the first index of an iteration, or from their own generators.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Modules of the classes of numbers, texts, arrays and tensors.
+# Top-level modules of classes of numbers, strings, arrays and tensors, which run no user code.
 _WITHOUT_CODE = ("builtins", "numpy", "torch")
 _MOST_ITEMS = 100_000
 _RANKS = 2**20  # more than any run has
 
 
 def can_resume(loader: Any) -> bool:
-    """Whether a loader is one of PyTorch's own over a map-style dataset, and has no state of its own."""
+    """Return True if a loader is a DataLoader without its own state over a map-style dataset."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
-        # What iterates in a way of its own may load what the sampler never names.
+        # A class with its own __iter__ may load samples that the sampler does not select.
         and type(loader).__iter__ is DataLoader.__iter__
         and not hasattr(loader, "state_dict")
     )
 
 
 def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader with ``state_dict`` and ``load_state_dict``; the given one stays as it is.
+    """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged.
 
     Args:
-        loader: for which :func:`can_resume` holds.
+        loader: loader for which :func:`can_resume` returns True.
     """
     made = _resumable_class(type(loader))  # type: ignore[arg-type]
     same: DataLoader[Any] = made.__new__(made)
     vars(same).update(vars(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # A DataLoader refuses to have it set.
+    # DataLoader.__setattr__ refuses to set its sampler.
     vars(same)[name] = vars(same)["_indices"] = _Indices(vars(same)[name], loader)
-    vars(same)["_iterator"] = None  # workers that wait for the given one's next epoch are not this one's
+    vars(same)["_iterator"] = None  # persistent workers of the given loader do not belong to the copy
     return same
 
 
 def is_resumable(loader: Any) -> bool:
-    """Whether a loader is one that :func:`resumable` made."""
+    """Return True if :func:`resumable` made the loader."""
     return isinstance(loader, _Resumable)
 
 
 def draws_nothing(loader: Any) -> bool:
-    """Return whether fetches after the first one leave this process's shared random generators alone.
+    """Return True if fetches after the first one do not draw from this process's shared random generators.
 
-    They do if a loader of :func:`resumable` runs only PyTorch's code in this process: it has workers, or its dataset is
-    a list, tuple or ``TensorDataset`` of items without code of their own.
+    This holds if a loader made by :func:`resumable` runs only PyTorch's code in this process: if it has workers, or if
+    its dataset is a list, tuple or ``TensorDataset`` of items of built-in, NumPy or PyTorch classes.
     """
-    if type(loader) is not _resumable_class(DataLoader):  # of the user's own class
+    if type(loader) is not _resumable_class(DataLoader):  # a user-defined class
         return False
     batches: Any = vars(loader)["_indices"]._inner
     sampler = batches.sampler if type(batches) is BatchSampler else batches
@@ -121,63 +122,67 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
             if len(item) > _MOST_ITEMS:
                 return False
             left += item.values() if kind is dict else item
-        # A collection of the user's may draw where it is read; for any class there may be a function that collates.
+        # A user-defined collection may draw when it is read, and default_collate may call a function registered for
+        # any user-defined class.
         elif kind.__module__ not in _WITHOUT_CODE and (
             loader.collate_fn is default_collate or isinstance(item, (Mapping, Sequence, torch.Tensor))
         ):
             return False
-    return False  # too many to look at before an epoch
+    return False  # too many items to check before an epoch
 
 
 def share_samplers(one: Any, other: Any) -> bool:
-    """Return whether two loaders of :func:`resumable` share whatever state their samplers hold."""
+    """Return True if the samplers of two loaders made by :func:`resumable` hold their state in the same objects."""
     shared: bool = one._indices.held.shares_with(other._indices.held)
     return shared
 
 
 def snapshot(loader: Any) -> Callable[[], State]:
-    """Where a loader with a state is now; its state is given when the result is called, however far it has come.
+    """Record the current position of a loader, and return a function that gives the state at this position.
+
+    The function returns the same state even after the loader has advanced.
 
     Args:
-        loader: of :func:`resumable`, for which a snapshot costs next to nothing, or any with a ``state_dict``.
+        loader: loader made by :func:`resumable`, for which a snapshot costs almost nothing, or any loader with a
+            ``state_dict``, which is copied.
     """
     if isinstance(loader, _Resumable):
         return loader._indices.snapshot()
-    # What its method returns may be its own and change.
+    # The loader may return an object that it modifies later.
     state: State = copy.deepcopy(loader.state_dict())
     return lambda: state
 
 
 def end_of_epoch(loader: Any) -> State | None:
-    """The state of a loader that has given all of an epoch, or all that is wanted of it; None for one without."""
+    """Return the state of a loader at the end of an epoch, which a limit may have cut; None if it has no state."""
     if isinstance(loader, _Resumable):
         return loader._indices.ended()
     return snapshot(loader)() if hasattr(loader, "state_dict") else None
 
 
 def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
-    """Let the next iteration of each loader begin where its state says.
+    """Load states into loaders, so that the next iteration of each loader continues from its state.
 
     Args:
-        loaders: those of which a checkpoint has the states.
-        states: one each; None for one that had none.
+        loaders: loaders in the order of the states.
+        states: state of each loader in the checkpoint; None for a loader that had no state.
 
     Raises:
-        SetupError: there are more of them, or fewer; one is damaged.
+        SetupError: If the numbers of loaders and states differ, or if a state is damaged.
     """
     if not isinstance(states, Sequence) or len(states) != len(loaders):
         raise SetupError(
-            f"the checkpoint has the states of {len(states) if isinstance(states, Sequence) else 'no'} train"
-            f" dataloader(s), and there are {len(loaders)}; needed are as many as it was written with"
+            f"The checkpoint has the states of {len(states) if isinstance(states, Sequence) else 'no'} train"
+            f" dataloader(s), got {len(loaders)} dataloader(s). Use the number of dataloaders that it was written with."
         )
     for loader, state in zip(loaders, states, strict=True):
         if state is not None and hasattr(loader, "load_state_dict"):
-            # A loader of the user's may keep what it gets, and change it.
+            # A user-defined loader may keep the state that it is given, and modify it.
             loader.load_state_dict(state if is_resumable(loader) else copy.deepcopy(state))
 
 
 class _Indices:
-    """A loader's sampler, or batch sampler, that can begin where an earlier one was."""
+    """Wraps a loader's sampler or batch sampler, which can continue from an earlier position."""
 
     def __init__(self, inner: Any, loader: DataLoader[Any]) -> None:
         self._inner = inner
@@ -186,11 +191,11 @@ class _Indices:
         self._left: State | None = None
         self._resume: State | None = None
         self.given = 0
-        # Where all generators were when an iteration began, and when its first index was drawn.
+        # States of all generators when an iteration began, and when its first index was drawn.
         self._created: State | None = None
         self._begun: State | None = None
         self._resumed: State | None = None
-        # Checksums of the indices up to each batch that is due, by its position, and what a checkpoint says of them.
+        # Checksums of the indices up to each position that has not been returned, and the checksum in a checkpoint.
         self._sums: dict[int, int | None] = {}
         self._expected: int | None = None
 
@@ -198,7 +203,7 @@ class _Indices:
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look for theirs before there is an _inner
+        if name.startswith("__"):  # copy and pickle look up special methods before _inner exists
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -206,7 +211,7 @@ class _Indices:
         return self._from(self.given, self._resumed)
 
     def begin(self) -> bool:
-        """Begin an iteration of the loader, or go on with one; returns whether it goes on."""
+        """Begin an iteration of the loader, or continue one. Returns True if an iteration is continued."""
         resume, self._resume = self._resume, None
         self.given, self._resumed, self._left = 0, None, None
         self._sums, self._expected = {0: 0}, None
@@ -243,19 +248,19 @@ class _Indices:
             )
         self._sums[given] = total
         if begun is not None:
-            # What comes next in the fetch is not the sampler's, and goes on from where it was.
+            # The rest of the fetch does not belong to the sampler, and continues from the previous states.
             set_states(before, _CPU)
         for position, one in enumerate(indices, given + 1):
             self._sums[position] = total = _checksum(total, one)
             yield one
 
     def count(self) -> None:
-        """Note that the loader has given one batch more."""
+        """Record that the loader has returned one more batch."""
         self._sums.pop(self.given, None)
         self.given += 1
 
     def batches_left(self, state: State) -> list[Any]:
-        """Of an epoch that other ranks have begun."""
+        """Return this rank's batches of the rest of an epoch that was started with another number of ranks."""
         batches = self._loader.batch_sampler
         if batches is None:
             return batches_left(state, self._loader.dataset, None)
@@ -285,7 +290,7 @@ class _Indices:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {printable(str(error)[:200])}"
             raise SetupError(
-                f"the checkpoint's state of a train dataloader is damaged ({said}); resume from another checkpoint"
+                f"The checkpoint's state of a train dataloader is damaged ({said}). Resume from another checkpoint."
             ) from error
         self._resume = state or None
 
@@ -298,7 +303,7 @@ class _Indices:
 
 
 class _Resumable:
-    """What is added to a class of loaders."""
+    """Mixin that makes a class of loaders resumable."""
 
     _indices: _Indices
 
@@ -307,21 +312,21 @@ class _Resumable:
         goes_on = self._indices.begin()
         iterator = super().__iter__()  # type: ignore[misc]
         if goes_on:
-            # It drew again what was drawn when the epoch began.
+            # Creating the iterator repeated the draws of the beginning of the epoch.
             set_states(before, _CPU)
         return _Counted(iterator, self._indices)
 
     def state_dict(self) -> State:
-        """Where the loader is, as numbers and text."""
+        """Return the position of the loader as numbers and text."""
         return self._indices.snapshot()()
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next iteration begin there; an empty state is where any loader begins."""
+        """Let the next iteration continue from *state*. An empty state is the state of a new loader."""
         self._indices.resume(state)
 
 
 class _Counted(Iterator[Any]):
-    """A loader's iterator; counts what it gives, which is less than what workers have been asked for."""
+    """Iterator of a loader that counts returned batches, since workers are asked for more batches in advance."""
 
     def __init__(self, inner: Iterator[Any], indices: _Indices) -> None:
         self._inner = inner
@@ -351,7 +356,7 @@ def _state(created: State, begun: State | None, given: int, order: State | None,
 
 
 def _checksum(total: int | None, indices: Any) -> int | None:
-    """Checksum of indices after that of those before; None once there was one that is no integer."""
+    """Extend the checksum *total* by indices; None if *total* is None or an index is not an integer."""
     if total is None:
         return None
     try:
@@ -361,9 +366,12 @@ def _checksum(total: int | None, indices: Any) -> int | None:
 
 
 def _check(state: Any) -> Iterator[list[str]]:
-    """Read a state as the next iteration will, which is too late to say that it is damaged; gives samplers' states."""
+    """Read a state as the next iteration will, and yield the samplers' states.
+
+    The check runs when the state is loaded, since the next iteration is too late to report that it is damaged.
+    """
     if not isinstance(state, dict):
-        raise TypeError(f"expected its numbers by their names, got {shown(state)}")
+        raise TypeError(f"expected a dictionary of numbers, got {shown(state)}")
     if "ended" in state:
         yield _texts(state["ended"])
     elif "left" in state:
@@ -371,20 +379,20 @@ def _check(state: Any) -> Iterator[list[str]]:
         found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
         counted = all(isinstance(one, int) and 0 <= one <= MOST for one in found)
         if not counted or not state["rank"] < state["world"] <= _RANKS:
-            raise ValueError(f"of an epoch that other ranks have begun it has {shown(state)}")
+            raise ValueError(f"expected counts of an epoch started with other ranks, got {shown(state)}")
     elif state:
         for where in (state["created"], state["begun"]):
             if where is not None:
                 yield _texts(_unpack(where)["own"])
         if state["created"] is None or type(state["given"]) is not int or not 0 <= state["given"] <= MOST:
-            raise ValueError(f"it has given {shown(state['given'])} batches")
+            raise ValueError(f"expected a number of batches, got {shown(state['given'])}")
         if not isinstance(state.get("indices"), int | None):
-            raise TypeError(f"expected a number for its indices, got {shown(state['indices'])}")
+            raise TypeError(f"expected a number as the checksum of indices, got {shown(state['indices'])}")
 
 
 def _texts(states: Any) -> list[str]:
     if not isinstance(states, list) or not all(isinstance(one, str) for one in states):
-        raise TypeError(f"expected the states of samplers as texts, got {shown(states)}")
+        raise TypeError(f"expected a list of text for the states of samplers, got {shown(states)}")
     return states
 
 

@@ -1,4 +1,4 @@
-"""The point from which a run goes on: behind the last batch trained.
+"""Point from which a run resumes: the position after the last trained batch.
 
 Tested in ``tests/scenarios/checkpoints/test_exact_resume.py``.
 """
@@ -22,21 +22,22 @@ from lightning_pipe.loops.data.random_streams import States, get_states, pack_st
 from lightning_pipe.loops.data.resumable_loader import load_states
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterators
 
-# Whose work may run ahead.
+# Random streams of work that can run ahead of training.
 _STREAMS = {"fetch", "prepare", "transfer"}
 
 
 @dataclass
 class ResumePoint:
-    """Where one rank's data and random generators are.
+    """Positions of one rank's data and random generators.
 
     Attributes:
-        loaders: the state of each train dataloader, None for one that has none.
-        common: the generators that the model draws from.
-        streams: those of work that runs ahead, by their names; none at the end of an epoch, where data begins anew.
-        iterators: of each loader with a state of its own, what that does not say; empty where nothing is known.
-        common_behind_iterators: where the model's are once iterators are made from here.
-        streams_behind_iterators: where those of work that runs ahead are then.
+        loaders: state of each train dataloader; None for a dataloader without a state.
+        common: states of the generators that the model draws from.
+        streams: states of the generators of work that runs ahead, by stream name. Empty at the end of an epoch, since
+            the next epoch starts new streams.
+        iterators: state of each loader's iterator that the loader's own state does not contain. Empty if unknown.
+        common_behind_iterators: ``common`` after iterators have been created from this point.
+        streams_behind_iterators: ``streams`` after iterators have been created from this point.
     """
 
     loaders: list[Any]
@@ -50,33 +51,33 @@ class ResumePoint:
 
     @property
     def in_mid_epoch(self) -> bool:
-        """Whether an epoch is gone on with."""
+        """True if the run continues in the middle of an epoch."""
         return bool(self.streams)
 
     def load(self, combined: CombinedLoader) -> None:
-        """Let the next iteration of each loader begin here.
+        """Let the next iteration of each loader begin at this point.
 
         Raises:
-            SetupError: there are other loaders than in the checkpoint, or a state is damaged.
+            SetupError: If the loaders differ from those in the checkpoint, or if a state is damaged.
         """
         load_states(combined.flattened, self.loaders)
         load_iterators(combined, self.loaders, self.iterators)
 
     def positions(self) -> dict[str, Any]:
-        """Return where loaders and their iterators are, as a ledger's entries say it."""
+        """Return the positions of loaders and their iterators in the format of a ledger's entries."""
         loaders = [None if state is None else partial(_same, state) for state in self.loaders]
         return {"loaders": loaders, "iterators": self.iterators}
 
     def put_generators(self, device: torch.device) -> None:
-        """Put the generators where they were when iterators were made, or would have been made next."""
+        """Restore the generators to their states when iterators were created, or would have been created next."""
         set_states(self.streams.get("fetch", self.common), device)
 
     @contextmanager
     def making_iterators(self, device: torch.device) -> Iterator[None]:
-        """Let loaders and iterators be made in the body, which calls :meth:`put_generators` between the two.
+        """Context for creating loaders, then calling :meth:`put_generators`, then creating iterators.
 
-        What iterators draw then, and load already, they draw as in the run before. A checkpoint of before the first
-        epoch comes before the loaders, too.
+        Iterators then draw the same random numbers, and prefetch the same samples, as in the previous run. If the
+        checkpoint was written before the first epoch, generators are also restored before the loaders are created.
         """
         before = get_states(device)
         if not self.loaders:
@@ -91,7 +92,7 @@ class ResumePoint:
             set_states(before, device)
 
     def packed(self) -> dict[str, Any]:
-        """As a checkpoint holds it: text, numbers, and what states of users' loaders are made of."""
+        """Return the contents for a checkpoint: text, numbers, and the states of user-defined loaders."""
         return {
             "loaders": self.loaders,
             "common": pack_states(self.common),
@@ -101,21 +102,21 @@ class ResumePoint:
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> ResumePoint:
-        """What :meth:`packed` gave.
+        """Restore the point from the result of :meth:`packed`.
 
         Raises:
-            SetupError: anything else.
+            SetupError: If *packed* is anything else.
         """
         for name, kind in (("loaders", list), ("common", str), ("streams", dict)):
             if not isinstance(packed, dict) or not isinstance(packed.get(name), kind):
                 raise SetupError(f"expected {name} as a {kind.__name__}, got {shown(packed)}")
-        # The other two begin with the first fetch.
+        # The streams "prepare" and "transfer" are derived from "fetch" after the first fetch.
         if set(packed["streams"]) not in (set(), {"fetch"}, _STREAMS):
             raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
         streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
         iterators = packed.get("iterators", [])
         if not isinstance(iterators, list) or len(iterators) not in (0, len(packed["loaders"])):
-            raise SetupError(f"expected iterators as a list, one for each of the loaders, got {shown(iterators)}")
+            raise SetupError(f"expected a list with one iterator state for each loader, got {shown(iterators)}")
         states = [None if one is None else IteratorState.unpacked(one) for one in iterators]
         return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams, states)
 
@@ -125,10 +126,10 @@ def _same(state: Any) -> Any:
 
 
 def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
-    """Read *what* of a checkpoint; every rank calls this.
+    """Read the part *what* of a checkpoint. Every rank must call this.
 
     Raises:
-        SetupError: on every rank, with what each has found.
+        SetupError: On every rank, with the errors of all ranks, if *read* raises on any rank.
     """
 
     def checked() -> None:
@@ -138,8 +139,8 @@ def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
             known = isinstance(error, SetupError)
             said = str(error) if known else f"{type(error).__name__}: {printable(str(error)[:200])}"
             raise SetupError(
-                f"{what} is damaged, or of other dataloaders ({said}); give another checkpoint, or load the module's"
-                " values alone"
+                f"{what} is damaged, or belongs to other dataloaders ({said}). Resume from another checkpoint, or load"
+                " only the weights of the module."
             ) from error
 
     on_all_ranks(checked, f"{what} cannot be read", dist.group.WORLD)

@@ -1,9 +1,10 @@
-"""State of a loader's samplers: random generators of their own, and counters.
+"""State of a loader's samplers: their random generators and counters.
 
-PyTorch's samplers hold a ``torch.Generator`` at most. A user's sampler may count its epochs, or draw from a
+PyTorch's samplers hold at most a ``torch.Generator``. A user-defined sampler may count its epochs, or draw from a
 ``random.Random`` or a NumPy generator, and its interface does not show this. Therefore the plain attributes of every
-sampler that a loader reaches are compared with their first values. The attributes that have changed are state. First
-values are those of the first loader in this process: a sampler that several loaders use in turn has changed since then.
+sampler reachable from a loader are compared with their first values, and the attributes that have changed are state.
+The first values are recorded by the first loader in this process, since a sampler that several loaders use in turn
+changes after that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["SamplerState"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 2**53  # above any count
-# Attribute that a sampler's first counters are kept in: they are needed for as long as it is there.
+# Attribute of a sampler that holds its first counters, which are needed for the lifetime of the sampler.
 _FIRST = "_lightning_pipe_first"
 
 
@@ -34,7 +35,7 @@ class SamplerState:
     """State of the samplers of one loader, which can be read and restored as text.
 
     Args:
-        loader: the loader; samplers inside other samplers, or inside Lightning's wrapper, are included.
+        loader: dataloader. Samplers inside other samplers, or inside Lightning's wrapper, are included.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -49,8 +50,8 @@ class SamplerState:
         """Return the states of the generators, then the changed counters of each sampler.
 
         Args:
-            at_end: whether the epoch is over. Counters of samplers with ``set_epoch`` are then left out, since that
-                call sets them for the next epoch.
+            at_end: True if the epoch is over (default False). Counters of samplers with ``set_epoch`` are then
+                omitted, since that call sets them for the next epoch.
         """
         states = [_pack(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
@@ -60,7 +61,7 @@ class SamplerState:
         return states
 
     def check(self, states: list[str]) -> list[dict[str, Any]]:
-        """Return the counters of each sampler in the states of :meth:`get`; raises as :meth:`put` does."""
+        """Return the counters of each sampler in the states of :meth:`get`. Raises the errors of :meth:`put`."""
         count = len(self._generators)
         with _refused():
             return [
@@ -69,29 +70,30 @@ class SamplerState:
             ]
 
     def put(self, states: list[str]) -> None:
-        """Restore generators and counters from what :meth:`get` returned for an equally constructed loader.
+        """Restore generators and counters from the result of :meth:`get` for an equally constructed loader.
 
         Args:
-            states: states in the order of :meth:`get`; missing ones leave the remaining samplers unchanged.
+            states: states in the order of :meth:`get`. If there are fewer, the remaining samplers are unchanged.
 
         Raises:
-            SetupError: anything else, or counters that these samplers do not have.
+            SetupError: If *states* is anything else, or has counters that these samplers do not have.
         """
         changed = self.check(states)
         with _refused():
             for generator, state in zip(self._generators, states, strict=False):
                 _unpack(generator, state)
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
-            # A sampler that has been used since goes back to where it began; one that is told the epoch has been told.
+            # Other counters of a used sampler are reset to their first values, except with set_epoch, which has been
+            # called for this epoch.
             unchanged = {} if hasattr(sampler, "set_epoch") else at_first
             vars(sampler).update(unchanged | counters)
 
     def shares_with(self, other: SamplerState) -> bool:
-        """Return whether the state is held by the same objects as another loader's."""
+        """Return True if the state is held by the same objects as that of another loader."""
         return [id(one) for one in self._stateful()] == [id(one) for one in other._stateful()]
 
     def _stateful(self) -> list[Any]:
-        """Generators, and samplers that may count; PyTorch's and Lightning's own do not."""
+        """Return the generators, and the samplers that may have counters, which excludes PyTorch's and Lightning's."""
         return [*self._generators, *(one for one in self._samplers if not _is_librarys(one))]
 
 
@@ -103,13 +105,13 @@ def _refused() -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise SetupError(
-            f"the checkpoint's states of samplers are damaged ({type(error).__name__}:"
-            f" {printable(str(error)[:200])}); resume from another checkpoint"
+            f"The checkpoint's states of samplers are damaged ({type(error).__name__}:"
+            f" {printable(str(error)[:200])}). Resume from another checkpoint."
         ) from error
 
 
 def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Samplers of the loader, each once, outer samplers first."""
+    """Yield the samplers of the loader, each once, outer samplers first."""
     due: list[Any] = [loader.batch_sampler, loader.sampler]
     seen: set[int] = set()
     while due:
@@ -119,7 +121,7 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
         seen.add(id(one))
         yield one
         due += [value for value in vars(one).values() if isinstance(value, Sampler)]
-        # Lightning distributes the indices of any sampler over ranks by wrapping the sampler as a dataset.
+        # Lightning distributes the indices of a sampler over ranks by wrapping the sampler as a dataset.
         due += [
             wrapped for wrapped in (getattr(getattr(one, "dataset", None), "_sampler", None),) if wrapped is not None
         ]
@@ -134,28 +136,31 @@ def _counters(sampler: Any) -> dict[str, Any]:
 
 
 def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
-    """Counters of a checkpoint: those of the sampler, in their types, and those that it makes only in an iteration."""
+    """Return the counters of a checkpoint after checking that the sampler has them, with compatible types.
+
+    Counters that the sampler creates only in an iteration are accepted too.
+    """
     if not isinstance(counters, dict):
-        raise ValueError(f"expected counters by their names, got {shown(counters)}")
+        raise ValueError(f"expected a dictionary of counters, got {shown(counters)}")
     for name, value in counters.items():
         present = vars(sampler).get(name, getattr(type(sampler), name, None))
-        # PyTorch's and Lightning's samplers change nothing but the epoch.
+        # PyTorch's and Lightning's samplers change only the epoch.
         may_change = name == "epoch" or not _is_librarys(sampler)
         if name.startswith("__") or name == _FIRST or not may_change or not _may_become(present, value):
             raise SetupError(
-                f"the checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, where"
-                f" {shown(present)} is; resume with the sampler that the checkpoint was written with"
+                f"The checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, which"
+                f" cannot replace the present {shown(present)}. Resume with the sampler of the run that wrote it."
             )
     return counters
 
 
 def _may_become(present: Any, value: Any) -> bool:
-    """Whether a counter may have become a value; None is one that was not set."""
+    """Return True if a counter may have changed to a value. None stands for a counter that was not set."""
     if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
         return False
     if isinstance(value, int) and abs(value) > _MOST:
         return False
-    # A bool is an int to Python.
+    # Types are compared exactly, since a bool is an int in Python.
     numbers = {type(present), type(value)} <= {int, float}
     return present is None or value is None or type(present) is type(value) or numbers
 
@@ -182,16 +187,18 @@ def _unpack(generator: Any, packed: str) -> None:
         generator.setstate((version, tuple(numbers), gauss))
     else:
         state = json.loads(packed)
-        # NumPy checks neither position, and would read beyond its numbers: 624 of MT19937, a buffer of 4 of Philox.
+        # NumPy does not check these positions, and would read out of bounds: 624 numbers of MT19937, 4 of Philox's
+        # buffer.
         if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
             raise SetupError(
-                "the checkpoint's state of a sampler's NumPy generator is damaged: expected a position of at most 624,"
-                f" or 4 in a buffer, got {state['state'].get('pos')!r}, {state.get('buffer_pos')!r}; take another"
+                "The checkpoint's state of a sampler's NumPy generator is damaged: expected a position of at most 624"
+                f" and a buffer position of at most 4, got {state['state'].get('pos')!r} and"
+                f" {state.get('buffer_pos')!r}. Resume from another checkpoint."
             )
         _bits(generator).state = state
 
 
 def _bits(generator: Any) -> Any:
-    """Bit generator below a NumPy generator."""
+    """Return the bit generator of a NumPy generator."""
     found = getattr(generator, "bit_generator", None)
     return generator._bit_generator if found is None else found

@@ -1,8 +1,9 @@
-"""The order that several ranks share an epoch's samples out of, and what is left of it for another number of ranks.
+"""Order of an epoch's samples that ranks share, and its remainder for another number of ranks.
 
 ``DistributedSampler`` makes one order for all ranks, of which rank *r* of *w* takes positions r, r + w, r + 2w ...
 When every rank has trained *n* batches of *b* samples, the first n * b * w samples are trained, and any number of ranks
-can share out the rest. Other samplers have an order for each rank, which another number of ranks cannot go on with.
+can divide the remaining samples. Other samplers have a separate order for each rank, which another number of ranks
+cannot continue.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ MOST = 2**53  # above any count of samples, and any epoch
 
 
 def order_of(loader: DataLoader[Any]) -> State | None:
-    """What the loader's ranks share: numbers that :func:`batches_left` takes; None for another kind of sampler."""
+    """Return the order that the loader's ranks share, as numbers for :func:`batches_left`; None for other samplers."""
     batches = loader.batch_sampler
-    # Without batches of its own the loader gives what the dataset has for each index.
+    # Without automatic batching, the loader returns the dataset's entry for each index.
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if type(batches) not in (BatchSampler, type(None)) or type(sampler) is not DistributedSampler:
         return None
@@ -39,15 +40,18 @@ def order_of(loader: DataLoader[Any]) -> State | None:
 
 
 def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> list[State | None] | None:
-    """Where loaders go on, of whose ranks there were others.
+    """Convert states of loaders to another number of ranks.
 
     Args:
-        states: of one of the ranks that there were, one for each loader.
-        rank: of those that there are.
-        world: how many there are.
+        states: state of each loader, from any rank of the previous run.
+        rank: rank in the current run.
+        world: number of ranks in the current run.
 
     Returns:
-        A state for each loader, or None where there is a loader that cannot go on.
+        A state for each loader, or None if one of the loaders cannot continue.
+
+    Raises:
+        ValueError: If a state has counts of samples or batches that are not possible.
     """
     found: list[State | None] = []
     for state in states:
@@ -67,16 +71,16 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
 def batches_left(
     state: State, dataset: Any, batch_size: int | None, drop_last: bool = False
 ) -> list[list[int]] | list[int]:
-    """A rank's batches of what is left, as many as each other rank has.
+    """Return a rank's batches of the remaining samples, the same number for each rank.
 
-    Where some ranks would have one batch more, and would end without it, the others repeat a sample each of those at
-    the beginning of the epoch, as ``DistributedSampler`` does.
+    If some ranks would have one more batch, the other ranks each repeat one sample from the beginning of the epoch, as
+    ``DistributedSampler`` does. Otherwise the extra batch would not be trained.
 
     Args:
-        state: of :func:`of_other_ranks`.
-        dataset: of the loader.
-        batch_size: samples of a batch; None for samples without one.
-        drop_last: leave out a batch that is not full.
+        state: state returned by :func:`of_other_ranks`.
+        dataset: dataset of the loader.
+        batch_size: number of samples in a batch; None to return sample indices without batches.
+        drop_last: True to drop a batch that is not full (default False).
     """
     left = state["left"]
     order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])
@@ -88,7 +92,7 @@ def batches_left(
         own = rest[rank::world]
         return own if batch_size is None else list(BatchSampler(own, batch_size, drop_last))
 
-    # The first rank has the most of it, and the last the fewest.
+    # The first rank has the most samples, and the last rank the fewest.
     if len(of_rank(0)) > len(of_rank(world - 1)):
         rest += islice(cycle(whole), -len(rest) % world)
     return of_rank(state["rank"])

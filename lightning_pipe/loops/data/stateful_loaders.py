@@ -1,15 +1,15 @@
-"""Dataloaders with a ``state_dict`` of their own, such as torchdata's ``StatefulDataLoader``.
+"""Dataloaders with their own ``state_dict``, such as torchdata's ``StatefulDataLoader``.
 
-The state of such a loader says where its present iterator is. After ``load_state_dict`` the next ``iter`` returns an
-iterator that continues there. Four things are missing from it, which are recorded here:
+The state of such a loader contains the position of its current iterator. After ``load_state_dict`` the next ``iter``
+returns an iterator that continues from there. The state lacks four things, which this module records:
 
-* An iterator has ended only when it is asked for one batch too many. Where the length of an epoch is known, nobody
-  asks. Continued at the end of an epoch, the loader would give an epoch without batches.
-* A limit, or a hook that skips the rest of an epoch, leaves an iterator that the next epoch replaces.
-* An iterator that has ended within an epoch, of a short loader in a ``CombinedLoader`` of mode "max_size", gives
-  nothing more. Continued, the loader would begin its next epoch.
-* An iterator draws from the shared random generators when it is made, and a sampler without a state draws its order
-  from them or from a generator of its own.
+* An iterator has ended only after it was asked for one batch too many, which does not happen if the length of an epoch
+  is known. If such a loader continued at the end of an epoch, its next epoch would have no batches.
+* A limit, or a hook that skips the rest of an epoch, leaves an unfinished iterator that the next epoch replaces.
+* A short loader in a ``CombinedLoader`` of mode "max_size" can end within an epoch. Its iterator then gives no more
+  batches, but a loader that continues from this state would begin its next epoch.
+* An iterator draws from the shared random generators when it is created. A sampler without a state draws its order
+  from them or from a separate generator.
 
 Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
 """
@@ -53,24 +53,24 @@ __all__ = [
     "watch",
 ]
 
-# States of loaders and of their iterators, one each.
+# States of the loaders, and of their iterators, in the same order.
 Positions = tuple[list[Any], list["IteratorState | None"]]
 
 _NONE = object()
-_CPU = torch.device("cpu")  # what a sampler draws from
+_CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 
 
 @dataclass(frozen=True)
 class IteratorState:
-    """What a loader's own state does not say about its iterator.
+    """State of a loader's iterator that the loader's own state does not contain.
 
     Attributes:
-        ended: whether the iterator has been asked for one batch more than it had.
-        replaced: whether the next epoch, which makes a new iterator, is what comes next.
-        made_with: states of the shared random generators just before the iterator was made; None if not known.
-        generator: state of the loader's own generator, uint8; None if it has none.
-        samplers: states of the loader's samplers just before the iterator was made, as ``SamplerState`` reads them.
-        before_last: where it is replaced, the loader's state before its last batch; None if not known.
+        ended: True if the iterator was asked for a batch after its last one (default False).
+        replaced: True if the next batch belongs to a new epoch, which replaces the iterator (default False).
+        made_with: states of the shared random generators just before the iterator was created; None if unknown.
+        generator: state of the loader's own generator, uint8; None if it has no generator.
+        samplers: states of the loader's samplers just before the iterator was created, as ``SamplerState`` reads them.
+        before_last: state of the loader before its last batch, if the iterator is replaced; None if unknown.
     """
 
     ended: bool = False
@@ -93,15 +93,15 @@ class IteratorState:
 
     @staticmethod
     def unpacked(packed: Any) -> IteratorState:
-        """Return what :meth:`packed` was called on.
+        """Restore the state from the result of :meth:`packed`.
 
         Raises:
-            SetupError: the states of generators are damaged.
-            KeyError, RuntimeError, TypeError: anything else.
+            SetupError: If the states of generators are damaged.
+            KeyError, RuntimeError, TypeError: If *packed* is damaged in another way.
         """
         ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed.get("samplers", [])
         if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
-            raise TypeError("expected true or false for whether an iterator has ended and is replaced")
+            raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
         if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):
             raise TypeError("expected a list of text for the states of samplers")
         made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
@@ -112,7 +112,7 @@ class IteratorState:
 
 
 def watch(combined: CombinedLoader) -> None:
-    """Record the iterators that a combined loader makes from now on of loaders with a state of their own."""
+    """Record the iterators that a combined loader creates from now on from loaders with their own state."""
     known = {id(one.loader): one for one in _watched(combined) if one is not None}
     own = [one if _has_own_state(one) else None for one in combined.flattened]
     if any(one is not None for one in own):
@@ -123,15 +123,15 @@ def watch(combined: CombinedLoader) -> None:
 
 
 def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
-    """Return the state of each loader's iterator; None for a loader without a state of its own."""
+    """Return the state of each loader's iterator; None for a loader without its own state."""
     watched = _watched(combined) or [None] * len(combined.flattened)
     return [None if one is None else one.state() for one in watched]
 
 
 def positions_at_end(combined: CombinedLoader) -> Positions:
-    """Return where loaders and iterators are whose epoch is over, or has not begun."""
+    """Return the positions of loaders and iterators if their epoch is over or has not begun."""
     watched = _watched(combined) or [None] * len(combined.flattened)
-    # For its state, torchdata's loader would make the iterator that is due, and draw.
+    # To return its state, torchdata's loader would create the pending iterator, and draw random numbers.
     found = [
         (end_of_epoch(of), None if one is None else replace(one.state(), replaced=True))
         if one is None or one.due is None
@@ -142,20 +142,20 @@ def positions_at_end(combined: CombinedLoader) -> Positions:
 
 
 def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool) -> Positions:
-    """Return where loaders and iterators are whose epoch is over after a batch.
+    """Return the positions of loaders and iterators at the end of an epoch, after its last batch.
 
     Args:
         combined: loader that gave the batch.
-        last: where its loaders were after the batch, as a ledger's entry says.
-        before: where they were before it.
-        cut: whether they had more batches, or may have had.
+        last: positions of its loaders after the batch, from a ledger's entry.
+        before: positions before the batch.
+        cut: True if the epoch was cut, so that the loaders had or may have had more batches.
     """
     states, iterators = positions_at_end(combined)
     for place, (present, after) in enumerate(zip(iterators, last["iterators"], strict=False)):
         if present is None or after is None or after.ended:
             continue
         if cut or present.ended:
-            # An iterator is ended again when a run continues, which its state at the end need not do.
+            # When a run continues, the iterator is run to its end again, which may not work from its state at the end.
             states[place] = last["loaders"][place]()
         earlier = before["iterators"][place] if before["iterators"] else None
         is_known = earlier is not None and not earlier.replaced and not earlier.ended
@@ -169,12 +169,12 @@ def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict
 
 
 def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]) -> None:
-    """Let the next iteration of each loader with a state of its own continue where its iterator was.
+    """Let the next iteration of each loader with its own state continue from the position of its iterator.
 
     Args:
         combined: loader that :func:`watch` was called on.
-        loaders: states of the loaders themselves, one each.
-        iterators: those of their iterators, one each or none at all.
+        loaders: state of each loader.
+        iterators: state of each loader's iterator, or an empty sequence.
     """
     for watched, loader, iterator in zip(_watched(combined), loaders, iterators, strict=False):
         if watched is not None and loader is not None and iterator is not None:
@@ -182,7 +182,7 @@ def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: 
 
 
 def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
-    """Return the states of the iterators that are made next, as a ledger's entries hold them."""
+    """Return the states of the iterators that will be created next, in the format of a ledger's entries."""
     found = [None if one is None else one.peek() for one in _watched(combined)] or [None] * len(combined.flattened)
     return {
         "loaders": [None if one is None else partial(_same, one[0]) for one in found],
@@ -191,10 +191,11 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
 
 
 def shuffled_over_ranks(loader: Any) -> Any:
-    """Return a loader, whose rows Lightning distributes over ranks, with samplers that do so for torchdata's, too.
+    """Make a loader distribute its rows over ranks correctly if it uses torchdata's samplers, and return it.
 
-    Lightning replaces PyTorch's ``RandomSampler`` by a ``DistributedSampler``. It wraps torchdata's: each rank would
-    draw its own order and take its part of that, so that some rows are trained twice in an epoch, and others never.
+    Lightning replaces PyTorch's ``RandomSampler`` by a ``DistributedSampler``, but wraps torchdata's sampler. Each rank
+    would then draw a different order and take its part of that order, so that some rows would be trained twice in an
+    epoch, and others never.
     """
     if _is_torchdatas(loader):
         for holder in (loader, loader.batch_sampler):
@@ -210,14 +211,15 @@ def shuffled_over_ranks(loader: Any) -> Any:
 
 
 class _DrawnWhenUsed(Dataset[Any]):
-    """A sampler's indices, as ``DistributedSamplerWrapper`` takes them.
+    """Dataset of a sampler's indices for ``DistributedSamplerWrapper``, which draws them on first use.
 
-    Lightning's own one draws when an iteration begins. A torchdata loader that continues begins two, and uses one.
+    Lightning's dataset draws when an iteration begins. A torchdata loader that continues begins two iterations, and
+    uses one of them.
     """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        vars(self)["_sampler"] = sampler  # as Lightning's wrapper calls it
+        vars(self)["_sampler"] = sampler  # the attribute name in Lightning's wrapper
         self._indices: list[Any] | None = None
 
     def __len__(self) -> int:
@@ -229,12 +231,12 @@ class _DrawnWhenUsed(Dataset[Any]):
         return self._indices[index]
 
     def reset(self) -> None:
-        """Draw again at the next index."""
+        """Discard the indices, so that the next access draws again."""
         self._indices = None
 
 
 class _WatchedLoader:
-    """A loader as the combined loader iterates over it."""
+    """Wrapper of a loader over which the combined loader iterates, and which records its iterators."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -260,22 +262,22 @@ class _WatchedLoader:
         return _WatchedIterator(iter(self.loader), self)
 
     def _continued(self, due: IteratorState) -> Any:
-        """The iterator that a checkpoint was written with, made again without a trace in the random generators."""
+        """Create the iterator of the checkpoint again, without changes to the random generators."""
         if due.samplers and _is_torchdatas(self.loader):
             SamplerState(self.loader).put(due.samplers)
         with _drawing_from(due.made_with):
             continued = self._loaded_iterator()
-            # What the first batch of an iterator changes in a dataset, it has changed.
+            # The batch is fetched again, so that its changes to the dataset are made before the next epoch.
             if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
-                # The last batch was the first of a short loader that had begun again.
+                # The last batch was the first batch of a short loader that had been restarted.
                 if due.made_with is not None:
                     set_states(due.made_with, _CPU)
                 continued = iter(self.loader)
                 next(continued, None)
             if due.ended and next(continued, _NONE) is not _NONE:
-                # From its state at the end this loader begins the next epoch by itself.
+                # From its state at the end, this loader begins the next epoch on the next iteration.
                 self.loader.load_state_dict(copy.deepcopy(self.loaded))
-                self.loader.state_dict()  # for which torchdata's loader makes an iterator, and draws
+                self.loader.state_dict()  # torchdata's loader creates an iterator here, and draws random numbers
         self._put_generator(due)
         return continued
 
@@ -294,18 +296,18 @@ class _WatchedLoader:
             generator.set_state(due.generator)
 
     def load(self, state: Any, iterator: IteratorState) -> None:
-        # A loader of the user's may keep what it gets, and change it.
+        # A user-defined loader may keep the state that it is given, and modify it.
         first = state if iterator.before_last is None or not iterator.replaced else iterator.before_last
         self.loader.load_state_dict(copy.deepcopy(first))
         self.loaded, self.due = state, iterator
 
     def peek(self) -> tuple[Any, IteratorState]:
-        """The states of the iterator that is made next."""
+        """Return the states of the loader and of the iterator that will be created next."""
         if self.due is not None:
             return self.loaded, self.due
         if self._made_with[0] is None:
             self._peeked_with = made_with, samplers = self._random_states()
-            # For its state, torchdata's loader makes an iterator.
+            # To return its state, torchdata's loader creates an iterator.
             state = copy.deepcopy(self.loader.state_dict())
             return state, replace(self.state(), made_with=made_with, samplers=samplers)
         return copy.deepcopy(self.loader.state_dict()), replace(self.state(), replaced=True)
@@ -317,7 +319,8 @@ class _WatchedLoader:
         return IteratorState(self.ended, False, made_with, own, samplers)
 
     def _random_states(self) -> tuple[States, list[str]]:
-        # Samplers with an epoch have been told which one it is. Loaders of other kinds may restore theirs themselves.
+        # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
+        # samplers on their own.
         samplers = SamplerState(self.loader).get(at_end=True) if _is_torchdatas(self.loader) else []
         return get_states(_CPU), samplers
 
@@ -340,8 +343,8 @@ class _WatchedIterator(Iterator[Any]):
 
 @cache
 def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
-    """The class of a combined loader, with the loaders that it iterates over exchanged for those that are watched."""
-    # With a second base class, objects of the first could not become ones of the result.
+    """Return a subclass of a combined loader's class, which iterates over the watched loaders instead of its own."""
+    # With a second base class, objects of *base* could not be assigned the new class.
     changed = {
         "__module__": base.__module__,
         "__iter__": lambda combined: _iterate_over_watched(base.__iter__, combined),
@@ -370,13 +373,13 @@ def _has_own_state(loader: Any) -> bool:
 
 
 def _is_torchdatas(one: Any) -> bool:
-    """Whether something is of a class of torchdata's, or of one derived from it."""
+    """Return True if the class of *one* is defined in torchdata, or derived from such a class."""
     return any(base.__module__.startswith("torchdata.") for base in type(one).__mro__)
 
 
 @contextmanager
 def _drawing_from(states: States | None) -> Iterator[None]:
-    """Let the body draw from other states of the shared generators, and leave no trace in them."""
+    """Context in which the shared generators have other states. Their previous states are restored afterwards."""
     before = get_states(_CPU)
     if states is not None:
         set_states(states, _CPU)

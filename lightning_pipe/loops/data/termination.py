@@ -1,4 +1,4 @@
-"""SIGTERM, which one rank may get and another not: all end behind the same batch.
+"""Handling of SIGTERM: all ranks end after the same batch, even if only some ranks receive the signal.
 
 Tested in ``tests/scenarios/faults/test_signals.py``.
 """
@@ -15,14 +15,15 @@ from lightning_pipe._compat.lightning import SignalConnector
 
 
 class AgreedTermination(SignalConnector):
-    """Lightning's connector, whose handler only notes the signal while ranks agree on each batch.
+    """Signal connector of Lightning whose handler only records the signal while ranks agree on each batch.
 
-    Lightning's own broadcasts rank 0's flag in the handler, from wherever the main thread is: in the middle of other
-    collectives of the same group, and with one call more than on ranks that got no signal, so that all of them wait.
+    Lightning's handler broadcasts rank 0's flag immediately, wherever the main thread is. The broadcast can run in the
+    middle of other collectives of the same group, and ranks without the signal do not take part in it, so that all
+    ranks hang.
 
     Attributes:
-        agreed: whether ranks tell each other, with every batch, what they were told.
-        told: whether this rank was told to end.
+        agreed: True if ranks exchange with every batch if they were told to end.
+        told: True if this rank was told to end.
     """
 
     agreed = False
@@ -30,7 +31,7 @@ class AgreedTermination(SignalConnector):
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> AgreedTermination:
-        """Put one in the place of the trainer's."""
+        """Replace the trainer's signal connector, and return the new one."""
         present = trainer._signal_connector
         if isinstance(present, cls):
             return present
@@ -53,5 +54,5 @@ class AgreedTermination(SignalConnector):
             launcher.kill(signal.Signals(signum))
         self.told = True
         if not fitting:
-            # Nothing is to be saved: each rank ends by itself, behind its batch.
+            # No checkpoint is saved outside of fit, so each rank ends independently after its batch.
             self.received_sigterm = True

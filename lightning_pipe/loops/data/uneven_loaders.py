@@ -1,4 +1,4 @@
-"""Lightning's set-up of loaders, for ranks with uneven numbers of rows, or none.
+"""Changes to Lightning's loader set-up for ranks with uneven numbers of rows, or without rows.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
 """

@@ -419,7 +419,7 @@ def test_a_checkpoint_goes_from_lightnings_loop_to_this_one_and_back(tmp_path: P
 
 def test_other_loaders_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
     pipelined(callbacks=[at_end(2, tmp_path / "a.ckpt")]).fit(Resuming(lambda: combined("min_size")))
-    with pytest.raises(SetupError, match=r"states of 2 train dataloader.s., and there are 1"):
+    with pytest.raises(SetupError, match=r"states of 2 train dataloader.s., got 1"):
         pipelined().fit(Resuming(plain), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 

@@ -347,5 +347,5 @@ def test_a_damaged_state_of_an_iterator_is_named(damaged: Any, tmp_path: Path) -
     states = checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]["ranks"][0]["iterators"]
     states[0] = states[0] | damaged if isinstance(damaged, dict) else damaged
     torch.save(checkpoint, path)
-    with pytest.raises(SetupError, match="is damaged, or of other dataloaders"):
+    with pytest.raises(SetupError, match="is damaged, or belongs to other dataloaders"):
         run(1, "own generator", "whole epochs", path=path)
