@@ -83,8 +83,8 @@ class SamplerState:
             for generator, state in zip(self._generators, states, strict=False):
                 _unpack(generator, state)
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
-            # Other counters of a used sampler are reset to their first values, except with set_epoch, which has been
-            # called for this epoch.
+            # Counters missing from the state return to their first values, since the sampler may have been used since.
+            # Samplers with set_epoch are excluded, because it has already been called for this epoch.
             unchanged = {} if hasattr(sampler, "set_epoch") else at_first
             vars(sampler).update(unchanged | counters)
 

@@ -154,7 +154,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         return {"num_replicas": len(parts), "rank": mine}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed samplers without a generator, so that the ranks of a pipeline shuffle in the same order.
+        """Give samplers that lack a generator a common seed, so that the ranks of a pipeline shuffle in the same order.
 
         The order does not depend on the states of the ranks' random generators.
         """
