@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.engine import IterContext, State
+from lightning_pipe.engine import InputError, IterContext, State
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
@@ -237,11 +237,11 @@ class RecsysActions:
                 )
             except RuntimeError as error:
                 if "invalid tensor size" in str(error):
-                    error.add_note(
-                        "The batches of the ranks had different numbers of rows, and Gloo cannot exchange their"
-                        " gradients for tables sharded by rows. Give every rank the same number of rows"
-                        " (drop_last=True), or shard these tables table_wise or column_wise (constraints)."
-                    )
+                    raise InputError(
+                        "The batches of this step must have the same number of rows on every rank, because Gloo cannot"
+                        " exchange the gradients of tables that are sharded by rows otherwise; got different numbers."
+                        " Use drop_last=True, or shard these tables table_wise or column_wise (constraints)."
+                    ) from error
                 raise
             if self._after_embedding_backward is not None:
                 self._after_embedding_backward()
