@@ -233,6 +233,7 @@ def _look(arguments: list[str]) -> None:
         if os.path.lexists(options.file) and not options.force:
             raise SetupError(f"FILE must be a new file, but {options.file!r} exists. Give another name, or --force.")
         export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
+        print(printable(f"Exported {options.folder} to {options.file}"))
     else:
         width = max(len(entry.name) for entry in STRATEGIES)
         for entry in STRATEGIES:

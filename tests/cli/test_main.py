@@ -424,7 +424,9 @@ def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
     tables = {name: used.strategy.sharded_model.full_table(name) for name in ("people", "things")}  # type: ignore[attr-defined]
     capsys.readouterr()
     assert main(["checkpoint", "export", "saved", "one.ckpt"]) == 0
-    assert "lightning-pipe:" not in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "Exported saved to one.ckpt"
+    assert "lightning-pipe:" not in printed.err
     values = Clicks.load_from_checkpoint(folder / "one.ckpt").state_dict()
     for name, table in tables.items():
         (value,) = [one for key, one in values.items() if f".{name}." in key]
