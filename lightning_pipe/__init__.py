@@ -1,8 +1,8 @@
 """Software-pipelined training for PyTorch Lightning.
 
 Importing this package registers its strategies with Lightning: ``Trainer(strategy="recsys_prefetch_pipeline")``.
-Lightning has no entry point for strategies, so it is imported here where it is installed, for any subpackage too. The
-engine (:mod:`lightning_pipe.engine`) needs PyTorch alone, and works without Lightning.
+Lightning has no entry point for strategies, so importing any sub-package also imports Lightning if it is installed. The
+engine (:mod:`lightning_pipe.engine`) requires only PyTorch and works without Lightning.
 """
 
 from importlib.util import find_spec

@@ -1,6 +1,6 @@
-"""Lightning callbacks that measure and show what the strategies do.
+"""Lightning callbacks that measure and display the work of the strategies.
 
-A callback asks its strategy about the work through ``strategies/running_work`` and imports no strategy's class.
+A callback queries its strategy through ``strategies/running_work`` and imports no strategy class.
 Functions that several callbacks need are in ``common``.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["BubbleMonitor", "PipelineMonitor", "PipelineProfiler", "PipelineTrac
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand, since it needs a newer torch than the other callbacks.
+    # Imported on demand, because it requires a newer torch than the other callbacks.
     if name == "BubbleMonitor":
         from lightning_pipe.environment import require_torch
 

@@ -1,5 +1,6 @@
-"""Checkpoints as folders: written whole, read safely, saved in the background, exported; without Lightning.
+"""Checkpoint folders: atomic writes, safe reads, background saves and export. Independent of Lightning.
 
-A format belongs here; ``strategies`` decides which tensors it has. Other rooms import ``background_save``, ``export``,
-``folder_reading``, ``folder_writing``, ``inert_values``, ``named_optimizer``, ``stage_layout`` and ``whole_folder``.
+File formats belong here; ``strategies`` chooses the tensors that a checkpoint holds. Other rooms import
+``background_save``, ``export``, ``folder_reading``, ``folder_writing``, ``inert_values``, ``named_optimizer``,
+``stage_layout`` and ``whole_folder``.
 """

@@ -1,7 +1,7 @@
-"""Writes a checkpoint while training goes on.
+"""Writes a checkpoint while training continues.
 
-What is saved is copied to the host when the save begins; a thread writes the copies. It talks to the other ranks'
-threads over a process group that nothing else uses, so its messages are never mixed up with those of training.
+The state is copied to the host when the save starts, and a thread writes the copies. The threads of all ranks
+communicate over a separate process group, so that their messages never mix with those of training.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ __all__ = ["BackgroundSave", "HostCopies"]
 
 
 class HostCopies(dcp.DefaultSavePlanner):
-    """What this rank writes of a state, as it was when this was made: ``torch.distributed.checkpoint`` takes it so.
+    """Save planner that holds host copies of this rank's part of a state, taken when the planner is created.
 
     Args:
-        state: this rank's part; its tensors are copied to the host, anything else is pickled.
+        state: this rank's part of the state. Tensors are copied to the host; other values are pickled when they are
+            written.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -35,10 +36,10 @@ class HostCopies(dcp.DefaultSavePlanner):
         for item in self._plan.items:
             value = super().resolve_data(item)
             self._copies[item.index] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        self.state_dict = {}  # what it copied is not kept alive, nor looked at again
+        self.state_dict = {}  # release the original tensors: only the copies are written
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the constructor has already planned the save."""
 
     def create_local_plan(self) -> SavePlan:
         return self._plan
@@ -48,10 +49,10 @@ class HostCopies(dcp.DefaultSavePlanner):
 
 
 class BackgroundSave:
-    """One save at a time, on a thread of its own; all ranks call the same methods in the same order.
+    """Runs one save at a time on a background thread. All ranks must call the same methods in the same order.
 
     Args:
-        timeout: how long a rank waits for another; PyTorch's default where there is none.
+        timeout: time limit for a rank to wait for another (None: PyTorch's default).
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
@@ -61,28 +62,28 @@ class BackgroundSave:
         self._after: list[Callable[[], None]] = []
 
     def start(self, write: Callable[[], None]) -> None:
-        """Write in the background, once the save before this is done.
+        """Wait for the previous save, then call *write* on the background thread.
 
         Raises:
-            SetupError: on every rank, if that save failed on any.
+            SetupError: on every rank, if the previous save failed on any rank.
         """
         self.wait()
         self._saving = self._writer.submit(write)
 
     def then(self, work: Callable[[], None]) -> None:
-        """Do something when the save under way is done, in :meth:`wait`; if it fails, never."""
+        """Register *work* to run in :meth:`wait` after the current save succeeds. If the save fails, it is dropped."""
         self._after.append(work)
 
     @property
     def under_way(self) -> bool:
-        """Whether a save was started that nobody has waited for."""
+        """True if a save was started and :meth:`wait` has not returned since."""
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait for the save under way; after an interrupt it still is.
+        """Wait for the current save. If the wait is interrupted, the save is still under way.
 
         Raises:
-            SetupError: on every rank, if it failed on any.
+            SetupError: on every rank, if the save failed on any rank.
         """
         if self._saving is None:
             return
@@ -94,7 +95,7 @@ class BackgroundSave:
             work()
 
     def close(self) -> None:
-        """Wait for the thread, which uses the group, and leave that."""
+        """Wait for the thread, which uses the process group, and then destroy the group."""
         self._writer.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)

@@ -1,7 +1,7 @@
-"""Makes of a checkpoint's folder one file, which other programs read. One process does.
+"""Exports a checkpoint folder to a single file that other programs can read. Runs in one process.
 
-Values are gathered in files beside the target, not in memory, which needs to hold a few of the largest pieces that a
-rank wrote: a table, or a shard of one.
+Values are gathered in temporary files next to the target rather than in memory. Memory only has to hold a few of the
+largest pieces that a rank wrote, such as a table or a shard of a table.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ __all__ = ["export_checkpoint"]
 
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
-# Of a sharded model, whose optimisers have no tables; on one device they have.
+# Entries of a sharded model that are left out of the file: its optimisers hold no tables, those of one device do.
 _ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler", DYNAMIC_ROWS)
 
 
 def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
-    """Make of a checkpoint that is a folder one file, as Lightning writes it for one device. One process does this.
+    """Export a checkpoint folder to a single file in Lightning's single-device format. Call this in one process.
 
-    ``LightningModule.load_from_checkpoint`` takes the file, and ``load_state_dict`` of the module, neither sharded nor
-    split, takes its ``state_dict``. Of stages the states of optimisers are there too: ``Trainer.fit(ckpt_path=...)``
-    goes on from the file under Lightning's own strategies, provided that ``configure_optimizers`` has the parameters of
-    each group in the model's order. Of sharded tables all states of optimisers are left out: those of fused ones have
-    no place in a file of Lightning's.
+    ``LightningModule.load_from_checkpoint`` accepts the file, and ``load_state_dict`` of the unsharded, unsplit module
+    accepts its ``state_dict``. For a model in stages the file also holds the optimiser states:
+    ``Trainer.fit(ckpt_path=...)`` resumes from it under Lightning's own strategies, provided that
+    ``configure_optimizers`` lists the parameters of each group in the model's order. For a model with sharded tables
+    all optimiser states are left out, because Lightning's format has no place for those of fused optimisers.
 
-    The disk of *file* needs room for the values twice meanwhile.
+    During the export, the disk of *file* needs space for two copies of the values.
 
     Args:
-        folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
-        file: what is there is replaced, once all is written.
-        weights_only: False to allow any class in what is no tensor, whose code runs then.
+        folder: checkpoint folder that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
+        file: path of the file to write. An existing file is replaced after everything has been written.
+        weights_only: False to allow any class among the values that are not tensors (default None: only tensors, NumPy
+            arrays, plain types and allowed classes). The code of these classes then runs.
 
     Raises:
-        SetupError: there is no such folder, it is damaged, or holds a class that is not allowed.
+        SetupError: the folder does not exist, is damaged, or holds a class that is not allowed.
     """
     source, target = Path(folder), Path(file)
     if not target.absolute().parent.is_dir():
         raise SetupError(
-            f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it, or name another"
+            f"there is no folder {str(target.parent)!r} to write {target.name!r} to. Create it, or give another path"
         )
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)
     if of_stages:
         check_stages(source, checkpoint)
-    # Private to the user, as is the file until it is whole.
+    # The temporary folder is private to the user, as is the file until it is complete.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         whole = read_whole(source, saved, weights_only, None if of_stages else _SHARDED_MODEL, Path(beside))
         if of_stages:
@@ -81,34 +82,34 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 names = ", ".join(map(str, checkpoint[DYNAMIC_ROWS]))
                 warnings.warn(
                     f"the rows of the dynamic tables in {names} have no place in one file"
-                    f" and are left out: they are in {str(source / 'rows')!r}, for"
+                    f" and are left out. Read them from {str(source / 'rows')!r} with"
                     " lightning_pipe.recsys.read_rows",
                     stacklevel=2,
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
-        checkpoint[EXPORTED_FROM] = source.absolute().name  # not where: files travel
+        checkpoint[EXPORTED_FROM] = source.absolute().name  # the name only: files are moved
         with whole_file(target) as written:
             torch.save(checkpoint, written)
 
 
 def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Put in the model's state, and those of the optimisers, by the numbers that one device gives parameters."""
+    """Add the states of the model and of the optimisers to *checkpoint*, with parameters numbered as on one device."""
     tied = checkpoint.pop(TIED, {})
     absent = sorted(set(tied.values()) - whole[MODEL].keys())
     if absent:
-        raise _Refused(f"state_dict_metadata has no {described(absent[0])}, which has another name in {META}")
+        raise _Refused(f"state_dict_metadata has no {described(absent[0])}, which {META} lists as a tied parameter")
     checkpoint[MODEL] = with_other_names(whole[MODEL], tied)
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
         states = whole.get(optimizer_part(number), {}).get("state", {})
         if not isinstance(states, dict):
-            raise _Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict by parameter")
+            raise _Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict keyed by parameter")
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
         unknown = sorted(map(str, states.keys() - index.keys()))
         if unknown:
             raise _Refused(
-                f"{optimizer_part(number)} has a state of {described(unknown[0])}, which no group in {META} has"
+                f"{optimizer_part(number)} has a state for {described(unknown[0])}, which is in no group of {META}"
             )
         checkpoint[OPTIMIZERS][number] = {
             "state": {index[name]: state for name, state in states.items()},

@@ -1,7 +1,7 @@
-"""Reads the file ``.metadata`` of ``torch.distributed.checkpoint`` without executing it, and checks every field of it.
+"""Reads the file ``.metadata`` of ``torch.distributed.checkpoint`` without executing it, and checks all of its fields.
 
-Nothing that is read later is larger than the files of the folder: each piece of a tensor is in a file of the folder, at
-bytes of its own, and the pieces of a tensor have each of its elements once.
+The checks bound all later reads by the sizes of the folder's files: each chunk of a tensor is in a file of the folder,
+chunks do not overlap in a file, and the chunks of a tensor contain each of its elements exactly once.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -36,19 +36,23 @@ from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Re
 
 __all__ = ["load_metadata"]
 
-# Levels of dicts and lists that a value is in, and of lists alone.
+# Maximum nesting depth of a value in dicts and lists, and in lists alone.
 _LEVELS, _LISTS = 16, 8
-# Dimensions in which pieces of a tensor are smaller than the tensor.
+# Maximum number of dimensions along which the chunks of a tensor are smaller than the tensor.
 _CUT_DIMENSIONS = 4
-# Positions in lists that have no value may be this many, as where a list has empty dicts.
+# Maximum number of list positions without a value. A list of empty dicts has such positions.
 _EMPTY = 1000
 
 
 def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
-    """What a folder holds, of its open file ``.metadata``.
+    """Read and check the metadata of a checkpoint folder.
+
+    Args:
+        stream: the folder's open file ``.metadata``.
+        folder: the checkpoint folder.
 
     Raises:
-        _Refused: it is damaged, holds what no checkpoint needs, or does not fit the folder's files.
+        _Refused: the file is damaged, holds values that no checkpoint needs, or does not match the folder's files.
     """
     found = load_inert(stream.read(), _find, budget=BUDGET + _size_of_data(folder))
     if type(found) is not dcp.Metadata:
@@ -60,10 +64,10 @@ def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
 
 
 def _size_of_data(folder: Path) -> int:
-    """Bytes on the disk of the other files: many pieces need a large ``.metadata``."""
+    """Disk space of the other files in bytes. A checkpoint of many chunks has a large ``.metadata``."""
     with os.scandir(folder) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != ".metadata"]
-    # Names of one file count once.
+    # Hard links to the same file count once.
     return sum({one.st_ino: 512 * one.st_blocks for one in found}.values())
 
 
@@ -92,13 +96,15 @@ def _storage_info(state: dict[str, Any]) -> _StorageInfo:
         )
     place = [_check(f"{field} of storage_data", state.get(field), int) for field in ("offset", "length")]
     if min(place) < 0:
-        raise _Refused(f"{described(name)} is to be read from byte {place[0]}, {place[1]} bytes; expected none below 0")
+        raise _Refused(
+            f"storage_data of {described(name)} has the offset {place[0]} and length {place[1]}, expected at least 0"
+        )
     return _StorageInfo(name, *place)
 
 
 def _properties(state: Any) -> TensorProperties:
     if type(state) is not tuple or len(state) != 5 or state[0] not in DTYPES.values():
-        raise _Refused("properties of state_dict_metadata have no dtype, expected one of numbers and truth values")
+        raise _Refused("properties of state_dict_metadata have no dtype, expected a numeric or boolean dtype")
     return TensorProperties(dtype=state[0])
 
 
@@ -129,7 +135,7 @@ def _metadata(state: dict[str, Any]) -> dcp.Metadata:
 
 
 def _with_state(name: str, build: Callable[[Any], Any], *states: type) -> Call:
-    """A class, of which a pickle makes an instance without arguments and then gives it its fields."""
+    """Entry for a class whose instances a pickle creates without arguments and then fills from a state."""
 
     def checked(state: Any) -> Any:
         return build(_check(f"the state of {name}", state, *states))
@@ -151,7 +157,7 @@ _CALLS: dict[str, Any] = {
     **{name: PLAIN_CALLS[name] for name in ("torch.Size", "torch.serialization._get_layout")},
     f"{TensorProperties.__module__}.TensorProperties": _with_state("TensorProperties", _properties, tuple),
     f"{BytesStorageMetadata.__module__}.BytesStorageMetadata": Call("BytesStorageMetadata", BytesStorageMetadata),
-    # Nobody needs these: a layout in memory, and the path that the folder was written to.
+    # Not used when a checkpoint is read: a memory layout, and the path that the folder was written to.
     f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}": Call("a memory format", lambda _: None),
     **{
         f"{module}.{name}": Call("a path", lambda *_: None)
@@ -165,8 +171,8 @@ def _find(name: str) -> Any:
     if name in _CALLS:
         return _CALLS[name]
     raise _Refused(
-        f"it holds {name}, which torch.distributed.checkpoint does not put there, and which could run any code when it"
-        " is read"
+        f"it holds {name}, which torch.distributed.checkpoint does not put there, and which could run arbitrary code"
+        " when it is read"
     )
 
 
@@ -174,7 +180,7 @@ def _find(name: str) -> Any:
 
 
 def _check_tensors(metadata: dcp.Metadata) -> None:
-    """Each entry is there, and of a tensor no more than its pieces have."""
+    """Check that each entry is stored in a file, and that the chunks of each tensor cover it exactly."""
     for index, info in metadata.storage_data.items():
         _check("a key of storage_data", index, MetadataIndex)
         _check(f"storage_data[{described(index.fqn)}]", info, _StorageInfo)
@@ -198,13 +204,13 @@ def _check_chunks(
         )
         if not fits:
             raise _Refused(
-                f"{field} of size {list(size)} has a chunk of size {list(chunk.sizes)} at {list(chunk.offsets)}, which"
-                " is not in it"
+                f"{field} of size {list(size)} has a chunk of size {list(chunk.sizes)} at {list(chunk.offsets)},"
+                " expected a chunk inside the tensor"
             )
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:
             raise _Refused(
-                f"{field} has a chunk at {list(chunk.offsets)} that is in no file: storage_data has none there"
+                f"{field} has a chunk at {list(chunk.offsets)} that is in no file: storage_data has no such entry"
             )
         if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
             raise _Refused(f"{field} has a chunk of size {list(chunk.sizes)}, got {place.length} bytes in storage_data")
@@ -212,15 +218,15 @@ def _check_chunks(
     if not entry.chunks or not _cover(size, pieces):
         elements = sum(sizes.numel() for _, sizes in pieces)
         raise _Refused(
-            f"{field} of size {list(size)} has {elements} elements in its chunks, expected {size.numel()}, each once"
+            f"{field} of size {list(size)} has {elements} elements in its chunks, expected each of {size.numel()} once"
         )
 
 
 def _cover(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether pieces, given by offsets and sizes, have each element of a tensor once.
+    """Return True if chunks, given by offsets and sizes, contain each element of a tensor exactly once.
 
-    They do exactly if their corners, counted with alternating signs, are those of the whole tensor. What is in no piece
-    would be read as whatever the memory held before.
+    This holds if and only if their corners, counted with alternating signs, are those of the whole tensor. Elements in
+    no chunk would keep the previous content of their memory.
     """
     if not all(size):
         return not pieces
@@ -236,7 +242,7 @@ def _cover(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[i
 
 
 def _check_files(metadata: dcp.Metadata, folder: Path) -> None:
-    """Each piece is in a file, at bytes of its own."""
+    """Check that each chunk is inside a file and that chunks do not overlap."""
     by_file: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in metadata.storage_data.items():
         by_file.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, index.fqn))
@@ -244,7 +250,7 @@ def _check_files(metadata: dcp.Metadata, folder: Path) -> None:
         size, last = _size_of(folder / file), 0
         for begin, end, name in sorted(places):
             if begin < last:
-                raise _Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another one")
+                raise _Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another entry")
             if end > size:
                 raise _Damaged(
                     f"storage_data[{described(name)}] ends at byte {end} of {str(folder / file)!r}, which has {size}"
@@ -268,7 +274,7 @@ def _size_of(file: Path) -> int:
 
 
 def _check_paths(metadata: dcp.Metadata) -> None:
-    """Each value has a place of its own in dicts and lists that are no larger than they need be."""
+    """Check that each value has a distinct path, and that lists are no longer than their values require."""
     paths: set[Any] = set()
     lists: dict[Any, int] = {}
     for name, path in metadata.planner_data.items():
@@ -279,11 +285,11 @@ def _check_paths(metadata: dcp.Metadata) -> None:
             raise _Refused(f"{field} is {described(path)}, expected 2 to {_LEVELS} names and list positions")
         numbers = [place for place, one in enumerate(path) if type(one) is int]
         if len(numbers) > _LISTS or any(type(one) not in (str, int) for one in path):
-            raise _Refused(f"{field} has something else than names and at most {_LISTS} list positions")
+            raise _Refused(f"{field} has other elements than names and at most {_LISTS} list positions")
         for place in numbers:
             if not 0 <= path[place] < len(metadata.planner_data) + _EMPTY:
                 raise _Refused(
-                    f"{field} has the list position {described(path[place])}, of {len(metadata.planner_data)}"
+                    f"{field} has the list position {described(path[place])}, for {len(metadata.planner_data)} values"
                 )
             lists[path[:place]] = max(path[place] + 1, lists.get(path[:place], 0))
         paths.add(path)
@@ -293,7 +299,7 @@ def _check_paths(metadata: dcp.Metadata) -> None:
         for place in range(1, len(path)):
             if path[:place] in paths or (type(path[place]) is str and path[:place] in lists):
                 raise _Refused(
-                    f"planner_data[{described(name)}] is in the place of another value, or in a list by name"
+                    f"planner_data[{described(name)}] has the path of another value, or a name as a list position"
                 )
     if len(paths) < len(metadata.planner_data):
-        raise _Refused("planner_data has two values in one place")
+        raise _Refused("planner_data has two values with the same path")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's folder: what is in it, whether that fits, and a rank's part of it.
+"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -41,20 +41,22 @@ __all__ = [
     "room",
 ]
 
-# In a file made of a checkpoint: the name of its folder, for the error where the file is taken for that.
+# Key of an exported file for the name of its source folder. It is shown if the file is given in place of the folder.
 EXPORTED_FROM = "lightning_pipe_exported_from"
 
 
 def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metadata:
-    """What ``torch.distributed.checkpoint`` knows of a folder. Each rank by itself; see ``on_all_ranks``.
+    """Read the ``torch.distributed.checkpoint`` metadata of a folder.
+
+    Ranks do not communicate. To raise an error on every rank, call this in ``on_all_ranks``.
 
     Args:
-        folder: of a checkpoint.
-        parts: what its ``state`` has one of, and a folder of another kind has not.
-        kind: what wrote it, and what else can be done, as the error says it.
+        folder: checkpoint folder.
+        parts: top-level keys of the state. A folder that holds none of them is of another kind.
+        kind: end of the error message, which describes the expected folder and gives advice.
 
     Raises:
-        SetupError: there is no such folder, it is of another kind, or it is damaged.
+        SetupError: the folder does not exist, is of another kind, or is damaged.
     """
     put_back(folder)
     found = "a file" if folder.is_file() else f"a folder without {META}" if folder.exists() else "not there"
@@ -65,34 +67,34 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
         found = "a folder of another kind"
     source = _exported_from(folder) if folder.is_file() else None
     if source is None:
-        raise SetupError(f"the checkpoint {str(folder)!r} is {found}; needed is a folder written {kind}")
+        raise SetupError(f"the checkpoint {str(folder)!r} is {found}, expected a folder written {kind}")
     raise SetupError(
-        f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}; needed is a folder"
-        f" written {kind}. The folder goes on as it was; to begin with the file's weights give no ckpt_path, and call"
-        f" module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']), of a PipelineModule"
-        " after its configure_model()"
+        f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}, expected a folder"
+        f" written {kind}. To resume the run, give the original folder. To start from the file's weights, give no ckpt_path and"
+        f" call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']); call it on a"
+        " PipelineModule after configure_model()"
     )
 
 
 def _exported_from(file: Path) -> str | None:
-    """The folder that a file was exported from; None where that cannot be read, or is not said."""
+    """Name of the folder that a file was exported from, or None if the file is no readable export."""
     try:
         found = load_object(file, None, values=False)
-    except SetupError:  # whatever it is, it is no export
+    except SetupError:  # not an exported file
         return None
     source = found.get(EXPORTED_FROM) if isinstance(found, dict) else None
     return source if isinstance(source, str) else None
 
 
 def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What rank 0 kept beside the tensors.
+    """Read the values that rank 0 stored in addition to the tensors.
 
     Args:
-        folder: of a checkpoint.
+        folder: checkpoint folder.
         weights_only: False to allow any class; see :func:`~lightning_pipe.checkpoints.safe_reading.load_object`.
 
     Raises:
-        SetupError: it is damaged, or holds a class that is not allowed.
+        SetupError: the file is damaged, or holds a class that is not allowed.
     """
     rest = load_object(folder / META, weights_only)
     with file_named(folder / META):
@@ -102,15 +104,15 @@ def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def check_stages(folder: Path, rest: Mapping[str, Any]) -> None:
-    """Check what :func:`read_rest` returned of a folder of stages: names of tied parameters and of those in groups.
+    """Check the names of tied parameters and of parameter groups in the result of :func:`read_rest` for stages.
 
     Raises:
-        SetupError: they are not as they are written.
+        SetupError: a field is missing or does not have the type that a save writes.
     """
     with file_named(folder / META):
         tied = rest.get(TIED, {})
         if not isinstance(tied, dict) or not all(isinstance(one, str) for pair in tied.items() for one in pair):
-            raise _Refused(f"its field {TIED!r} is no dict of names by names")
+            raise _Refused(f"its field {TIED!r} has the wrong type, expected a dict from names to names")
         if not isinstance(rest.get(OPTIMIZERS, []), list):
             raise _Refused(f"its field {OPTIMIZERS!r} is {described(rest[OPTIMIZERS])}, expected a list")
         for number, stored in enumerate(rest.get(OPTIMIZERS, ())):
@@ -119,7 +121,7 @@ def check_stages(folder: Path, rest: Mapping[str, Any]) -> None:
                 names = group.get("params") if isinstance(group, dict) else None
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                     raise _Refused(
-                        f"its field {OPTIMIZERS!r} has no names of parameters for the groups of optimiser {number}"
+                        f"its field {OPTIMIZERS!r} has no list of parameter names for a group of optimiser {number}"
                     )
 
 
@@ -132,18 +134,18 @@ def fill_from_folder(
     weights_only: bool | None,
     fix: str,
 ) -> None:
-    """Fill the tensors of *state*, this rank's part, from the folder; every rank calls this.
+    """Fill the tensors of *state*, this rank's part, from the folder. Every rank must call this.
 
     Args:
-        folder: of a checkpoint.
-        saved: what :func:`read_metadata` returned.
-        state: its tensors are filled in place, everything else is replaced.
-        strict: whether the folder must hold all of it.
+        folder: checkpoint folder.
+        saved: result of :func:`read_metadata`.
+        state: state to fill. Tensors are filled in place; other values are replaced.
+        strict: if True, the folder must hold every entry of *state*.
         weights_only: as in :func:`read_rest`.
-        fix: what to do where it does not fit, as the error says it.
+        fix: end of the error message: advice if the folder does not fit the module.
 
     Raises:
-        SetupError: on every rank, if it does not fit on any, or a file is damaged.
+        SetupError: on every rank, if the folder does not fit on any rank or a file is damaged.
     """
     planner = SafePlanner(weights_only=weights_only, allow_partial_load=not strict)
     try:
@@ -158,14 +160,14 @@ def fill_from_folder(
 def read_whole(
     folder: Path, saved: dcp.Metadata, weights_only: bool | None, only: str | None, beside: Path
 ) -> dict[str, Any]:
-    """All that the folder holds, or one part of it. One process calls this.
+    """Read all values of a folder, or one part of them. Call this in one process.
 
     Args:
-        folder: of a checkpoint.
-        saved: what :func:`read_metadata` returned.
+        folder: checkpoint folder.
+        saved: result of :func:`read_metadata`.
         weights_only: as in :func:`read_rest`.
-        only: the part, or None for all.
-        beside: an empty folder, where the tensors' values are as long as the tensors.
+        only: name of the part to read, or None for all parts.
+        beside: empty folder for the files that back the returned tensors. Keep it as long as the tensors are used.
 
     Raises:
         SetupError: a file is damaged, or holds a class that is not allowed.
@@ -174,7 +176,7 @@ def read_whole(
     for number, (key, path) in enumerate(saved.planner_data.items()):
         stored = saved.state_dict_metadata[key]
         if only in (None, path[0]):
-            # Values that do not fit into memory are written to the file, and read again when they are used.
+            # Backed by files: the operating system can evict values that do not fit into memory.
             set_element(whole, path, room(stored, partial(_on_disk, beside / str(number))))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -187,7 +189,7 @@ def read_whole(
 
 
 def room(stored: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
-    """Something to load an entry into, which *make* makes for a tensor of a size and kind."""
+    """Target to load an entry into: for a tensor, *make* called with its size and dtype; None for any other value."""
     if not isinstance(stored, TensorStorageMetadata):
         return None  # it is replaced
     return make(stored.size, stored.properties.dtype)
@@ -203,12 +205,14 @@ def _on_disk(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
-    """What all ranks' parts together have and the folder has not, and so on; the same on every rank, which calls this.
+    """Differences between the folder and the combined states of all ranks.
+
+    Every rank must call this; all get the same result.
 
     Args:
-        saved: what :func:`read_metadata` returned.
-        state: this rank's part of what is to be filled; parts of the folder that it does not name are left alone.
-        strict: whether the folder must hold just what the ranks do; sizes must fit in any case.
+        saved: result of :func:`read_metadata`.
+        state: this rank's part of the state to fill. Parts of the folder whose name it does not contain are ignored.
+        strict: if True, missing and unexpected entries are also listed. Different sizes are always listed.
     """
     stored = {
         _name(path): getattr(saved.state_dict_metadata[key], "size", None)
@@ -224,11 +228,11 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
 
 
 def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:
-    """What is missing, unexpected, or of another size; the latter also where it is not strict."""
+    """Entries that are missing, unexpected or of another size; if *strict* is False, only those of another size."""
     problems = listed("missing in it", needed.keys() - stored.keys()) if strict else []
     problems += listed("unexpected in it", stored.keys() - needed.keys()) if strict else []
     sizes = [
-        f"{name} ({list(stored[name])}, needed is {list(needed[name])})"
+        f"{name} ({list(stored[name])}, expected {list(needed[name])})"
         for name in stored.keys() & needed.keys()
         if None not in (stored[name], needed[name]) and stored[name] != needed[name]
     ]
@@ -242,5 +246,5 @@ def _size(value: Any) -> torch.Size | None:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Without the part that it is in."""
+    """Dotted name of a path without its first element, the part."""
     return ".".join(map(str, path[1:]))

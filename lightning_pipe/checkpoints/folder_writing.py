@@ -1,7 +1,7 @@
-"""Writes a checkpoint's folder: every rank its own part.
+"""Writes a checkpoint folder; every rank writes its own part.
 
-Tensors go through ``torch.distributed.checkpoint``, which can load them on another number of ranks; what Lightning
-keeps beside them is one file of rank 0. ``whole_folder`` puts a folder in its place, ``folder_reading`` reads it.
+Tensors are written by ``torch.distributed.checkpoint``, which can load them on another number of ranks. Lightning's
+other values are written by rank 0 to one file. ``whole_folder`` replaces the folder, ``folder_reading`` reads it.
 
 Tested in ``tests/scenarios/checkpoints/test_checkpoint_faults.py``.
 """
@@ -29,27 +29,28 @@ from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
 __all__ = ["DYNAMIC_ROWS", "META", "WriteFolder", "WritePart", "reasons", "write_folder", "write_in_background"]
 
 T = TypeVar("T")
-# As write_folder, whose last argument may be left out.
+# Signature of write_folder, whose last argument is optional.
 WriteFolder = Callable[..., None]
-# Writes what a rank has beside tensors into the folder; ranks do not wait for each other in it.
+# Writes a rank's additional files into the folder, without communication between ranks.
 WritePart = Callable[[Path], None]
 
 META = "meta.pt"
-# What of Lightning's dictionary says which rows of dynamic tables belong to it.
+# Key of Lightning's dictionary for the references to the rows of dynamic tables.
 DYNAMIC_ROWS = "dynamic_rows"
 
 
 def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None) -> None:
-    """Write a checkpoint to the folder *path*; every rank calls this.
+    """Write a checkpoint to the folder *path*. Every rank must call this.
 
     Args:
-        path: the same on every rank, which all ranks can write to. What is there is replaced once all is written.
-        state: this rank's part of what goes through ``torch.distributed.checkpoint``.
-        rest: everything else; rank 0's is kept.
-        part: writes what this rank has beside these.
+        path: folder that all ranks can write to, the same on every rank. An existing checkpoint is replaced after
+            everything has been written.
+        state: this rank's part of the state that ``torch.distributed.checkpoint`` writes.
+        rest: all other values. Those of rank 0 are written.
+        part: function that writes this rank's additional files (None: no such files).
 
     Raises:
-        SetupError: on every rank, if any cannot write; what was there before is as it was.
+        SetupError: on every rank, if any rank cannot write. An existing checkpoint is then unchanged.
     """
     folder = Path(path)
     with _lost_ranks_named(folder):
@@ -58,7 +59,7 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
 
 
 def write_in_background(saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
-    """As :func:`write_folder`, of what the arguments hold now, while the caller goes on."""
+    """Copy the current values of the arguments and write them as :func:`write_folder` does, in the background."""
     folder = Path(path)
     with _lost_ranks_named(folder):
         copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder), dist.group.WORLD)
@@ -95,19 +96,19 @@ def _write(
 
 
 def _begin(folder: Path) -> int:
-    """Make room for the checkpoint; what is in its place must be one, or nothing."""
+    """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():
         found = sorted(one.name for one in folder.iterdir())
         raise SetupError(
-            f"{str(folder)!r} is a folder with other things in it ({', '.join(found[:3])}), which a checkpoint would"
-            " replace; give the path of a checkpoint, or of nothing"
+            f"{str(folder)!r} is a folder with other files in it ({', '.join(found[:3])}), which a checkpoint would"
+            " replace. Give a new path, or the path of a checkpoint"
         )
     return begin_folder(folder)
 
 
 @contextmanager
 def _lost_ranks_named(folder: Path) -> Iterator[None]:
-    """Say what an error of the process group means."""
+    """Convert an error of the process group to a SetupError that names a lost rank as the cause."""
     try:
         yield
     except SetupError:
@@ -122,7 +123,7 @@ def _failed(folder: Path) -> str:
 
 
 def _pack(rest: dict[str, Any]) -> bytes:
-    """As bytes, which what happens next cannot change."""
+    """Serialise *rest* on rank 0, so that later changes do not affect it. Returns no bytes on other ranks."""
     if dist.get_rank() != 0:
         return b""
     buffer = io.BytesIO()
@@ -130,17 +131,18 @@ def _pack(rest: dict[str, Any]) -> bytes:
     packed = buffer.getvalue()
     names = unsafe_names(packed)
     if names:
-        # Now, not when training must go on from it.
+        # Warn when the checkpoint is written, not when a run has to resume from it.
         warnings.warn(
-            f"the checkpoint holds {', '.join(names)} beside tensors and plain types, so it can only be read with"
-            " Trainer.fit(..., weights_only=False), or once torch.serialization.add_safe_globals([...]) allows that",
+            f"the checkpoint holds {', '.join(names)} in addition to tensors and plain types. To read it, pass"
+            " weights_only=False, as in Trainer.fit(..., weights_only=False), or allow them with"
+            " torch.serialization.add_safe_globals([...])",
             stacklevel=2,
         )
     return packed
 
 
 def reasons(error: dcp.CheckpointException) -> str:
-    """What went wrong where, without the stacks of the ranks."""
+    """Reasons of a failed save or load with their ranks, without stack traces."""
     ranks: dict[str, list[int]] = {}
     for rank, (reason, _) in sorted(error.failures.items()):
         ranks.setdefault(f"{reason}".rstrip("."), []).append(rank)

@@ -1,7 +1,7 @@
-"""Plain types of a pickle of ``torch.save``, and arrays of numpy.
+"""Constructors for the plain types and NumPy arrays in a pickle of ``torch.save``.
 
-An array is made of a type from a fixed list, a shape and bytes that have just its size. A type's size is that of its
-name: the state that a pickle gives it says its byte order, and must not say anything else.
+An array is made of a dtype from a fixed list, a shape, and exactly the bytes that these require. The item size follows
+from the dtype's name. The state that a pickle gives to a dtype may set its byte order and no other property.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -62,12 +62,12 @@ def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
 
 
 def _no_bytes() -> bytes:
-    """Bytes without any, as protocol 2 writes them."""
+    """Empty bytes, as protocol 2 writes them."""
     return b""
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Bytes, as protocol 2 writes them."""
+    """Bytes that protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise _Refused(f"bytes are made of {described(text)} in {described(encoding)}, expected text in latin1")
     return text.encode("latin1")
@@ -111,55 +111,58 @@ PLAIN_CALLS = {name: Call(name, make) for name, make in _MAKERS.items()}
 
 # ---------------------------------------------------------------------- arrays
 
-# Truth values, integers, floating-point and complex numbers, and those whose name says their length: bytes and text.
+# Booleans, integers, floating-point and complex numbers, and bytes and text, whose names contain their length.
 _TYPES = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU](0|[1-9]\d{0,5})")
 _LAST_CHARACTER = 0x10FFFF
 
 
 def _dtype(name: Any, align: Any = False, copy: Any = True) -> Pending:
     if type(name) is not str or not _TYPES.fullmatch(name) or align or type(copy) not in (bool, int):
-        raise _Refused(f"an array's type is {described(name)}, expected one of numbers, truth values, bytes or text")
+        raise _Refused(f"an array's dtype is {described(name)}, expected numbers, booleans, bytes or text")
     kind = np.dtype(name)
     size = (kind.itemsize, 4 if kind.kind == "U" else 1)
 
     def build(state: Any) -> np.dtype[Any]:
-        """Version, byte order, sub-array, names, fields, size, alignment, flags; for the version 4 also metadata."""
+        """Check a dtype's state: version, byte order, sub-array, names, fields, item size, alignment and flags.
+
+        Version 4 appends metadata.
+        """
         if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in ("<", ">", "|", "="):
-            raise _Refused(f"the type {name!r} of an array has a state that numpy does not write")
+            raise _Refused(f"the dtype {name!r} of an array has a state that NumPy does not write")
         _, order, sub_array, names, fields, *sizes = state
         expected = [size[0], size[1]] if kind.kind in "SU" else [-1, -1]
         if (sub_array, names, fields) != (None, None, None) or sizes[:2] != expected or sizes[2] not in (0, 8):
             raise _Refused(
-                f"the type {name!r} of an array has a state that is not its own: another size, fields or flags"
+                f"the dtype {name!r} of an array has a state with another size, fields or flags than its name implies"
             )
         if len(sizes) > 3 and sizes[3] is not None:
-            raise _Refused(f"the type {name!r} of an array has metadata, expected none")
+            raise _Refused(f"the dtype {name!r} of an array has metadata, expected none")
         return kind.newbyteorder(order) if order in "<>" else kind
 
-    return Pending(f"the type {name!r}", build)
+    return Pending(f"the dtype {name!r}", build)
 
 
 def _values(kind: Any, shape: Any, raw: Any, order: Any = False) -> np.ndarray[Any, Any]:
-    """An array of bytes, which are checked."""
+    """Array made of raw bytes, whose number and values are checked."""
     if not isinstance(kind, np.dtype) or type(raw) is not bytes or type(order) not in (bool, int):
-        raise _Refused(f"an array of {described(kind)} is made of {described(raw)}, expected a type and bytes")
+        raise _Refused(f"an array of {described(kind)} is made of {described(raw)}, expected a dtype and bytes")
     shape = whole_size("an array's shape", shape)
     count = 1
     for one in shape:
         count *= one
-    # Of a text without characters there may be one: more would take time, and no bytes.
+    # An item size of 0 is allowed for one element only: more elements would take time without taking bytes.
     if len(shape) > 32 or count * kind.itemsize != len(raw) or count > max(len(raw), 1):
         raise _Refused(
             f"an array of {kind} and shape {shape} is made of {len(raw)} bytes, expected {count * kind.itemsize}"
         )
     if kind.kind == "b" and raw.translate(None, b"\0\1"):
-        raise _Refused("an array of truth values has bytes other than 0 and 1")
+        raise _Refused("a boolean array has bytes other than 0 and 1")
     if (
         kind.kind == "U"
         and raw
         and np.frombuffer(raw, np.dtype("u4").newbyteorder(kind.byteorder)).max() > _LAST_CHARACTER
     ):
-        raise _Refused("an array of text has what is no character")
+        raise _Refused("an array of text has values that are not Unicode characters")
     made: np.ndarray[Any, Any] = np.ndarray(shape, kind, buffer=bytearray(raw), order="F" if order else "C")
     return made
 
@@ -170,7 +173,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Pending:
 
     def build(state: Any) -> np.ndarray[Any, Any]:
         if type(state) is not tuple or len(state) != 5 or state[0] != 1:
-            raise _Refused(f"an array's state is {described(state)}, expected version, shape, type, order and bytes")
+            raise _Refused(f"an array's state is {described(state)}, expected version, shape, dtype, order and bytes")
         _, shape, dtype, order, raw = state
         return _values(dtype, shape, raw, order)
 
@@ -185,7 +188,7 @@ def _no_array(*args: Any) -> Any:
     raise _Refused(f"it makes a numpy.ndarray of {len(args)} values, expected an array made of bytes")
 
 
-# A pickle names the module that numpy had these in when it was written.
+# A pickle contains the name of the module that had these functions in the NumPy version that wrote it.
 ARRAY_CALLS = {
     "numpy.dtype": Call("numpy.dtype", _dtype),
     "numpy.ndarray": Call("numpy.ndarray", _no_array),

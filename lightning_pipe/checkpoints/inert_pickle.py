@@ -1,13 +1,13 @@
 """Reads pickles without executing them.
 
-Python's unpickler, and that of ``torch.load(weights_only=True)``, call functions with arguments of the file's choosing:
-a class that is harmless when it is used as intended can be given any state. Here a name in a pickle stands for nothing
-but an entry of the reader's own table, a ``Call``, whose function checks the types and sizes of its arguments. A
-state goes to the check that the call before it has asked for, never to an object's ``__setstate__``.
+Python's unpickler, and that of ``torch.load(weights_only=True)``, call functions with arguments chosen by the file, and
+can give any state to a class that is harmless when used as intended. In this reader, a name in a pickle can only refer
+to an entry of the reader's own table, a ``Call``, whose function checks the types and sizes of its arguments. A state
+is passed to the check that the preceding call returned, never to an object's ``__setstate__``.
 
-Time and memory are bounded too. Each opcode, text and call is charged to a budget of bytes before it is carried out.
-The memo is a dictionary, so that a large index costs no more than a small one. Keys are plain and small, since the hash
-of a deeply nested tuple overflows the stack. The result is a tree of bounded depth and size, for whoever walks it.
+Time and memory are bounded too. Each opcode, text and call is charged to a budget of bytes before it is executed. The
+memo is a dictionary, so that a large index costs no more than a small one. Keys are plain and small, because hashing a
+deeply nested tuple overflows the stack. The result is a tree of bounded depth and size, so that callers can walk it.
 
 Tested in ``tests/scenarios/fuzzing/test_checkpoint_fuzzing.py``.
 """
@@ -26,13 +26,13 @@ from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Re
 
 __all__ = ["BUDGET", "load_inert"]
 
-# Bytes of memory for what a pickle makes, unless the reader knows of more to expect.
+# Default memory budget for the objects of a pickle, in bytes. A reader that expects larger pickles passes more.
 BUDGET = 128 * 2**20
-# The most that an opcode makes: a dictionary, its place in the stack and in the memo. And a call: a tensor.
+# Upper bounds in bytes for one opcode (a dictionary with its entries in the stack and memo) and one call (a tensor).
 _OPCODE, _CALL = 100, 1000
-# Bytes of one text, which are in memory twice while it is decoded.
+# Maximum size of one text in bytes. While a text is decoded, memory holds it twice.
 _TEXT = 2**26
-# Characters of the full name of a class or function.
+# Maximum length of the full name of a class or function, in characters.
 _NAME = 1000
 
 
@@ -44,18 +44,18 @@ def load_inert(
     allowed: Mapping[str, Any] | None = None,
     budget: int = BUDGET,
 ) -> Any:
-    """The object that a pickle describes.
+    """Build the object that a pickle describes.
 
     Args:
-        data: the pickle, of protocol 2 to 5.
-        find: returns the :class:`Call`, or the value, that a full name stands for; raises :class:`_Refused`.
-        persistent: returns what a persistent id stands for; refused where there is none.
-        allowed: classes and functions, by their full names, that the user trusts: they are called as any pickle calls
-            them, with any arguments and state.
-        budget: bytes of memory for the objects, about.
+        data: pickle of protocol 2 to 5.
+        find: function from a full name to its :class:`Call` or value; raises :class:`_Refused` for other names.
+        persistent: function from a persistent id to its value (None: persistent ids are refused).
+        allowed: classes and functions that the user trusts, by their full names. They are called with any arguments and
+            state, as Python's unpickler calls them.
+        budget: approximate limit on the memory of the objects, in bytes.
 
     Raises:
-        _Refused: it is no pickle, it is cut short, or it holds what is not expected.
+        _Refused: the data is not a pickle, is truncated, or holds values that are not allowed.
     """
     machine = _Machine(data, find, persistent, allowed or {}, budget)
     try:
@@ -106,21 +106,23 @@ class _Machine:
                     raise _Damaged(f"the pickle ends with {len(self._stack)} objects, expected one")
                 return self._stack.pop()
             else:
-                raise _Damaged(f"the pickle has the opcode {code:#04x} at byte {self.at - 1}, which none has")
-        raise _Damaged("the pickle is cut short: it has no end")
+                raise _Damaged(f"the pickle has the opcode {code:#04x} at byte {self.at - 1}, which does not exist")
+        raise _Damaged("the pickle is cut short: it has no STOP opcode")
 
     # ------------------------------------------------------------------ arguments
 
     def _charge(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise _Refused(f"the pickle makes too many or too large objects (at byte {self.at} of {len(self._data)})")
+            raise _Refused(f"the pickle creates too many or too large objects (at byte {self.at} of {len(self._data)})")
 
     def _take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Consume the next *count* bytes."""
         end = self.at + count
         if end > len(self._data):
-            raise _Damaged(f"the pickle is cut short: {count} bytes at byte {self.at}, of {len(self._data)}")
+            raise _Damaged(
+                f"the pickle is cut short: expected {count} bytes at byte {self.at}, got {len(self._data)} in all"
+            )
         self._charge(count)
         taken = self._data[self.at : end]
         self.at = end
@@ -141,7 +143,7 @@ class _Machine:
         if count > _TEXT:
             raise _Refused(f"the pickle has a text of {count} bytes at byte {self.at}, expected at most {_TEXT}")
         raw = self._take(count)
-        # Every character takes as much as the widest one.
+        # Python stores every character of a string in the width of the widest one.
         if not raw.isascii() and raw.translate(None, bytes(range(0xC4))):
             self._charge(3 * count)
         self._stack.append(raw.decode("utf-8", "surrogatepass"))
@@ -166,7 +168,7 @@ class _Machine:
     def _tuple(self, count: int) -> None:
         items = tuple(self._stack[-count:])
         if len(items) != count:
-            raise _Damaged("the pickle takes more objects from its stack than there are")
+            raise _Damaged("the pickle takes more objects from its stack than it holds")
         self._stack[-count:] = [items]
 
     def _append(self, items: list[Any]) -> None:
@@ -188,7 +190,7 @@ class _Machine:
     def _global(self, module: str, name: str) -> None:
         if type(module) is not str or type(name) is not str or len(module) + len(name) > _NAME:
             raise _Refused(f"the pickle names {described(module)}.{described(name)}, expected text")
-        # Protocol 2 has the names of Python 2.
+        # Protocol 2 uses the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
@@ -215,7 +217,7 @@ class _Machine:
             if self._is_allowed(function):
                 self._charge(_OPCODE * check_tree(args))
                 return function.__new__(function, *args) if new else function(*args)
-        raise _Refused(f"the pickle calls {described(function)}, which is no class or function")
+        raise _Refused(f"the pickle calls {described(function)}, expected a class or function")
 
     def _reduce(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
@@ -235,17 +237,17 @@ class _Machine:
             for place in target.places:
                 self._memo[place] = self._stack[-1]
         elif kind is OrderedDict and type(state) is dict:
-            # torch keeps the versions of modules beside a state_dict. Another attribute could hide a method.
+            # torch stores module versions in the _metadata of a state_dict. Other attributes could hide methods.
             if state.keys() == {"_metadata"} and type(state["_metadata"]) is OrderedDict:
                 target._metadata = state["_metadata"]
                 return
-            raise _Refused("the pickle sets attributes of an OrderedDict, expected _metadata alone")
+            raise _Refused("the pickle sets attributes of an OrderedDict, expected only _metadata")
         elif self._is_allowed(kind):
             self._charge(_OPCODE * check_tree(state))
             with _making(target):
                 _set_state(target, state)
         else:
-            raise _Refused(f"the pickle gives a state to {described(target)}, which takes none")
+            raise _Refused(f"the pickle gives a state to {described(target)}, which has no state")
 
     def _store(self) -> None:
         found = self._persistent
@@ -264,18 +266,21 @@ class _Machine:
 
 @contextmanager
 def _making(what: Any) -> Iterator[None]:
-    """Say what it is that cannot be made."""
+    """Convert any error to a _Refused that names the object that cannot be created."""
     try:
         yield
     except _Refused:
         raise
-    except Exception as error:  # whatever a function makes of wrong arguments
+    except Exception as error:  # functions may raise any error for invalid arguments
         reason = str(error).partition("\n")[0][:200]
-        raise _Refused(f"{described(what)} cannot be made: {type(error).__name__}: {reason}") from None
+        raise _Refused(f"{described(what)} cannot be created: {type(error).__name__}: {reason}") from None
 
 
 def _weight(value: Any, depth: int = 3) -> int:
-    """Bytes that a function may make of a value, about: it may be called again and again with the same one."""
+    """Approximate memory that a function may allocate for a value, in bytes.
+
+    Charged for every call, because a pickle can pass the same value many times.
+    """
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, list | dict | set):
@@ -286,7 +291,7 @@ def _weight(value: Any, depth: int = 3) -> int:
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """As Python's unpickler does it."""
+    """Set an object's state as Python's unpickler does."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return

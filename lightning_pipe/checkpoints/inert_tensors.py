@@ -1,6 +1,6 @@
-"""Tensors of a pickle of ``torch.save``: views of bytes that are there, with sizes, strides and offsets checked.
+"""Constructors for the tensors in a pickle of ``torch.save``: views of storages with checked sizes and strides.
 
-Sparse, quantised and nested tensors are refused: no checkpoint of this project needs them.
+Sparse, quantised and nested tensors are refused, because no checkpoint of this project holds them.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -17,7 +17,7 @@ from lightning_pipe.checkpoints.inert_values import Call, _Refused, described, w
 
 __all__ = ["DTYPES", "STORAGE_KINDS", "TENSOR_CALLS", "TOKENS", "InertStorage"]
 
-# A tensor may have this many bytes more than its storage, as one that torch expanded has.
+# Maximum size in bytes of a tensor that is larger than its storage. Expanded tensors are.
 _EXPANDED = 2**20
 _STORAGES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage"), torch.uint8),
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class InertStorage:
-    """Bytes of the file, and the type that a pickle gives them."""
+    """Bytes of a file with the dtype that a pickle gives them."""
 
     def __init__(self, dtype: torch.dtype, content: torch.UntypedStorage) -> None:
         self.dtype, self.content = dtype, content
@@ -47,7 +47,7 @@ class InertStorage:
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
 ) -> Tensor:
-    """As ``torch._utils._rebuild_tensor_v2``."""
+    """Checked version of ``torch._utils._rebuild_tensor_v2``."""
     if type(storage) is not InertStorage:
         raise _Refused(f"a tensor is made of {described(storage)}, expected a storage")
     return _view(storage.content, storage.dtype, offset, size, stride, requires_grad, hooks, metadata)
@@ -56,7 +56,7 @@ def _tensor(
 def _tensor_of_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
-    """As ``torch._utils._rebuild_tensor_v3``."""
+    """Checked version of ``torch._utils._rebuild_tensor_v3``."""
     if type(storage) is not InertStorage or dtype not in DTYPES.values() or dtype is torch.bool:
         raise _Refused(f"a tensor of {described(dtype)} is made of {described(storage)}, expected a storage")
     return _view(storage.content, dtype, offset, size, stride, requires_grad, hooks, metadata)
@@ -76,7 +76,7 @@ def _view(
     if type(offset) is not int or not 0 <= offset < 2**48 or len(size) != len(stride):
         raise _Refused(f"a tensor of size {size} has the stride {stride} and the offset {described(offset)}")
     if type(requires_grad) is not bool or hooks or type(metadata) not in (dict, type(None)):
-        raise _Refused("a tensor has hooks, or a gradient that is neither needed nor not")
+        raise _Refused("a tensor has hooks, a requires_grad that is not a bool, or metadata that is not a dict")
     bytes_there, count = content.nbytes(), 1
     for one in size:
         count *= one
@@ -87,7 +87,9 @@ def _view(
             f" storage of {bytes_there} bytes"
         )
     if count * dtype.itemsize > max(bytes_there, _EXPANDED):
-        raise _Refused(f"a tensor of size {size} is expanded from a storage of {bytes_there} bytes, expected no more")
+        raise _Refused(
+            f"a tensor of size {size} is expanded from a storage of {bytes_there} bytes, expected a larger storage"
+        )
     flags = {key for key, value in (metadata or {}).items() if value}
     if flags - {"conj"}:
         raise _Refused(f"a tensor has the flag {described(min(map(str, flags)))}, expected conj or none")
@@ -105,7 +107,7 @@ def _strides(value: Any) -> tuple[int, ...]:
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any) -> Tensor:
-    """As ``torch._utils._rebuild_parameter``."""
+    """Checked version of ``torch._utils._rebuild_parameter``."""
     if type(data) is not Tensor or type(requires_grad) is not bool or hooks:
         raise _Refused(f"a parameter is made of {described(data)}, expected a tensor without hooks")
     return torch.nn.Parameter(data.detach(), requires_grad)
@@ -116,13 +118,13 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
 
 
 def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """As ``torch._tensor._rebuild_from_type_v2``: a tensor with attributes."""
+    """Checked version of ``torch._tensor._rebuild_from_type_v2``, which makes a tensor with attributes."""
     if type(function) is not Call or type(args) is not tuple:
         raise _Refused(f"a tensor is made by {described(function)}, expected one of torch's functions")
     tensor = function.make(*args)
     if not isinstance(tensor, Tensor):
-        raise _Refused(f"a tensor is made by {function.name}, expected one of torch's functions for it")
-    if isinstance(kind, type) and issubclass(kind, Tensor):  # one that the user allows
+        raise _Refused(f"a tensor is made by {function.name}, expected one of torch's functions that make tensors")
+    if isinstance(kind, type) and issubclass(kind, Tensor):  # a class that the user allows
         tensor = tensor.as_subclass(kind)
     elif type(kind) is not Call or kind.name not in _TENSOR_KINDS:
         raise _Refused(f"a tensor is of the class {described(kind)}, expected torch.Tensor")
@@ -134,18 +136,20 @@ def _with_attributes(tensor: Tensor, state: Any) -> Tensor:
         state = state[0]
     for name, value in (state or {}).items():
         if type(name) is not str or hasattr(torch.nn.Parameter, name):
-            raise _Refused(f"a tensor has the attribute {described(name)}, which would hide torch's own")
-        if name.startswith("__"):  # NumPy, for one, reads memory where __array_interface__ says
-            raise _Refused(f"a tensor has the attribute {described(name)}, which Python or a library gives a meaning")
+            raise _Refused(
+                f"a tensor has the attribute {described(name)}, which would hide an attribute of torch.nn.Parameter"
+            )
+        if name.startswith("__"):  # for example, NumPy reads memory at the address in __array_interface__
+            raise _Refused(f"a tensor has the attribute {described(name)}, expected no name that begins with '__'")
         setattr(tensor, name, value)
     return tensor
 
 
 def _token(name: str) -> Call:
-    """A class that is named in a pickle, but of which nothing is made there."""
+    """Entry for a class that a pickle refers to but does not instantiate."""
 
     def make(*args: Any) -> Any:
-        raise _Refused(f"it makes a {name} of {len(args)} values, expected it made of a storage")
+        raise _Refused(f"it makes a {name} of {len(args)} values, expected one made of a storage")
 
     return Call(name, make)
 
@@ -161,7 +165,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
     "torch._tensor._rebuild_from_type_v2": _of_type,
 }
-# What the names stand for that make tensors.
+# Functions that make tensors, by their full names.
 TENSOR_CALLS = {name: Call(name, make) for name, make in _MAKERS.items()}
-# And those that say of which class they are, and their storages.
+# Classes of tensors and storages, by their full names.
 TOKENS = {name: _token(name) for name in (*_TENSOR_KINDS, *STORAGE_KINDS)}

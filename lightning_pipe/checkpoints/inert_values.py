@@ -1,4 +1,4 @@
-"""Values that a pickle may be made of when it is read by :mod:`lightning_pipe.checkpoints.inert_pickle`.
+"""Types and checks of the values that :mod:`lightning_pipe.checkpoints.inert_pickle` accepts.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -14,25 +14,25 @@ import torch
 
 __all__ = ["Call", "Pending", "check_key", "check_tree", "described", "whole_size"]
 
-# Of what is read: levels, and objects where one that is referred to twice counts twice.
+# Limits of a result: nesting depth, and number of objects, where an object counts once for each reference to it.
 _DEPTH, _TREE = 100, 5_000_000
 
 
 class _Refused(Exception):
-    """A file that is not read. The text says what is wrong, but not with which file."""
+    """Reason why a file is refused. The message describes the fault; the caller adds the file's name."""
 
 
 class _Damaged(_Refused):
-    """A file that is cut short, or of which bytes have changed."""
+    """Reason why a file is refused: it is truncated or its bytes have changed."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """An entry of a reader's table: what a name in a pickle stands for.
+    """Entry of a reader's table, which maps the names in a pickle to functions.
 
     Attributes:
         name: full name, for messages.
-        make: called with the pickle's arguments; checks them.
+        make: function that checks the pickle's arguments and makes the object.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Call:
 
 @dataclass(eq=False)
 class Pending:
-    """An object whose state is still to come, with which *build* makes it.
+    """Placeholder for an object that is made when the pickle gives its state.
 
     Attributes:
-        name: full name of its class, for messages.
-        build: called with the pickle's state; checks it.
-        places: numbers in the memo, where the object itself goes when it is made.
+        name: full name of the object's class, for messages.
+        build: function that checks the pickle's state and makes the object.
+        places: memo indices of the placeholder, which are set to the object when it is made.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Pending:
 
 
 def described(value: Any) -> str:
-    """A value for a message: of text and numbers the beginning, of anything else the type."""
+    """Short description of a value for a message: the start of a text, a number, or the type of any other value."""
     if isinstance(value, Call | Pending):
         return value.name
     if type(value) is str:
@@ -66,10 +66,11 @@ def described(value: Any) -> str:
 
 
 def check_key(key: Any, depth: int = 2, most: int = 2**61 - 2) -> None:
-    """Raise _Refused unless *key* can be the key of a dict or an item of a set at little cost.
+    """Raise _Refused unless *key* can be the key of a dict or an item of a set at low cost.
 
-    Many keys of one hash would take quadratic time. Integers are below the prime that Python's hash divides them by, so
-    that no two have one hash. The hash of a tuple can be inverted for numbers of 60 bits: in tuples they have 31.
+    Many keys with the same hash would take quadratic time. Integers must be below the modulus of Python's integer hash,
+    so that different integers have different hashes. For 60-bit integers, tuples with a given hash can be constructed;
+    integers in tuples are therefore limited to 31 bits.
     """
     if type(key) is int and abs(key) > most:
         raise _Refused(f"a key is {described(key)}, expected an integer of at most {most.bit_length() - 1} bits")
@@ -85,10 +86,10 @@ def check_key(key: Any, depth: int = 2, most: int = 2**61 - 2) -> None:
 
 
 def check_tree(root: Any) -> int:
-    """Raise _Refused unless *root* is a tree of values, neither too deep nor too large when it is walked.
+    """Raise _Refused unless *root* is a tree of values whose depth and size are within the limits.
 
     Returns:
-        The number of values in its different containers.
+        The number of values, where each container is counted once.
     """
     known: dict[int, tuple[int, int]] = {}
 
@@ -98,7 +99,7 @@ def check_tree(root: Any) -> int:
         nonlocal walked
         kind = type(value)
         if kind in (Call, Pending):
-            raise _Refused(f"it holds {value.name} without what it is made of")
+            raise _Refused(f"it holds {value.name} without its arguments or state")
         if kind in (dict, OrderedDict, Counter):
             children = value.values()
         elif kind in (list, tuple):
@@ -116,9 +117,9 @@ def check_tree(root: Any) -> int:
             known[id(value)] = size + 1, height + 1
         size, height = known.get(id(value), (0, room + 1))
         if height > room:
-            raise _Refused(f"it is nested more than {_DEPTH} levels deep, or holds itself")
+            raise _Refused(f"it is nested more than {_DEPTH} levels deep or contains itself")
         if size > _TREE:
-            raise _Refused(f"it holds more than {_TREE:,} objects, if repeated ones are counted again")
+            raise _Refused(f"it holds more than {_TREE:,} objects, where repeated objects are counted each time")
         return size, height
 
     measure(root, _DEPTH)
@@ -126,18 +127,22 @@ def check_tree(root: Any) -> int:
 
 
 def whole_size(what: str, value: Any) -> tuple[int, ...]:
-    """A size or stride, checked.
+    """Check the size of a tensor or array, and return it as a tuple.
+
+    Args:
+        what: name of the value, for messages.
+        value: value to check.
 
     Raises:
-        _Refused: it is no tuple of integers, or of more elements than any memory has.
+        _Refused: the value is not a tuple of non-negative integers, or its product exceeds any memory.
     """
     if type(value) not in (tuple, torch.Size) or len(value) > 64:
         raise _Refused(f"{what} is {described(value)}, expected a tuple of at most 64 integers")
     product = 1
     for one in value:
         if type(one) is not int or not 0 <= one < 2**48:
-            raise _Refused(f"{what} has {described(one)}, expected an integer of at least 0, and of 48 bits")
+            raise _Refused(f"{what} has {described(one)}, expected an integer from 0 to 2**48 - 1")
         product *= max(one, 1)
     if product >= 2**60:
-        raise _Refused(f"{what} has {product} elements, expected at most 60 bits")
+        raise _Refused(f"{what} has {product} elements, expected fewer than 2**60")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""An optimiser's state by the names of parameters, since each rank numbers its own.
+"""Optimiser states keyed by parameter name, because parameter numbers differ between ranks.
 
 Tested in ``tests/strategies/language_model/test_stage_checkpoint.py``.
 """
@@ -22,7 +22,16 @@ Group = dict[str, Any]
 
 
 def held_names(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) -> list[list[str]]:
-    """The names of each optimiser's parameters, in the order in which it numbers them."""
+    """Names of each optimiser's parameters, in the order of the optimiser's numbers.
+
+    Args:
+        optimizers: this rank's optimisers.
+        module: module that holds their parameters.
+        failed: start of the error message.
+
+    Raises:
+        SetupError: on every rank, if an optimiser of any rank has parameters that the module does not have.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def held() -> list[list[str]]:
@@ -36,13 +45,20 @@ def held_names(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) 
 
 
 def by_name(group: Group, names: Sequence[str]) -> Group:
-    """A group as an optimiser's ``state_dict`` has it, with names in the numbers' place."""
-    rest = {key: value for key, value in group.items() if key != "param_names"}  # those of this rank
+    """Parameter group of an optimiser's ``state_dict`` with its parameter numbers replaced by names."""
+    rest = {key: value for key, value in group.items() if key != "param_names"}  # these list only this rank's names
     return {**rest, "params": [names[index] for index in group["params"]]}
 
 
 def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list[Group]:
-    """The groups of the unsplit model: those at one place on several ranks are one, unless ranks made others there."""
+    """Parameter groups of the unsplit model.
+
+    Groups at the same position on several ranks are merged if their hyperparameters are equal.
+
+    Args:
+        ranks: groups of each rank.
+        order: names of all parameters in the model's order.
+    """
     rank_in_model = {name: place for place, name in enumerate(order)}
     merged: list[Group] = []
     for at_one_place in zip_longest(*ranks):
@@ -62,13 +78,13 @@ def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list
 
 
 def pack_state(optimizer: Optimizer, names: Sequence[str], groups: Sequence[Group], states: Mapping[str, Any]) -> Any:
-    """What the optimiser's ``load_state_dict`` takes, made of what was kept by name."""
+    """Convert a state keyed by name to the format of the optimiser's ``load_state_dict``."""
     index = {name: place for place, name in enumerate(names)}
     group_of = {name: group for group in groups for name in group["params"]}
     present = optimizer.state_dict()["param_groups"]
     packed = []
     for own, at_same_place in zip_longest(present, groups if len(groups) == len(present) else ()):
-        # Of a group in which this rank has nothing, its place tells which it is.
+        # A group without parameters on this rank is identified by its position.
         found = group_of[names[own["params"][0]]] if own["params"] else at_same_place or own
         packed.append({**found, "params": own["params"]})
     return {"state": {index[name]: state for name, state in states.items()}, "param_groups": packed}
@@ -77,9 +93,12 @@ def pack_state(optimizer: Optimizer, names: Sequence[str], groups: Sequence[Grou
 def optimizer_problems(
     groups: Sequence[Sequence[Group]], held: Sequence[Sequence[str]], optimizers: Sequence[Optimizer]
 ) -> list[str]:
-    """The same on every rank."""
+    """Differences between the stored groups and the module's optimisers.
+
+    Every rank must call this; all get the same result.
+    """
     if len(groups) != len(held):
-        return [f"it has states of {len(groups)} optimisers, configure_optimizers returns {len(held)}"]
+        return [f"it has states of {len(groups)} optimisers, but configure_optimizers returns {len(held)}"]
     problems = []
     for of_optimizer, names, optimizer in zip(groups, held, optimizers, strict=True):
         place_of = {name: place for place, group in enumerate(of_optimizer) for name in group["params"]}

@@ -1,14 +1,14 @@
-"""Reads the files of a checkpoint so that none of them can run code, and a damaged one is named.
+"""Reads the files of a checkpoint without running code from them, and names damaged files in errors.
 
-A pickle can call anything when it is loaded, ``torch.distributed.checkpoint`` unpickles freely, and even
-``torch.load(weights_only=True)`` calls functions with arguments of the file's choosing, which makes of ten bytes a
-gigabyte, or memory that nobody has written. So pickles are read here as data: see ``inert_pickle``.
+A pickle can call any function when it is loaded. ``torch.distributed.checkpoint`` unpickles without restrictions, and
+even ``torch.load(weights_only=True)`` calls functions with arguments chosen by the file, which can turn ten bytes into
+a gigabyte or expose uninitialised memory. This module therefore reads pickles as data: see ``inert_pickle``.
 
-Trusted are this machine's Python and its packages, the user's own ``torch.serialization.add_safe_globals``, which are
-read and never changed, and a whole file where ``weights_only=False`` is given: any code in it runs. The path of the
-folder is trusted, links in it are followed. Not trusted is anything in the folder: neither bytes nor names, sizes or
-kinds of files. What is read is a file of the folder itself, no link, device or pipe. A file that is not as it should be
-ends in one SetupError that names it and its field, in time and memory in proportion to its size.
+Trusted are this machine's Python and its packages; the user's ``torch.serialization.add_safe_globals``, which are read
+and never changed; and a whole file if ``weights_only=False`` is given, so that any code in it runs. The path of the
+folder is trusted too, and links in it are followed. The content of the folder is not trusted: bytes, names, sizes and
+kinds of files. Only regular files of the folder are read, no links, devices or pipes. An invalid file raises one
+SetupError that names the file and its field, in time and memory proportional to the file's size.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -40,16 +40,16 @@ from lightning_pipe.engine.common.safe_text import printable
 
 __all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_names"]
 
-# Packages that register classes of their own with torch.serialization, without the user's leave.
+# Packages that register their own classes with torch.serialization, without the user's consent.
 _REGISTERED = ("numpy.", "tensordict.", "torch._dynamo.", "torch.distributed.", "torch.nested.", "torch.return_types.")
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a folder's files; an error of any names it.
+    """Reads the files of a checkpoint folder. Errors name the file.
 
     Args:
-        folder: of a checkpoint.
-        metadata: what :meth:`read_metadata` returned before; it is not read again.
+        folder: checkpoint folder.
+        metadata: earlier result of :meth:`read_metadata`, which is then not read again (default None).
     """
 
     def __init__(self, folder: Path, metadata: dcp.Metadata | None = None) -> None:
@@ -58,10 +58,10 @@ class SafeReader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """What is in the folder, of the file ``.metadata``.
+        """Read the folder's file ``.metadata``.
 
         Raises:
-            SetupError: it is damaged, or holds what no checkpoint needs.
+            SetupError: the file is damaged, or holds values that no checkpoint needs.
         """
         if self._metadata is None:
             with _opened(self._folder / ".metadata") as stream:
@@ -69,10 +69,10 @@ class SafeReader(dcp.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned, file by file.
+        """Read the planned items, file by file.
 
         Raises:
-            SetupError: a file is damaged, or holds what is not allowed.
+            SetupError: a file is damaged, or holds values that are not allowed.
         """
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -92,7 +92,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _fill(span: _Span, item: ReadItem, planner: LoadPlanner) -> None:
-    """Read a tensor, or the part of it that is needed."""
+    """Read the planned part of a tensor into its target."""
     name = f"the entry {described(item.storage_index.fqn)}"
     value = load_torch_file(span, span.length, {})
     if not isinstance(value, Tensor):
@@ -100,7 +100,7 @@ def _fill(span: _Span, item: ReadItem, planner: LoadPlanner) -> None:
     ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
     if value.dim() != len(ends) or any(end > size for end, size in zip(ends, value.size(), strict=True)):
         raise _Refused(
-            f"{name} holds a tensor of size {list(value.size())}, expected at least {ends} as .metadata says"
+            f"{name} holds a tensor of size {list(value.size())}, expected at least {ends} according to .metadata"
         )
     part = value.detach()
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -111,11 +111,11 @@ def _fill(span: _Span, item: ReadItem, planner: LoadPlanner) -> None:
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
-    """Reads what is no tensor as :func:`load_object` does.
+    """Load planner that reads values other than tensors as :func:`load_object` does.
 
     Args:
-        weights_only: see there.
-        allow_partial_load: see :class:`torch.distributed.checkpoint.DefaultLoadPlanner`.
+        weights_only: as in :func:`load_object`.
+        allow_partial_load: as in :class:`torch.distributed.checkpoint.DefaultLoadPlanner` (default False).
     """
 
     def __init__(self, *, weights_only: bool | None, allow_partial_load: bool = False) -> None:
@@ -128,23 +128,23 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 
 
 def load_object(path: Path, weights_only: bool | None, *, values: bool = True) -> Any:
-    """What ``torch.save`` wrote, on the CPU.
+    """Read a file that ``torch.save`` wrote. Tensors are on the CPU.
 
     Args:
-        path: of the file.
-        weights_only: False to allow any class, whose code runs then; otherwise tensors, arrays of numpy, plain types
-            and the classes that were given to ``torch.serialization.add_safe_globals``.
-        values: False to leave out the values: every tensor is then None, and no class is allowed.
+        path: path of the file.
+        weights_only: False to allow any class, whose code then runs. With None or True, only tensors, NumPy arrays,
+            plain types and the classes given to ``torch.serialization.add_safe_globals`` are allowed.
+        values: False to skip the values (default True): every tensor is then None, and no additional class is allowed.
 
     Raises:
-        SetupError: it is damaged, or holds a class that is not allowed; names the file and the class.
+        SetupError: the file is damaged, or holds a class that is not allowed. Names the file and the class.
     """
     with _opened(path) as stream:
         return _load(stream, weights_only) if values else load_torch_file(stream, _size(stream), {}, values=False)
 
 
 def unsafe_names(saved: bytes) -> list[str]:
-    """The classes and functions in what ``torch.save`` wrote that :func:`load_object` refuses by default."""
+    """Names of the classes and functions in a file of ``torch.save`` that :func:`load_object` refuses by default."""
     with open_archive(io.BytesIO(saved), len(saved)) as archive:
         pickled = pickle_of(archive)
     named = {str(name).replace(" ", ".") for opcode, name, _ in pickletools.genops(pickled) if opcode.name == "GLOBAL"}
@@ -156,7 +156,7 @@ def unsafe_names(saved: bytes) -> list[str]:
 
 
 def _allowed() -> dict[str, Any]:
-    """What the user allows, by the names that pickles have for it."""
+    """Classes and functions that the user allows, by their names in pickles."""
     allowed = {}
     for one in torch.serialization.get_safe_globals():
         value, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
@@ -170,13 +170,13 @@ def _load(stream: IO[bytes], weights_only: bool | None) -> Any:
     if weights_only is not False:
         return load_torch_file(stream, size, _allowed())
     with open_archive(stream, size) as archive:
-        damaged = archive.testzip()  # which torch.load does not do
+        damaged = archive.testzip()  # torch.load does not compare the checksums
     if damaged is not None:
         raise _Damaged(f"the checksum of its entry {damaged!r} differs")
     stream.seek(0)
     try:
         return torch.load(stream, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever the classes that are trusted make of it
+    except Exception as error:  # trusted classes may raise any error
         raise _Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
 
@@ -187,7 +187,7 @@ def _size(stream: IO[bytes]) -> int:
 
 
 class _Span(io.RawIOBase, IO[bytes]):
-    """Some bytes of a file, as a file. (PyTorch's own counts from the end in the wrong direction.)"""
+    """File-like view of a range of a file's bytes. (PyTorch's own class gets offsets from the end wrong.)"""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class _Span(io.RawIOBase, IO[bytes]):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.length}[whence]
         if start + offset < 0:
-            raise OSError(f"there are {self.length} bytes only")
+            raise OSError(f"the position must be at least 0 in an entry of {self.length} bytes")
         self._position = start + offset
         return self._position
 
@@ -217,9 +217,9 @@ class _Span(io.RawIOBase, IO[bytes]):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file of a folder; whatever is wrong with it names it."""
+    """Open a regular file of a folder. Errors while it is open name the file."""
     with file_named(path):
-        # A pipe would wait for somebody to write to it.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -229,21 +229,21 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def file_named(path: Path) -> Iterator[None]:
-    """Say which file it is that cannot be read."""
+    """Convert errors to a SetupError that names the file."""
     try:
         yield
     except _Damaged as error:
         raise SetupError(
-            f"the checkpoint's file {str(path)!r} cannot be read: {error}. It is damaged, or was not written"
-            " whole; take another checkpoint"
+            f"the checkpoint's file {str(path)!r} cannot be read: {error}. It is damaged or incomplete. Use another"
+            " checkpoint"
         ) from None
     except _Refused as error:
         said = printable(str(error))
-        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {said}. Take another checkpoint") from None
+        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {said}. Use another checkpoint") from None
     except OSError as error:
         reason = (
             "it is a link, expected a file of the folder" if error.errno == errno.ELOOP else error.strerror or error
         )
         raise SetupError(
-            f"the checkpoint's file {str(path)!r} cannot be read: {reason}; take another checkpoint"
+            f"the checkpoint's file {str(path)!r} cannot be read: {reason}. Use another checkpoint"
         ) from error

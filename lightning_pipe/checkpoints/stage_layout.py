@@ -1,4 +1,4 @@
-"""What a checkpoint of stages has where, and parameters that go by several names.
+"""Layout of a checkpoint of stages, and the names of tied parameters.
 
 Tested in ``tests/strategies/language_model/test_stage_checkpoint.py``.
 """
@@ -14,17 +14,17 @@ __all__ = ["KIND", "MODEL", "OPTIMIZERS", "TIED", "optimizer_part", "other_names
 
 KIND = "under LLMPipelineStrategy. Give the path of one, or load the model's state before it is split"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
-# Other names of parameters that go by their first: tied embeddings are written once.
+# Key for the alternative names of tied parameters, which are written once, under their first name.
 TIED = "lightning_pipe.tied"
 
 
 def optimizer_part(number: int) -> str:
-    """Where the states of the optimiser with this number are."""
+    """Name of the part that holds the states of the optimiser with this number."""
     return f"optimizer_{number}"
 
 
 def other_names(module: nn.Module) -> dict[str, str]:
-    """For every name but its first the first name of a parameter that has several."""
+    """Map from each alternative name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(parameter)]
@@ -34,5 +34,5 @@ def other_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_other_names(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
-    """A state by the names of :func:`other_names` too."""
+    """Copy of a state that also has the entries under the names from :func:`other_names`."""
     return {**state, **{alias: state[name] for alias, name in tied.items()}}

@@ -1,8 +1,8 @@
-"""Reads what ``torch.save`` wrote without executing it: a zip archive of a pickle and the bytes of storages.
+"""Reads a file of ``torch.save``, a zip archive of a pickle and the bytes of storages, without executing the pickle.
 
-Tensors are views of bytes that are there, arrays of numpy are made of bytes and the name of a type from a fixed list.
-Sizes, strides and offsets are checked against the bytes, entries of the archive against the file and their checksums.
-Nothing is taken from the file's pickle but plain values: see :mod:`lightning_pipe.checkpoints.inert_pickle`.
+Tensors are views of the storages' bytes; NumPy arrays are made of bytes and a dtype from a fixed list. Sizes, strides
+and offsets are checked against the number of bytes, and entries of the archive against the file's size and their
+checksums. The pickle yields plain values only: see :mod:`lightning_pipe.checkpoints.inert_pickle`.
 
 Tested in ``tests/scenarios/fuzzing/test_checkpoint_files.py``.
 """
@@ -26,27 +26,28 @@ from lightning_pipe.checkpoints.inert_values import Call, _Damaged, _Refused, de
 
 __all__ = ["known_name", "load_torch_file", "open_archive", "pickle_of"]
 
-# Bytes of the list of entries at the end of an archive, of which the zip module makes ten times as much.
+# Maximum size in bytes of an archive's central directory. The zip module uses ten times as much memory for it.
 _DIRECTORY = 2**23
-# Bytes at the end of an archive that say where the list is: two records, and a comment.
+# Size in bytes of the records at the end of an archive that locate the central directory, with the longest comment.
 _END = 2**16 + 22 + 76
-# Of the zip module, for what is no archive or not a whole one.
+# Errors of the zip module for files that are not archives or are incomplete.
 _ARCHIVE_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError, KeyError)
-# Bytes of a pickle: more than what is allowed to be made of it.
+# Maximum size of a pickle in bytes. It exceeds the memory budget for the pickle's objects.
 _PICKLE = 2**28
 
 
 def load_torch_file(stream: IO[bytes], size: int, allowed: Mapping[str, Any], *, values: bool = True) -> Any:
-    """What ``torch.save`` wrote, on the CPU.
+    """Read a file that ``torch.save`` wrote. Tensors are on the CPU.
 
     Args:
-        stream: the file.
-        size: its bytes.
-        allowed: what the user trusts, as :func:`~lightning_pipe.checkpoints.inert_pickle.load_inert` takes it.
-        values: False to leave out storages: every tensor is then None.
+        stream: the open file.
+        size: size of the file in bytes.
+        allowed: classes and functions that the user trusts, as in
+            :func:`~lightning_pipe.checkpoints.inert_pickle.load_inert`.
+        values: False to skip the storages (default True): every tensor is then None.
 
     Raises:
-        _Refused: it is damaged, or holds what is neither plain nor allowed.
+        _Refused: the file is damaged, or holds values that are neither plain nor allowed.
     """
     with open_archive(stream, size) as archive:
         storages = _Storages(archive)
@@ -57,9 +58,9 @@ def load_torch_file(stream: IO[bytes], size: int, allowed: Mapping[str, Any], *,
                 if name in table:
                     return table[name]
             raise _Refused(
-                f"it holds {name}, not only tensors, arrays of numbers and plain types, and could run any code when it"
-                " is read. If you trust whoever wrote it, give weights_only=False, as in Trainer.fit(...,"
-                " weights_only=False); or allow the class: torch.serialization.add_safe_globals([...])"
+                f"it holds {name}, not only tensors, arrays of numbers and plain types, and could run arbitrary code"
+                " when it is read. If you trust its source, pass weights_only=False, as in Trainer.fit(...,"
+                " weights_only=False), or allow the class: torch.serialization.add_safe_globals([...])"
             )
 
         return load_inert(
@@ -68,7 +69,7 @@ def load_torch_file(stream: IO[bytes], size: int, allowed: Mapping[str, Any], *,
 
 
 def known_name(name: str) -> bool:
-    """Whether :func:`load_torch_file` reads what has this name without the user's leave."""
+    """Return True if :func:`load_torch_file` accepts this name without the user's permission."""
     return any(name in table for table in (TENSOR_CALLS, TOKENS, PLAIN_CALLS, ARRAY_CALLS, DTYPES))
 
 
@@ -76,20 +77,23 @@ def known_name(name: str) -> bool:
 
 
 def open_archive(stream: IO[bytes], size: int) -> zipfile.ZipFile:
-    """The archive, whose entries are stored as they are, and are no more than the file has.
+    """Open an archive, and check that its entries are uncompressed, do not overlap and fit into the file.
 
     Args:
-        stream: the file.
-        size: its bytes.
+        stream: the open file.
+        size: size of the file in bytes.
+
+    Raises:
+        _Refused: the file is not such an archive.
     """
     stream.seek(max(0, size - _END))
     end = stream.read(_END)
-    # The zip module reads the whole list of entries at once. Its size is in one of two places.
+    # The zip module reads the whole central directory at once. Its size is in one of two records.
     for found in re.finditer(rb"PK\x05\x06", end):
         place = found.start()
         wide = end[place - 36 : place - 28] if end[max(0, place - 20) : place].startswith(b"PK\x06\x07") else b""
         if max(int.from_bytes(one, "little") for one in (end[place + 12 : place + 16], wide)) > _DIRECTORY:
-            raise _Refused(f"its list of entries is longer than {_DIRECTORY} bytes, which is the most that is read")
+            raise _Refused(f"its list of entries is longer than {_DIRECTORY} bytes, the maximum")
     stream.seek(0)
     try:
         archive = zipfile.ZipFile(stream)
@@ -102,24 +106,24 @@ def open_archive(stream: IO[bytes], size: int) -> zipfile.ZipFile:
                 f"its entry {described(info.filename)} is compressed or encrypted, expected as torch.save writes it"
             )
         if info.file_size != info.compress_size or info.header_offset + info.file_size > size:
-            raise _Damaged(f"its entry {described(info.filename)} has {info.file_size} bytes, which the file has not")
+            raise _Damaged(f"its entry {described(info.filename)} has {info.file_size} bytes, more than the file holds")
     if sum(info.file_size for info in infos) > size:
-        raise _Refused(f"its entries overlap: together they have more than the {size} bytes of the file")
+        raise _Refused(f"its entries overlap: their total size exceeds the {size} bytes of the file")
     if len({info.filename for info in infos}) != len(infos):
-        raise _Refused("two of its entries have one name")
+        raise _Refused("two of its entries have the same name")
     return archive
 
 
 def _folder(archive: zipfile.ZipFile) -> str:
-    """The name that all entries begin with."""
+    """Common folder name of all entries, with a trailing slash."""
     found = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise _Refused(f"it has {len(found)} entries called data.pkl, expected one: it is no file of torch.save")
+        raise _Refused(f"it has {len(found)} entries named data.pkl, expected one: it is no file of torch.save")
     return found[0].removesuffix("data.pkl")
 
 
 def pickle_of(archive: zipfile.ZipFile) -> bytes:
-    """The pickle in an archive."""
+    """Content of an archive's pickle."""
     info = archive.getinfo(_folder(archive) + "data.pkl")
     if info.file_size > _PICKLE:
         raise _Refused(f"its entry {info.filename!r} has {info.file_size} bytes, expected at most {_PICKLE}")
@@ -133,7 +137,7 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 @contextmanager
 def _entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[IO[bytes]]:
-    """An entry, whose checksum is compared when its end is read."""
+    """Open an entry. Its checksum is compared when the end is read."""
     try:
         with archive.open(info) as entry:
             yield entry
@@ -142,20 +146,20 @@ def _entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[IO[bytes
 
 
 class _Storages:
-    """Reads an archive's storages, each when a pickle first names it."""
+    """Storages of an archive. Each is read when the pickle first refers to it."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, self._folder = archive, _folder(archive)
         self._entries = {info.filename: info for info in archive.infolist()}
         self._read: dict[str, torch.UntypedStorage] = {}
-        self._truths: set[str] = set()  # those whose bytes are 0 and 1
+        self._truths: set[str] = set()  # boolean storages whose bytes have been checked
         order = self._entries.get(f"{self._folder}byteorder")
         written = _content(archive, order) if order is not None and order.file_size < 16 else b"little"
         if written != sys.byteorder.encode():
-            raise _Refused(f"its numbers have the byte order {written!r}, expected that of this machine")
+            raise _Refused(f"its numbers have the byte order {written!r}, expected the byte order of this machine")
 
     def find(self, key: Any) -> InertStorage:
-        """The storage that a persistent id names: ("storage", its class, its entry, the device, number of elements)."""
+        """Storage of a persistent id: the tuple ("storage", class, entry, device, number of elements)."""
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or type(key[2]) is not str:
             raise _Refused(f"a storage is named by {described(key)}, expected ('storage', class, key, device, count)")
         _, kind, name, _, count = key
@@ -164,16 +168,16 @@ class _Storages:
         info = self._entries.get(f"{self._folder}data/{name}")
         dtype = STORAGE_KINDS[kind.name]
         if info is None or type(count) is not int or count * dtype.itemsize != info.file_size:
-            there = "none" if info is None else f"{info.file_size} bytes"
+            there = "no bytes" if info is None else f"{info.file_size} bytes"
             raise _Refused(
-                f"the storage {described(name)} has {described(count)} elements of {dtype}, got {there} of it"
+                f"the storage {described(name)} has {described(count)} elements of {dtype}, but its entry has {there}"
             )
         if name not in self._read:
             self._read[name] = self._storage(info)
         content = self._read[name]
         if dtype is torch.bool and name not in self._truths:
             if bool((torch.empty(0, dtype=torch.uint8, device="cpu").set_(content) > 1).any()):
-                raise _Refused(f"the storage {described(name)} of truth values has bytes other than 0 and 1")
+                raise _Refused(f"the boolean storage {described(name)} has bytes other than 0 and 1")
             self._truths.add(name)
         return InertStorage(dtype, content)
 

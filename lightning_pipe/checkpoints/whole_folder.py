@@ -1,8 +1,8 @@
-"""A folder that is in its place when it is whole, and not before.
+"""Atomic replacement of a folder.
 
-It is written beside its place, under a name that begins with a dot, by nobody but the user who runs this, and put there
-in one step. Whenever the process ends, by a signal or with the machine, the place holds all of the old or all of the
-new. One process does all this.
+The new folder is written next to its final path, under a name that begins with a dot and accessible to the user alone,
+and then renamed in one step. If the process is killed or the machine fails at any time, the final path holds either the
+complete old folder or the complete new one. Call these functions in one process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write",
 
 
 def folder_to_write(folder: Path) -> Path:
-    """Where a folder is while it is being written."""
+    """Temporary path of a folder while it is written."""
     return _beside(folder, "writing")
 
 
 def begin_folder(folder: Path) -> int:
-    """Make the folder to write to, private to the user.
+    """Create the temporary folder, accessible to the user alone.
 
     Returns:
-        The permissions that it is to have when it is in its place.
+        The permissions to pass to :func:`finish_folder`.
     """
     beside = folder_to_write(folder)
     put_back(folder)
@@ -39,14 +39,22 @@ def begin_folder(folder: Path) -> int:
 
 
 def put_back(folder: Path) -> None:
-    """Put the old folder back where the process ended between the two steps of a file system without an exchange."""
-    with suppress(FileNotFoundError):  # another process has just done it
+    """Restore the old folder if a process ended between the two renames that replace a folder without an exchange.
+
+    Such a process ran on a file system without an atomic exchange of names.
+    """
+    with suppress(FileNotFoundError):  # another process has restored it first
         if not os.path.lexists(folder):
             _beside(folder, "replaced").rename(folder)
 
 
 def finish_folder(folder: Path, permissions: int) -> None:
-    """Put what was written in its place, where it stays when the power fails. What was there is removed after that."""
+    """Move the written folder to its final path, durable against power failures, and then remove the old folder.
+
+    Args:
+        folder: final path.
+        permissions: permissions of the folder, from :func:`begin_folder`.
+    """
     beside, replaced = folder_to_write(folder), _beside(folder, "replaced")
     beside.chmod(permissions)
     sync_all(beside)
@@ -60,23 +68,23 @@ def finish_folder(folder: Path, permissions: int) -> None:
         beside.rename(folder)
     sync_name(folder)
     if in_two_steps:
-        remove_folder(replaced)  # at once: what is left of one that was removed in part must not be put back
+        remove_folder(replaced)  # in one step, so that put_back never restores a partly removed folder
     else:
         _remove(beside)
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove what was written of a folder that will not be whole: a disk may be full of it."""
+    """Remove the temporary folder of a failed write, which may have filled the disk."""
     _remove(folder_to_write(folder))
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, or a link or file in its place, in one step for whoever looks at its name."""
+    """Remove a folder, link or file. For other processes the path disappears in one step."""
     if folder.is_dir() and not folder.is_symlink():
         beside = _beside(folder, "removing")
         _remove(beside)
         folder.rename(beside)
-        sync(folder.parent)  # or its files could go before it
+        sync(folder.parent)  # otherwise a power failure could leave the name with some files removed
         folder = beside
     _remove(folder)
 
@@ -86,7 +94,11 @@ def _beside(folder: Path, kind: str) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one step; False where system or file system cannot (Linux's ``renameat2``)."""
+    """Exchange two paths in one step with Linux's ``renameat2``.
+
+    Returns:
+        False if the operating system or the file system does not support the exchange.
+    """
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0

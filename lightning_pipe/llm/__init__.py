@@ -1,5 +1,5 @@
 """Language models in pipeline stages: splitting, schedules, padding and loss, over PyTorch's pipelining.
 
 Sub-packages, lowest first: ``losses``, ``model``, ``batches``, ``parallel``, ``schedules``, ``measure``, ``split``,
-``run``, ``choice``. Nothing here needs Lightning.
+``run``, ``choice``. This package does not depend on Lightning.
 """

@@ -1,7 +1,7 @@
-"""Lightning's loops, driven by the engine: hooks, callbacks and loggers see an ordinary loop.
+"""Lightning's loops, driven by the engine. For hooks, callbacks and loggers they behave like Lightning's own loops.
 
 The source of batches is in ``data``, the tasks of an iteration are in ``programs``, and the subclasses of Lightning's
-loops are beside them. Nothing here knows TorchRec, stages of a model, or the pipe.
+loops are in this folder. This package does not depend on TorchRec, model stages, or the pipe.
 """
 
 from lightning_pipe.loops.data.ledger import InFlightLedger, LedgerEntry

@@ -1,4 +1,4 @@
-"""Lightning's fit loop, which goes on from a checkpoint with the batch behind the last one trained.
+"""Lightning's fit loop with exact resume: a run continues with the batch after the last one trained.
 
 Tested in ``tests/loops/test_training_epoch_loop.py``.
 """
@@ -35,23 +35,23 @@ _KEY = "lightning_pipe"
 
 
 class PipelineFitLoop(FitLoop):
-    """Drop-in for Lightning's fit loop, around :class:`~lightning_pipe.loops.PipelineTrainingEpochLoop`.
+    """Drop-in replacement for Lightning's fit loop, around :class:`~lightning_pipe.loops.PipelineTrainingEpochLoop`.
 
-    A checkpoint says where every rank's loaders and random generators were behind the last batch trained, however many
-    were fetched ahead. PyTorch's own loaders over map-style datasets are given a state for it; loaders with a
-    ``state_dict`` keep theirs.
+    A checkpoint holds the positions of every rank's loaders and random generators after the last batch trained,
+    regardless of how many batches were prefetched. PyTorch's loaders over map-style datasets get a state for this
+    purpose; loaders with a ``state_dict`` use their own.
     """
 
-    # Where the generators were before the first iterators were made.
+    # States of the random generators before the first iterators were created.
     _before_data: States | None = None
-    # Epoch in which the run of the checkpoint that is continued from had made its loaders.
+    # Epoch in which the run that wrote the checkpoint created its loaders.
     _loaded_in: int | None = None
-    # While loaders are set up: those that they replace.
+    # During setup_data: the loaders that are replaced.
     _loader_before: CombinedLoader | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
-        """Put one in the place of the trainer's, with all that the latter holds."""
+        """Replace the trainer's fit loop by an instance with the same attributes, and return it."""
         present = trainer.fit_loop
         if isinstance(present, cls):
             return present
@@ -62,44 +62,44 @@ class PipelineFitLoop(FitLoop):
 
     @property
     def reloaded_since_resumption(self) -> bool:
-        """Whether this process has made the present epoch's loaders, not the run that is continued."""
+        """True if this process, not the run that wrote the checkpoint, created the loaders of the current epoch."""
         epoch, last = self.trainer.current_epoch, self._last_train_dl_reload_epoch
         return epoch > 0 and last == epoch != self._loaded_in
 
     @property
     def restarting(self) -> bool:
-        """Whether an epoch is gone on with that a checkpoint was written in."""
+        """True if the loop resumes an epoch in which a checkpoint was written."""
         found: bool = self._restarting
         return found
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
-        # Lightning's says so of every epoch where max_steps is given, and leaves batches of the next one out.
+        # With max_steps, Lightning also sets this after a finished epoch, and then skips batches of the next one.
         current: Any = self.epoch_progress.current
         finished = current.ready == current.started == current.processed
         Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
-        # Lightning does so unless max_steps is given.
+        # Lightning does this unless max_steps is given.
         self.epoch_progress.current.completed = self.epoch_progress.current.processed  # type: ignore[attr-defined]
         super().on_run_start()
 
     def reset(self) -> None:
         self.update_restart_stage()
-        # Lightning counts an epoch as ended whose last batch ended; here it ends first.
+        # Lightning counts an epoch as ended once its last batch has ended; this loop first runs the end of the epoch.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
             super().reset()
         self._count_in_batches_of_these_ranks()
 
     def _count_in_batches_of_these_ranks(self) -> None:
-        """Count the epoch's batches as if these ranks had trained it from its beginning, where others had begun it."""
+        """Set the epoch's batch counts as if it had started on the current number of ranks, if it did not."""
         point = self._resume_point
         if point is None or not point.loaders or point.in_mid_epoch or self._combined_loader is None:
             return
         if self.max_batches == float("inf"):
             return
         pairs = zip(self._combined_loader.flattened, point.loaders, strict=True)
-        # The rank that has the fewest of what is left is the last one.
+        # The last rank has the fewest remaining batches.
         left = [
             len(one._indices.batches_left(state | {"rank": state["world"] - 1}))
             for one, state in pairs
@@ -114,7 +114,7 @@ class PipelineFitLoop(FitLoop):
     def on_advance_start(self) -> None:
         point = self._resume_point
         if point is not None and point.loaders and not point.in_mid_epoch:
-            # Loaders that are reloaded, and hooks, draw as in the run before.
+            # Reloaded loaders and hooks draw the same random numbers as in the previous run.
             set_states(point.common, self.trainer.strategy.root_device)
         super().on_advance_start()
 
@@ -129,7 +129,7 @@ class PipelineFitLoop(FitLoop):
             with point.making_iterators(self.trainer.strategy.root_device):
                 self._set_up_data()
             if self._loaded_in is not None:
-                # So that they are reloaded in the same epochs.
+                # The loaders are then reloaded in the same epochs as in the previous run.
                 self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._count_as_the_shortest()
@@ -138,14 +138,15 @@ class PipelineFitLoop(FitLoop):
         try:
             super().setup_data()
         except BaseException:
-            # Lightning's teardown asks a fetcher without iterators for its length, and that error is the one shown.
+            # Lightning's teardown asks the fetcher for its length. Without iterators that raises an error, which would
+            # hide this one.
             if self._combined_loader is not None and self._data_fetcher is not None:
                 self._combined_loader.reset()
                 self._data_fetcher = None
             raise
 
     def _count_as_the_shortest(self) -> None:
-        """Let all ranks validate, and end, where the one with the fewest batches does."""
+        """Use the smallest number of batches of any rank on all ranks, for validation and the end of the epoch."""
         trainer: Any = self.trainer
         if (found := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
@@ -158,19 +159,19 @@ class PipelineFitLoop(FitLoop):
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
         watch(loader)
-        # Lightning sets it when the iterators are there already, whose workers have read the sampler by then.
+        # Lightning sets the epoch after the iterators are created, when their workers have already read the sampler.
         epochs: Any = self.epoch_progress.current
         for one in loader.flattened:
             set_sampler_epoch(one, epochs.processed)
         point = self._resume_point
         if point is not None:
-            # Every rank has one, or none has.
+            # Either every rank has a resume point or no rank has.
             what = self._named("data")
             read_on_all_ranks(what, partial(self._load_states_of, point, loader))
             if point.loaders:
                 if self._loader_before is None:
-                    # What the user's code draws for loaders, it draws before: a split is that of the run before where
-                    # both are seeded alike.
+                    # The user's code has drawn its random numbers for the loaders by now. With the same seed, a random
+                    # split is therefore that of the previous run.
                     point.put_generators(self.trainer.strategy.root_device)
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
@@ -187,7 +188,10 @@ class PipelineFitLoop(FitLoop):
         point.load(loader)
 
     def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
-        """States that Lightning's own loop saved: of the users' stateful loaders only; ours get none."""
+        """Loader states from Lightning's own loop, which only has those of the user's stateful loaders.
+
+        Loaders that this package made resumable get an empty state.
+        """
         states = iter(self._combined_loader_states_to_load)
         if not self._combined_loader_states_to_load:
             return []
@@ -200,7 +204,8 @@ class PipelineFitLoop(FitLoop):
         return found
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        # Lightning would ask the loaders, of which torchdata's make an iterator for their state, and draw for it.
+        # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
+        # random numbers.
         loader = self._combined_loader
         vars(self)["_combined_loader"] = None
         try:
@@ -209,7 +214,7 @@ class PipelineFitLoop(FitLoop):
             vars(self)["_combined_loader"] = loader
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
-            # Before the first epoch: loaders begin at their beginning.
+            # Before the first epoch: the loaders start from the beginning.
             if (before := self._before_data) is not None:
                 state[_KEY] = {"ranks": gather_to_first(ResumePoint([], before).packed(), dist.group.WORLD)}
             return state
@@ -217,15 +222,15 @@ class PipelineFitLoop(FitLoop):
         assert loader is not None
         if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
             rank_zero_warn(
-                f"A checkpoint is written behind {progress.ready} batches of an epoch, in the middle of an accumulation"
-                f" of {self.trainer.accumulate_grad_batches}: gradients of the batches since the last step are not in"
-                " it. Write it where the optimiser has stepped"
+                f"A checkpoint is written after {progress.ready} batches of an epoch, in the middle of an accumulation"
+                f" of {self.trainer.accumulate_grad_batches}: it does not contain the gradients of the batches since"
+                " the last optimiser step. Save at multiples of accumulate_grad_batches"
             )
         pairs = zip(point.loaders, loader.flattened, strict=bool(point.loaders))
         own = [one for one, of in pairs if not is_resumable(of)]
         if stateful := [one for one in own if one is not None]:
-            state["combined_loader"] = stateful  # where Lightning's own loop looks for them
-        # A validation that is not over begins anew, and draws the same.
+            state["combined_loader"] = stateful  # Lightning's own loop reads this key
+        # An unfinished validation restarts from the beginning and draws the same random numbers.
         due = getattr(self.epoch_loop.val_loop, "begun_with", None)
         if due is not None:
             point = replace(point, common=due)
@@ -259,12 +264,12 @@ class PipelineFitLoop(FitLoop):
 
     def _load_own(self, own: Any) -> None:
         if not isinstance(own, dict):
-            raise TypeError(f"expected ranks' states by their names, got {shown(own)}")
+            raise TypeError(f"expected a dict with the states of the ranks, got {shown(own)}")
         ranks, loaded_in = own.get("ranks"), own.get("loaded_in")
         if ranks is None:
             return
         if not isinstance(ranks, list) or not ranks or not isinstance(loaded_in, int | None):
-            raise TypeError(f"expected a state of each rank, got {shown(own)}")
+            raise TypeError(f"expected a list with the state of each rank, got {shown(own)}")
         self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
         self._loaded_in = loaded_in
         world, rank = self.trainer.world_size, self.trainer.global_rank
@@ -273,7 +278,7 @@ class PipelineFitLoop(FitLoop):
             if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
                 _are_equal(one["loaders"], first["loaders"]) for one in ranks
             ):
-                # All ranks read the same batches, then as now.
+                # All ranks read the same batches, in the previous run and in this one.
                 ranks, world, rank = [first], 1, 0
         if len(ranks) != world:
             elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
@@ -282,16 +287,16 @@ class PipelineFitLoop(FitLoop):
                 self.epoch_loop.resume_point = ResumePoint(elsewhere, common)  # type: ignore[attr-defined]
                 return
             rank_zero_warn(
-                f"The checkpoint was written by {len(ranks)} rank(s); there are {world}, which cannot share out what"
-                " is left of the epoch: its data begin at their beginning, though batches are counted on. Only a"
-                " DistributedSampler has one order for all ranks; or write the checkpoint at the end of an epoch"
+                f"The checkpoint was written by {len(ranks)} rank(s), and this run has {world}, which cannot divide the"
+                " rest of the epoch: the data restart from the beginning, while the batch count continues. Use a"
+                " DistributedSampler, which has one order for all ranks, or save at the end of an epoch"
             )
             return
         self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """True if two states of loaders are equal; those of users' loaders may hold tensors and arrays."""
+    """Return True if two loader states are equal. States of the user's loaders may hold tensors and arrays."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -305,7 +310,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:
-    """Let loaders and samplers that were made anew begin as they are; those that were there before continue."""
+    """Let newly created loaders and samplers start from their current state; those that existed before continue."""
     if len(reloaded.flattened) != len(point.loaders):
         return
     for place, (old, new) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):

@@ -64,7 +64,7 @@ __all__ = [
     "token_weighted_mean",
 ]
 
-# Imported on first use: in an environment whose packages clash, the error names the fix; plans need no TorchRec.
+# Imported on first use: if packages conflict, the error names the fix, and plans do not require TorchRec.
 _MODULES = {
     "BatchBalancer": "balancing.balancer",
     "CheckOptions": "tasks.options",

@@ -1,5 +1,5 @@
 """Spans, clocks, timelines and trace files: a record of which task ran when.
 
-Recording and drawing what happened belongs here. Predictions of what will happen are in ``planning``, and measuring
-what a task costs is in ``profiling``.
+Recording and drawing of executed tasks belong here. Predictions are in ``planning``, and measurements of task costs
+are in ``profiling``.
 """

@@ -1,4 +1,4 @@
 """Tasks and plans as data: declaration, checks, YAML, tables and pictures.
 
-Nothing here runs a task or talks to another rank. Errors and argument checks are in ``common``.
+This package does not run tasks or communicate between ranks. Errors and argument checks are in ``common``.
 """

@@ -1,4 +1,4 @@
-"""Operations of several ranks: agreement, gathering, process groups, all-to-alls.
+"""Operations across ranks: agreement, gathering, process groups, all-to-alls.
 
-A new way for ranks to agree belongs here. Nothing here knows tasks or plans.
+New collective operations belong here. This package does not depend on tasks or plans.
 """

@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches and pads them to one length.
+"""Splitting a batch into micro-batches, and padding them to the same length.
 
-Nothing here knows stages or schedules.
+This package does not depend on stages or schedules.
 """

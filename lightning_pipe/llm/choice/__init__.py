@@ -1,4 +1,4 @@
-"""Chooses schedule, stages, number of micro-batches and split from measured costs.
+"""Choice of schedule, stages, number of micro-batches and split from measured costs.
 
-A rule for choosing belongs here. The measurements are in ``measure``.
+Rules for this choice belong here. The measurements are in ``measure``.
 """

@@ -1,4 +1,4 @@
 """Losses of language models and of mixture-of-experts routers.
 
-Nothing here knows stages or ranks.
+This package does not depend on stages or ranks.
 """

@@ -1,4 +1,4 @@
-"""Measures time and memory of layers, links and ranks.
+"""Measurement of the time and memory of layers, links and ranks.
 
-Decisions made from these measurements are in ``choice``.
+Decisions based on these measurements are in ``choice``.
 """

@@ -1,5 +1,5 @@
-"""Runs the stages of a rank over the micro-batches of a batch: ``preparation`` makes them, ``runner`` trains them.
+"""Execution of a rank's stages over the micro-batches of a batch.
 
-The tasks of an iteration and their plan are in ``training_tasks``. The order of a step's micro-batches is the
-schedule's, in ``schedules``.
+``preparation`` creates the stages and ``runner`` trains them. The tasks of an iteration and their plan are in
+``training_tasks``. The order of the micro-batches in a step is part of the schedule, in ``schedules``.
 """

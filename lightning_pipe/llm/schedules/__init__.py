@@ -1,4 +1,5 @@
-"""PyTorch's schedules by name: find, check, build, run, simulate.
+"""PyTorch's pipeline schedules by name: lookup, checks, construction, execution and simulation.
 
-A new one is a class of PyTorch's kind with an entry in ``named.SCHEDULES``. The measured bubble is in ``bubble``.
+A new schedule is a subclass of a PyTorch schedule with an entry in ``named.SCHEDULES``. The measured bubble is in
+``bubble``.
 """

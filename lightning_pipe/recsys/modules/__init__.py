@@ -1,4 +1,4 @@
-"""Embedding modules, their inputs and outputs, and the format of both on the wire.
+"""Embedding modules, their inputs and outputs, and the formats in which both are sent.
 
 The placement of their tables is in ``sharding``.
 """

@@ -1,4 +1,4 @@
 """The named plans, and their variants for balancers and replicas.
 
-A plan belongs here. The tasks that it places are in ``tasks``.
+Plans belong here. The tasks that they place are in ``tasks``.
 """

@@ -1,4 +1,4 @@
-"""Splits each call of a sharded module into steps that a plan can place.
+"""Rewrite of each sharded module call into steps that a plan can place.
 
-A new kind of sharded module belongs here. The tasks that run the steps are in ``tasks``.
+Support for new kinds of sharded modules belongs here. The tasks that run the steps are in ``tasks``.
 """

@@ -1,4 +1,4 @@
-"""Places tables on ranks: TorchRec's planner, sharders, replicas, and the values of sharded tables.
+"""Placement of tables on ranks: TorchRec's planner, sharders, replicas, and the values of sharded tables.
 
-A sharding option belongs here.
+Sharding options belong here.
 """

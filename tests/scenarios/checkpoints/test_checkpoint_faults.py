@@ -154,7 +154,7 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> Non
     mine.mkdir()
     (mine / "precious.txt").write_text("not to be lost")
     used = fit(Clicks(), recsys(), loader(8), max_epochs=1)
-    with pytest.raises(SetupError, match=r"is a folder with other things in it \(precious\.txt\)"):
+    with pytest.raises(SetupError, match=r"is a folder with other files in it \(precious\.txt\)"):
         used.save_checkpoint(mine)
     assert (mine / "precious.txt").read_text() == "not to be lost"
     (tmp_path / "empty").mkdir()

@@ -431,4 +431,4 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_says_what_it_lacks(tmp_pa
             used.fit(Resuming(plain))
         said = [str(one.message) for one in caught if "in the middle of an accumulation" in str(one.message)]
         assert len(said) == (batches == 3)
-        assert not said or "behind 3 batches" in said[0]
+        assert not said or "after 3 batches" in said[0]

@@ -177,7 +177,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], None], dict[str, str]]] = {
         },
     ),
     "bytes": (_evil_bytes, dict.fromkeys(FILES[1:3], "is refused: it holds _?io.open, not only tensors")),
-    "a class": (_evil_class, {".metadata": "is refused: the pickle gives a state to StorageMeta, which takes none"}),
+    "a class": (_evil_class, {".metadata": "is refused: the pickle gives a state to StorageMeta, which has no state"}),
     "outside": (_outside, {".metadata": r"is refused: it refers to '\.\./.*' \(relative_path of storage_data\)"}),
     "cut": (
         _cut,
@@ -291,7 +291,7 @@ def test_a_changed_file_runs_nothing_and_is_named_on_every_rank(
             message = result[kind][path]
             assert re.search(reason, message), message
             assert f"{path.name}/{file}'" in message
-            assert message.endswith("ake another checkpoint"), message
+            assert message.endswith("Use another checkpoint"), message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,7 +334,7 @@ def test_a_class_of_the_users_needs_the_flag(ranks: list[dict[str, Any]]) -> Non
 def test_it_is_said_when_the_checkpoint_is_written(ranks: list[dict[str, Any]]) -> None:
     first, second = (result["flag"]["warned"] for result in ranks)
     assert len(first) == 1
-    assert "only be read with Trainer.fit(..., weights_only=False)" in first[0]
+    assert "as in Trainer.fit(..., weights_only=False)" in first[0]
     assert second == []
 
 

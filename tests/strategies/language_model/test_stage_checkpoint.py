@@ -348,14 +348,14 @@ def test_a_folder_is_keyed_by_the_unsplit_model_s_names(ranks: list[dict[str, An
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("nothing", "nothing' is not there; needed is a folder written under LLMPipelineStrategy"),
-        ("a file", "is a file; needed is a folder"),
+        ("nothing", "nothing' is not there, expected a folder written under LLMPipelineStrategy"),
+        ("a file", "is a file, expected a folder"),
         ("no checkpoint", r"is a folder without meta\.pt"),
         ("of another kind", "other' is a folder of another kind"),
         ("unreadable", r"broken/\.metadata' cannot be read: "),
         ("missing", r"missing in it: model\.layers\.8\.mlp\.0\.bias, .*, model\.layers\.9\..*\. Build the module"),
         ("unexpected", r"unexpected in it: model\.layers\.6\.mlp\.0\.bias"),
-        ("sizes", r"of another size: model\.layers\.0\.mlp\.0\.bias \(\[8\], needed is \[9\]\), .*layers\.7\.mlp"),
+        ("sizes", r"of another size: model\.layers\.0\.mlp\.0\.bias \(\[8\], expected \[9\]\), .*layers\.7\.mlp"),
         ("more trained", r"in the checkpoint's optimiser, but not in the module's: model\.embedding\."),
         ("other groups", r"in one group of the optimiser, but not of the checkpoint's: model\.embedding\.\S+ and "),
         ("unwritable", "below' cannot be written"),
@@ -423,7 +423,7 @@ def test_a_hugging_face_model_is_exported_for_from_pretrained(
 
 @pytest.mark.parametrize("name", ["nothing", "file.ckpt", "other"])
 def test_only_a_checkpoint_is_exported(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    with pytest.raises(SetupError, match="needed is a folder written by RecsysPipelineStrategy or LLMPipelineStrategy"):
+    with pytest.raises(SetupError, match="expected a folder written by RecsysPipelineStrategy or LLMPipelineStrategy"):
         export_checkpoint(folder / name, folder / "out.ckpt")
     assert not (folder / "out.ckpt").exists()
 

@@ -175,7 +175,7 @@ def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> 
     for results in ranks:
         assert "missing in it: network.bags.embedding_bags.things.weight, " in results["another model"]
         assert "unexpected in it: network.history.embeddings.past.weight" in results["another model"]
-        assert "of another size: network.over.0.weight ([8, 19], needed is [8, 27])" in results["another model"]
+        assert "of another size: network.over.0.weight ([8, 19], expected [8, 27])" in results["another model"]
         assert "of another size: state.network.bags.embedding_bags.people.weight." in results["other optimisers"]
         assert difference(results["loaded"], from_one) == []
         assert difference(from_two, results["saved"]) == []
@@ -260,8 +260,8 @@ def test_a_trainer_can_write_a_checkpoint_after_training(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: folder / "nothing", "nothing' is not there; needed is a folder"),
-        (lambda folder: _ddp_checkpoint(folder), "is a file; needed is a folder written under a recsys plan"),
+        (lambda folder: folder / "nothing", "nothing' is not there, expected a folder"),
+        (lambda folder: _ddp_checkpoint(folder), "is a file, expected a folder written under a recsys plan"),
         (lambda folder: folder, "is a folder without meta.pt"),
     ],
     ids=["nothing", "of another strategy", "another folder"],
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
 
     fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
     with pytest.raises(
-        SetupError, match=r"of another size: network\.over\.2\.bias \(\[1\], needed is \[2\]\), .*over\.2\.weight"
+        SetupError, match=r"of another size: network\.over\.2\.bias \(\[1\], expected \[2\]\), .*over\.2\.weight"
     ):
         fit(Clicks(Wider), recsys(), ckpt_path=tmp_path / "pooled")
 
@@ -320,7 +320,7 @@ def test_a_state_per_row_and_shard_needs_the_same_split_by_columns(tmp_path: Pat
     split = recsys(kinds={"people": "column_wise", "things": "row_wise"}, optimizer=ROW_WISE_ADAGRAD)
     fit(Clicks(), split).save_checkpoint(tmp_path / "split")
     whole = {"people": "table_wise", "things": "row_wise"}
-    with pytest.raises(SetupError, match=r"of another size: state\..*people\.momentum1 \(\[48\], needed is \[24\]\)"):
+    with pytest.raises(SetupError, match=r"of another size: state\..*people\.momentum1 \(\[48\], expected \[24\]\)"):
         fit(Clicks(), recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD), ckpt_path=tmp_path / "split")
     # To evaluate, the tables are enough.
     trainer(recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD)).validate(Clicks(), loader(8), str(tmp_path / "split"))

@@ -1,4 +1,4 @@
 """Rows in memory: slots, eviction, initial values of new rows.
 
-An eviction rule belongs here.
+Eviction rules belong here.
 """

@@ -1,4 +1,5 @@
-"""Embedding modules without a fixed size, over a cache and a store, and the mixing that spreads ids over ranks.
+"""Embedding modules without a fixed size, over a cache and a store, and the mixing of ids that
+distributes them over ranks.
 
 Reading and writing rows is in ``cache`` and ``store``.
 """
