@@ -1,4 +1,4 @@
-"""Images that are made as they are asked for: discs and squares on a noisy ground, and where each is."""
+"""Synthetic images, generated on demand: discs and squares on a noisy background, with the class of each pixel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-CLASSES = 3  # ground, disc, square
+CLASSES = 3  # background, disc, square
 
 
 class Shapes(Dataset[tuple[Tensor, Tensor]]):
-    """Images of one channel, *size* x *size*, and the class of each of their pixels.
+    """Single-channel images of *size* x *size* pixels, with the class of each pixel.
 
     Args:
-        count: how many.
-        size: of a side, in pixels.
-        seed: an image follows from this and its index.
-        noise: standard deviation of what is added to every pixel.
+        count: number of images.
+        size: side length in pixels.
+        seed: seed that, together with its index, determines an image.
+        noise: standard deviation of the noise added to every pixel (default 0.3).
     """
 
     def __init__(self, count: int, size: int, seed: int, noise: float = 0.3) -> None:
@@ -40,19 +40,19 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
                 classes[(rows - row).square() + (columns - column).square() <= radius**2] = 1
             else:
                 classes[torch.maximum((rows - row).abs(), (columns - column).abs()) <= radius] = 2
-        # A disc is as bright as a square: only its form tells.
+        # Discs and squares are equally bright, so only the shape distinguishes them.
         image = (classes > 0).float() + self.noise * torch.randn(self.size, self.size, generator=generator)
         return image.unsqueeze(0), classes
 
 
 class ShapesData(pl.LightningDataModule):
-    """Images to train on, and others to validate.
+    """Training images and separate validation images.
 
     Args:
-        batch_size: images of a batch, of all micro-batches together.
-        size: of a side, in pixels; a multiple of 8, for three halvings.
-        steps: batches to train on.
-        validation: images to validate on.
+        batch_size: images per batch, over all micro-batches (default 16).
+        size: side length in pixels, a multiple of 8 because the U-Net halves it three times (default 48).
+        steps: number of training batches (default 150).
+        validation: number of validation images (default 64).
     """
 
     def __init__(self, batch_size: int = 16, size: int = 48, steps: int = 150, validation: int = 64) -> None:

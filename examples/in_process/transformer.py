@@ -14,7 +14,7 @@ BYTES = 256
 
 
 class Embed(nn.Module):
-    """Bytes and their places, as vectors."""
+    """Embeddings of bytes and positions."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Embed(nn.Module):
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """A layer that sees what came before."""
+    """Transformer layer with causal attention."""
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         length = hidden.shape[1]
@@ -36,15 +36,15 @@ class Layer(nn.TransformerEncoderLayer):
 
 
 class ByteTransformer(pl.LightningModule):
-    """Says which byte follows.
+    """Predicts the next byte.
 
     Args:
-        width: of a vector.
-        layers: how many.
-        heads: of attention.
-        length: the most bytes of a row.
-        dropout: the part that is dropped.
-        learning_rate: of AdamW.
+        width: embedding width (default 128).
+        layers: number of layers (default 4).
+        heads: number of attention heads (default 4).
+        length: maximum length of a row in bytes (default 128).
+        dropout: dropout probability (default 0.1).
+        learning_rate: learning rate of AdamW (default 2e-3).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ByteTransformer(pl.LightningModule):
         self.log("val_loss", loss, prog_bar=True, batch_size=len(batch["labels"]))
 
     def place_batch(self, batch: dict[str, Tensor], devices: list[torch.device]) -> dict[str, Tensor]:
-        """Labels are needed where the loss is."""
+        """Move the input to the first device, and the labels to the last one, which computes the loss."""
         return {"input_ids": batch["input_ids"].to(devices[0]), "labels": batch["labels"].to(devices[-1])}
 
     def configure_optimizers(self) -> Any:
@@ -83,5 +83,5 @@ class ByteTransformer(pl.LightningModule):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Its mean over all bytes."""
+    """Mean cross-entropy over all bytes."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

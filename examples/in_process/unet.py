@@ -1,4 +1,4 @@
-"""A small U-Net as an ``nn.Sequential``: what goes down is stashed, and popped on the way up."""
+"""A small U-Net as an ``nn.Sequential``. The down path stashes its features, and the up path pops them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipe.pipe import Namespace, isolate, pipe_loss, pop, skippable, s
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
-    """Two convolutions; groups are normalised image by image, so that micro-batches make no difference."""
+    """Two convolutions with group normalisation, which works per image and so does not depend on micro-batches."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         layers += [
@@ -27,7 +27,7 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 @skippable(stash=["features"])
 class Down(nn.Module):
-    """A block, whose output is kept for the way up, and half the size of it."""
+    """A block of the down path: stashes its features for the up path, and returns them at half the size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Down(nn.Module):
 
 @skippable(pop=["features"])
 class Up(nn.Module):
-    """Twice the size, beside what was kept on the way down."""
+    """A block of the up path: doubles the size, and concatenates the features that the down path stashed."""
 
     def __init__(self, inputs: int, kept: int, outputs: int) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ def unet(width: int, depth: int, classes: int) -> nn.Sequential:
     """A U-Net.
 
     Args:
-        width: channels at full size; twice as many at each half of it.
-        depth: how often the size is halved.
-        classes: of a pixel.
+        width: number of channels at full size; doubled each time the size is halved.
+        depth: number of times the size is halved.
+        classes: number of pixel classes.
     """
     widths = [width * 2**level for level in range(depth + 1)]
     levels = [Namespace() for _ in range(depth)]
@@ -73,12 +73,12 @@ def unet(width: int, depth: int, classes: int) -> nn.Sequential:
 
 
 class UNet(pl.LightningModule):
-    """Says of each pixel what it is part of.
+    """Predicts the class of each pixel.
 
     Args:
-        width: see :func:`unet`.
-        depth: see there.
-        learning_rate: of AdamW.
+        width: as in :func:`unet` (default 16).
+        depth: as in :func:`unet` (default 3).
+        learning_rate: learning rate of AdamW (default 3e-3).
     """
 
     def __init__(self, width: int = 16, depth: int = 3, learning_rate: float = 3e-3) -> None:

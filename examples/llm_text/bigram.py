@@ -1,4 +1,4 @@
-"""What the model is compared with: the next byte guessed from the one before it."""
+"""Baseline for the model: predicts the next byte from the previous one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def bigram_cross_entropy(training: Tensor, validation: Tensor) -> float:
-    """Nats a byte of *validation*, under counts of pairs in *training* with one added to each."""
+    """Cross-entropy of *validation* in nats per byte, under bigram counts of *training* with add-one smoothing."""
     pairs = training[:-1].long() * 256 + training[1:].long()
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
     log_probabilities = (counts / counts.sum(dim=1, keepdim=True)).log()
@@ -18,11 +18,11 @@ def bigram_cross_entropy(training: Tensor, validation: Tensor) -> float:
 
 
 class CompareWithBigrams(pl.Callback):
-    """Says at the end how the validation loss compares with bigrams counted in the same text."""
+    """Prints the validation loss at the end, with the loss of bigrams counted in the training text."""
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         found = trainer.callback_metrics.get("val_loss")
         if trainer.is_global_zero and found is not None:
             bigrams = bigram_cross_entropy(data.training_text, data.validation_text)
-            print(f"Cross-entropy of text not trained on, nats a byte: model {found:.3f}, bigrams {bigrams:.3f}")
+            print(f"Validation cross-entropy in nats per byte: model {found:.3f}, bigrams {bigrams:.3f}")

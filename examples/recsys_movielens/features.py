@@ -1,8 +1,8 @@
-"""What the model may know when it guesses a rating: nothing that was not known strictly earlier.
+"""Features of each rating, computed only from strictly earlier ratings.
 
-Every rating, of the training part and the test part alike, is described by what its user, its item and all others had
-been rated *before the second* in which it was given; ratings of that second itself are left out, since their order is
-unknown. Labels of the test part thus appear in later descriptions, as they would in a system at work.
+The features of a rating, in the training part and in the test part, summarise the ratings of its user, of its item and
+of all others from *before the second* in which it was given. Ratings of the same second are left out, because their
+order is unknown. Labels of the test part therefore appear in later features, as they would in a production system.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TRAINING_SHARE = 0.8
 STARS = (1, 2, 3, 4, 5)
 AGE_BOUNDS = (18, 25, 30, 35, 40, 45, 50, 56)
 
-# The user's recent items are one feature for every number of stars: their embeddings are summed apart.
+# The user's recent items form one feature for each number of stars, so that their embeddings are summed separately.
 HISTORY_KEYS = tuple(f"rated_{stars}" for stars in STARS)
-# Rows of MovieLens-100K's tables, by the feature that names the table.
+# Number of rows of each table, by the feature that names the table.
 TABLE_ROWS = {
     "user": 943,
     "item": 1682,
@@ -47,20 +47,21 @@ DENSE_KEYS = (
     "years_since_release",
 )
 
-# A user's own row is used from this long after their first rating. Most users rate in one sitting and never again: 85 %
-# of the test part comes from users without a single rating in the training part, whose rows no gradient has reached. So
-# the model learns to do without the row in a first sitting, and what it says of those who come back.
+# Time after a user's first rating from which the user's own row is used. Most users rate in a single session: 85 % of
+# the test part comes from users without a rating in the training part, whose rows were never trained. The model
+# therefore learns to predict a first session without the row, and uses the row only for users who return.
 SETTLED_SECONDS = 24 * 3600
 
 
 class Earlier:
-    """For every row, the rows of its own group with a strictly smaller time.
+    """For every row, the rows of the same group with a strictly smaller time.
 
     Args:
-        group: a number for each row, int64 [N].
-        seconds: a time for each row, int64 [N].
+        group: group number of each row, int64 [N].
+        seconds: time of each row, int64 [N].
 
-    Sorted by group and time, they lie side by side: from where the group begins to where the row's own second begins::
+    After sorting by group and time these rows are adjacent, from the start of the group to the start of the row's
+    second::
 
         group     0  0  0  0  1  1
         seconds   5  7  7  9  7  8
@@ -79,22 +80,22 @@ class Earlier:
 
     @property
     def count(self) -> NDArray[np.int64]:
-        """How many there are, int64 [N]."""
+        """Number of earlier rows, int64 [N]."""
         return self.until - self.first
 
     def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Their *values*, one for each row, added up, float64 [N]."""
+        """Sum of the *values* of the earlier rows, float64 [N]."""
         running = np.concatenate(([0.0], np.cumsum(values[self.order])))
         return running[self.until] - running[self.first]
 
     def smoothed_mean(
         self, values: NDArray[np.float64], prior: NDArray[np.float64] | float, weight: float = 5.0
     ) -> NDArray[np.float64]:
-        """The mean of their *values* and of *weight* values of *prior*, float64 [N]."""
+        """Mean of the *values* of the earlier rows and of *prior*, which counts *weight* times, float64 [N]."""
         return (self.sum(values) + weight * prior) / (self.count + weight)
 
     def seconds_since_last(self, seconds: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How long ago the last of them was, 0 where there is none, int64 [N]."""
+        """Seconds since the latest earlier row, or 0 without one, int64 [N]."""
         last = self.order[np.maximum(self.until - 1, 0)]
         return np.where(self.count > 0, seconds - seconds[last], 0)
 
@@ -106,15 +107,15 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Features:
-    """All ratings as a model's inputs; the first ``training_rows`` are the training part.
+    """Model inputs of all ratings. The first ``training_rows`` are the training part.
 
     Args:
-        dense: the columns ``DENSE_KEYS``, standardised over the training part, float32 [N, D].
-        lengths: how many ids each of the F = ``len(SPARSE_KEYS)`` features has, in the order of ``SPARSE_KEYS``, then
-            of ratings, int64 [F * N].
-        ids: theirs, one after the other, int64 [sum of lengths].
-        labels: 1 where the rating is at least ``LIKED_FROM_STARS`` stars, float32 [N].
-        training_rows: their number; every other row is of a later second than all of them.
+        dense: columns ``DENSE_KEYS``, standardised over the training part, float32 [N, D].
+        lengths: number of ids of each of the F = ``len(SPARSE_KEYS)`` features and each rating, ordered by feature and
+            then by rating, int64 [F * N].
+        ids: concatenated ids, int64 [sum of lengths].
+        labels: 1 for ratings of at least ``LIKED_FROM_STARS`` stars, else 0, float32 [N].
+        training_rows: number of training rows. All other rows have a later second than any training row.
     """
 
     dense: NDArray[np.float32]
@@ -125,16 +126,16 @@ class Features:
 
 
 def training_rows(seconds: NDArray[np.int64]) -> int:
-    """Length of the training part of ratings in order of time: 80 %, less those of the first later rating's second."""
+    """Length of the training part of ratings sorted by time: 80 %, less those in the second of the first test one."""
     return int(np.searchsorted(seconds, seconds[int(TRAINING_SHARE * len(seconds))], side="left"))
 
 
 def describe(ratings: Ratings, history_length: int) -> Features:
-    """Turn ratings into features.
+    """Convert ratings to features.
 
     Args:
-        ratings: in order of time.
-        history_length: how many of the user's most recent items to keep.
+        ratings: ratings sorted by time.
+        history_length: number of the user's most recent items to include.
     """
     liked = (ratings.stars >= LIKED_FROM_STARS).astype(np.float64)
     training = training_rows(ratings.seconds)
@@ -161,7 +162,7 @@ def _dense(ratings: Ratings, liked: NDArray[np.float64], by_user: Earlier) -> ND
     by_item = Earlier(ratings.item, seconds)
     all_liked = Earlier(np.zeros_like(seconds), seconds).smoothed_mean(liked, 0.5)
     item_liked = by_item.smoothed_mean(liked, all_liked)
-    # How much more than others the user likes what they rate: the mean alone would also say how good their items are.
+    # The user's preference relative to other users. The user's mean alone would also reflect the quality of the items.
     more_liked = liked - item_liked
     years = np.where(ratings.release_year > 0, ratings.release_year, np.median(ratings.release_year))[ratings.item]
     columns = {
@@ -187,7 +188,7 @@ def _log_odds(share: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _genre_taste(ratings: Ratings, more_liked: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much more than others the user liked earlier items of this item's genres, averaged over these, [N]."""
+    """Mean over the item's genres of the user's preference for earlier items of the genre, relative to others, [N]."""
     row, genre = np.nonzero(ratings.genres[ratings.item])
     of_genre = Earlier(ratings.user[row] * ratings.genres.shape[1] + genre, ratings.seconds[row])
     taste = of_genre.smoothed_mean(more_liked[row], 0.0)
@@ -204,7 +205,7 @@ def _user(ratings: Ratings, by_user: Earlier) -> _Column:
 
 
 def _single_ids(ratings: Ratings) -> list[_Column]:
-    """Item and demographics, one id each."""
+    """Columns of the item and the user's demographics, with one id each."""
     one, user = np.ones_like(ratings.user), ratings.user
     age = np.searchsorted(AGE_BOUNDS, ratings.age[user], side="right")
     return [(one, ids) for ids in (ratings.item, age, ratings.gender[user], ratings.occupation[user])]
@@ -216,7 +217,7 @@ def _genres(ratings: Ratings) -> _Column:
 
 
 def _history(ratings: Ratings, by_user: Earlier, history_length: int) -> list[_Column]:
-    """The user's last *history_length* strictly earlier items, one column for every number of stars."""
+    """Columns of the user's last *history_length* strictly earlier items, one for each number of stars."""
     begin = np.maximum(by_user.first, by_user.until - history_length)
     lengths = by_user.until - begin
     row = np.repeat(np.arange(len(lengths)), lengths)

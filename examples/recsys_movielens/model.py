@@ -22,15 +22,16 @@ from examples.recsys_movielens.features import DENSE_KEYS, HISTORY_KEYS, TABLE_R
 
 
 class MovieLensDLRM(pl.LightningModule):
-    """Guesses whether a user likes an item. Nothing in here knows of the pipeline, or of sharding.
+    """Predicts whether a user likes an item. This module does not depend on the pipeline or on sharding.
 
     Args:
-        embedding_dim: width of every table, and of the dense part's output.
-        dense_layers: widths of the dense part's hidden layers.
-        over_layers: widths of the hidden layers after the interaction of all features.
-        learning_rate: peak rate of AdamW, which trains the dense part.
-        table_learning_rate: rate of row-wise Adagrad, which trains the tables.
-        warmup_share: share of all steps in which the learning rate rises to its peak; it then falls linearly.
+        embedding_dim: width of every table and of the dense part's output (default 16).
+        dense_layers: widths of the dense part's hidden layers (default (64,)).
+        over_layers: widths of the hidden layers after the interaction of all features (default (128, 64)).
+        learning_rate: peak learning rate of AdamW, which trains the dense part (default 5e-4).
+        table_learning_rate: learning rate of row-wise Adagrad, which trains the tables (default 5e-3).
+        warmup_share: share of all steps in which the learning rate rises to its peak (default 0.1). Then it falls
+            linearly.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class MovieLensDLRM(pl.LightningModule):
                     name=f"{key}_table",
                     num_embeddings=rows,
                     embedding_dim=embedding_dim,
-                    # The items of the history share the candidate's table, so that the interaction compares them.
+                    # The history's items share the candidate's table, so that the interaction compares them.
                     feature_names=[key, *HISTORY_KEYS] if key == "item" else [key],
                     init_fn=partial(nn.init.normal_, std=0.01),
                 )
                 for key, rows in TABLE_ROWS.items()
             ]
         )
-        # Tables are trained as their gradients appear, here as under a pipeline strategy.
+        # The tables are updated in backward, both without and under a pipeline strategy.
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": table_learning_rate, "eps": 1e-8})
         self.dlrm = DLRMTrain(
             DLRM(tables, len(DENSE_KEYS), [*dense_layers, embedding_dim], [*over_layers, 1]),
@@ -78,7 +79,7 @@ class MovieLensDLRM(pl.LightningModule):
         self._score(batch, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Probability of a like, [B]."""
+        """Probability that the user likes the item, [B]."""
         _, (_, logits, _) = self.dlrm(batch)
         return torch.sigmoid(logits)
 

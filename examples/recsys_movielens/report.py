@@ -1,4 +1,4 @@
-"""What a run ends with: how the loss fell, what the tasks cost, and where to look at what ran when."""
+"""Report at the end of a run: loss curves, costs of the tasks, and paths of the files with the timeline."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from matplotlib.figure import Figure
 
 from lightning_pipe.callbacks import PipelineProfiler
 
-# Of Okabe and Ito's colours, told apart by everyone.
+# Colours from the palette of Okabe and Ito, which is safe for colour-blind readers.
 _STEP, _MEAN, _TEST, _GREY = "#56B4E9", "#0072B2", "#D55E00", "#555555"
-# What the callbacks of the configurations leave beside it.
+# Files that this callback and the other callbacks of the configurations write to the log folder.
 _FILES = {
-    "losses.png": "how the loss fell",
-    "timeline.png": "what ran when, as a picture",
-    "trace.json": "the same, for https://ui.perfetto.dev",
+    "losses.png": "loss curves",
+    "timeline.png": "timeline of the tasks, as a picture",
+    "trace.json": "the same timeline, for https://ui.perfetto.dev",
     "report.html": "timeline, costs, plan and what-if, for a browser",
 }
 
 
 @dataclass(frozen=True)
 class LossCurves:
-    """What the picture shows.
+    """Data of the plot.
 
     Args:
-        training: the loss of every step, on this process's batches.
-        validation: step and loss of every validation, on the test part.
-        item_mean: the item mean's loss on the test part.
+        training: loss of every step on this process's batches.
+        validation: step and loss of every validation on the test part.
+        item_mean: loss of the item mean on the test part.
     """
 
     training: list[float]
@@ -42,8 +42,10 @@ class LossCurves:
 
 
 class TrainingReport(pl.Callback):
-    """When training ends, writes ``losses.png`` into the run's log folder, and prints what each task of the pipeline
-    costs an iteration (if a PipelineProfiler has measured it) and the files that are there to look at.
+    """Writes ``losses.png`` to the run's log folder at the end of training, and prints a report.
+
+    The report lists the cost of each task per iteration, if a PipelineProfiler has measured it, and the files in the
+    log folder.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class TrainingReport(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Read when training is over: a read waits for the device.
+        # Read at the end of training, because a read waits for the device.
         self._losses.append(outputs["loss"].detach())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -61,7 +63,7 @@ class TrainingReport(pl.Callback):
             self._validation.append((trainer.global_step, trainer.callback_metrics["val/loss"].item()))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call, so every rank makes it
         if not trainer.is_global_zero:
             return
         item_mean = trainer.datamodule.baseline.log_loss  # type: ignore[attr-defined]
@@ -79,7 +81,7 @@ class TrainingReport(pl.Callback):
 
 
 def draw_losses(path: Path, curves: LossCurves) -> None:
-    """Draw the picture to *path*, a PNG."""
+    """Draw the loss curves to the PNG file *path*."""
     figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     _draw_losses(figure.subplots(), curves)
@@ -97,7 +99,7 @@ def _draw_losses(axes: Axes, curves: LossCurves) -> None:
             mean,
             color=_MEAN,
             linewidth=2,
-            label=f"training, mean of the last {width} steps, {width // 2} late",
+            label=f"training, mean of the last {width} steps (lags by {width // 2})",
         )
     if curves.validation:
         axes.plot(*zip(*curves.validation, strict=True), "o-", color=_TEST, label="later ratings (test part)")
@@ -111,7 +113,7 @@ def _draw_losses(axes: Axes, curves: LossCurves) -> None:
             color=_TEST,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
-    label = f"item mean on these, {curves.item_mean:.4f}"
+    label = f"item mean on the test part, {curves.item_mean:.4f}"
     axes.axhline(curves.item_mean, color=_GREY, linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="log loss (nats)", title="Loss")
     axes.set_xlim(left=0)

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from examples.recsys_movielens.data import RatingFiles
 from examples.recsys_sequences.histories import Histories, Part, by_user
 
-# The items of the history, their stars, and the items to tell the next one from.
+# Items of the history, their stars, and the candidates that the next item is compared with.
 SPARSE_KEYS = ("item", "stars", "candidate")
 
 
@@ -23,12 +23,12 @@ class HistoryBatch(TypedDict, total=False):
     """A batch of B users.
 
     Keys:
-        sparse: ids of the keys ``SPARSE_KEYS``. ``item`` and ``stars`` are as long as the history. A user's candidates
-            are negatives in training; in an evaluation those of all users, one after the other, are the catalogue.
-        seconds: the time of each rating, under the key ``seconds``.
-        target: the number of the item that comes next, int64 [B]; in an evaluation only, as the rest.
-        seen: which items the history holds, however long it is, bool [B, items].
-        weight: 1, and 0 for a user who only fills up the last batch, float32 [B].
+        sparse: ids with the keys ``SPARSE_KEYS``. ``item`` and ``stars`` are as long as the history. In training, a
+            user's candidates are negatives. In evaluation, the concatenated candidates of all users are the catalogue.
+        seconds: time of each rating, under the key ``seconds``.
+        target: number of the next item, int64 [B]. Only in evaluation, like the keys that follow.
+        seen: True for the items of the whole history, regardless of its length, bool [B, items].
+        weight: 1, or 0 for a user who only pads the last batch, float32 [B].
     """
 
     sparse: KeyedJaggedTensor
@@ -39,7 +39,7 @@ class HistoryBatch(TypedDict, total=False):
 
 
 class _Users(Dataset[HistoryBatch]):
-    """A row is a user's history. A whole batch is gathered at once."""
+    """Dataset with one user's history per row. A whole batch is gathered in one operation."""
 
     def __init__(self, histories: Histories, part: Part | Literal["train"], max_length: int, length: int) -> None:
         self._histories = histories
@@ -55,10 +55,10 @@ class _Users(Dataset[HistoryBatch]):
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> HistoryBatch:
-        """The batch of the rows *indices*: ``DataLoader`` asks for all at once."""
+        """Batch of the rows *indices*. ``DataLoader`` calls this with all indices of a batch."""
 
     def _gather(self, users: Sequence[int], candidates: torch.Tensor, counts: torch.Tensor) -> HistoryBatch:
-        """The *users*' histories, and each user's *counts* of *candidates*, which are item numbers."""
+        """Batch of the histories of *users*, with *counts* of the *candidates*, which are item numbers, per user."""
         histories = self._histories
         slices = [histories.rows(user, self._part, self._max_length) for user in users]
         rows = torch.from_numpy(np.concatenate([np.arange(one.start, one.stop) for one in slices]))
@@ -77,14 +77,14 @@ class _Users(Dataset[HistoryBatch]):
 
 
 class TrainingUsers(_Users):
-    """Histories to train on, each with negatives of its own, drawn from all items alike.
+    """Training histories, each with separate negatives, drawn uniformly from all items.
 
-    A user's loss does not depend on who else is in the batch, nor on which rank trains them.
+    A user's loss does not depend on the other users in the batch or on the rank.
 
     Args:
-        histories: of all users.
-        max_length: of a history; the latest ratings are kept.
-        negatives: items drawn for each user, from torch's random stream.
+        histories: histories of all users.
+        max_length: maximum length of a history; the latest ratings are used.
+        negatives: number of items drawn per user, from torch's random stream.
     """
 
     def __init__(self, histories: Histories, max_length: int, negatives: int) -> None:
@@ -97,14 +97,14 @@ class TrainingUsers(_Users):
 
 
 class EvaluationUsers(_Users):
-    """Histories with the item that comes next, and the whole catalogue to find it in.
+    """Histories with the next item as the target, and the whole catalogue as candidates.
 
     Args:
-        histories: of all users.
-        part: which item is to be found.
-        max_length: of a history; the latest ratings are kept.
-        multiple_of: the number of rows is filled up to a multiple of this, so that ranks have equal shares: Lightning's
-            sampler would count users twice.
+        histories: histories of all users.
+        part: part whose item is the target.
+        max_length: maximum length of a history; the latest ratings are used.
+        multiple_of: the number of rows is padded to a multiple of this (default 1), so that ranks have equal shares.
+            Lightning's sampler would repeat users and count them twice.
     """
 
     def __init__(self, histories: Histories, part: Part, max_length: int, multiple_of: int = 1) -> None:
@@ -124,7 +124,7 @@ class EvaluationUsers(_Users):
 
 
 def seen(histories: Histories, users: Sequence[int], part: Part) -> NDArray[np.bool_]:
-    """Which items each user has rated before the one of *part*, bool [users, items]; never that one itself."""
+    """Mask of the items that each user rated before the target of *part*, without the target, bool [users, items]."""
     result = np.zeros((len(users), histories.items), dtype=bool)
     for row, user in enumerate(users):
         result[row, histories.item[histories.rows(user, part)]] = True
@@ -133,13 +133,13 @@ def seen(histories: Histories, users: Sequence[int], part: Part) -> NDArray[np.b
 
 
 class HistoryData(RatingFiles):
-    """MovieLens-100K as one history a user, each user's last two ratings kept back.
+    """MovieLens-100K as one history per user. Each user's last two ratings are held out.
 
     Args:
-        batch_size: users that a process trains on in a step.
-        max_length: of a history; the latest ratings are kept.
-        negatives: items that each user's next ones are told from in training.
-        data_dir: as of :class:`~examples.recsys_movielens.data.MovieLensData`.
+        batch_size: users per process and step (default 32).
+        max_length: maximum length of a history (default 100); the latest ratings are used.
+        negatives: number of negative items per user in training (default 128).
+        data_dir: as in :class:`~examples.recsys_movielens.data.MovieLensData`.
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class HistoryData(RatingFiles):
         self._histories: Histories | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Runs in every process.
+        """Read the ratings and build the histories, in every process.
 
         Raises:
-            SetupError: the files could not be downloaded, one is missing, or one is not what it should be.
+            SetupError: the download failed, or a file is missing or has an unexpected hash.
         """
         if self._histories is None:
             self._histories = by_user(self.read_ratings())
 
     @property
     def histories(self) -> Histories:
-        """All of them; there after :meth:`setup`."""
+        """Histories of all users, available after :meth:`setup`."""
         assert self._histories is not None, "Trainer calls setup() before it asks for a data loader"
         return self._histories
 
@@ -170,7 +170,7 @@ class HistoryData(RatingFiles):
         return self._loader(TrainingUsers(self.histories, self.max_length, self.negatives), shuffle=True)
 
     def val_dataloader(self) -> list[DataLoader[HistoryBatch]]:
-        """Of the validation part and of the test part, whose scores nothing in training goes by."""
+        """Loaders of the validation part and the test part. Training does not depend on the test scores."""
         return [self._evaluation("val"), self._evaluation("test")]
 
     def test_dataloader(self) -> DataLoader[HistoryBatch]:

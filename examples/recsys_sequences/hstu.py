@@ -1,8 +1,8 @@
 """Layers of hierarchical sequential transduction units (HSTU).
 
 Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative
-Recommendations", ICML 2024, section 3. Attention is pointwise, without a softmax, so that how often something occurs in
-a history is not divided away; its output is gated by a projection of the input.
+Recommendations", ICML 2024, section 3. Attention is pointwise, without a softmax, so that normalisation does not remove
+the number of occurrences of an item in a history. The output is gated by a projection of the input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ TIME_BUCKETS = 32
 
 
 class RelativeBias(nn.Module):
-    """What is added to the attention of position i to position j: a number for i - j, and one for the time between.
+    """Bias of the attention from position i to position j: a term for i - j and one for the time difference.
 
     Args:
-        layers: each has numbers of its own.
-        max_length: of a sequence.
+        layers: number of layers. Each has its own biases.
+        max_length: maximum length of a sequence.
     """
 
     def __init__(self, layers: int, max_length: int) -> None:
@@ -30,28 +30,28 @@ class RelativeBias(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, seconds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """For each layer [B, N, N]; without a meaning where j > i.
+        """Bias of each layer, [B, N, N]. Values for j > i have no meaning.
 
         Args:
             seconds: time of each position, int64 [B, N].
         """
         positions = torch.arange(seconds.shape[1], device=seconds.device)
         distances = (positions[:, None] - positions).clamp(min=0)
-        # How many binary digits the seconds from j to i have.
+        # Bucket of a time difference: the number of binary digits of the seconds from j to i.
         bounds = 2 ** torch.arange(TIME_BUCKETS - 1, device=seconds.device)
         between = (seconds[:, :, None] - seconds[:, None, :]).clamp(min=0)
-        # Of all layers at once: the backward of a lookup costs as much for one.
+        # One lookup for all layers, because its backward costs the same for one layer.
         return (self.position(distances) + self.time(torch.bucketize(between, bounds, right=True))).unbind(-1)
 
 
 class HSTULayer(nn.Module):
-    """One unit: x + W(u * norm(attention(q, k) v)), of which u, v, q and k are SiLU of one projection of norm(x).
+    """One unit: x + W(u * norm(attention(q, k) v)), where u, v, q and k are the SiLU of one projection of norm(x).
 
     Args:
-        width: of the embeddings; each head has its share.
-        heads: of the attention.
-        max_length: of a sequence; what attention sums is divided by it.
-        dropout: before the last projection.
+        width: width of the embeddings, divided among the heads.
+        heads: number of attention heads.
+        max_length: maximum length of a sequence. Attention sums are divided by it.
+        dropout: dropout probability before the last projection.
     """
 
     def __init__(self, width: int, heads: int, max_length: int, dropout: float) -> None:
@@ -65,12 +65,12 @@ class HSTULayer(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-        """[B, N, width] from the same.
+        """Apply the unit to *x*; the result has the same shape.
 
         Args:
-            x: padded at the end.
-            bias: [B, N, N].
-            causal: 1 where position i may attend to j, else 0: [N, N]. So nothing sees the padding.
+            x: sequences padded at the end, [B, N, width].
+            bias: bias of the attention, [B, N, N].
+            causal: 1 where position i may attend to j, else 0, [N, N]. Positions of a sequence never attend to padding.
         """
         batch, length, width = x.shape
         u, v, q, k = silu(self.projection(self.input_norm(x))).chunk(4, dim=-1)
@@ -81,18 +81,18 @@ class HSTULayer(nn.Module):
 
 
 class HSTU(nn.Module):
-    """Several units, one on top of the other.
+    """A stack of units.
 
-    Attention costs the square of the length that sequences are padded to. So those of about one length go together, and
-    a batch costs about what its sequences do, not what as many of its longest one would.
+    The cost of attention is quadratic in the padded length. Sequences of similar length are therefore processed
+    together, so that the cost of a batch depends on the lengths of its sequences rather than on the longest one.
 
     Args:
-        layers: how many units.
-        width: as of :class:`HSTULayer`, and so are the others.
-        heads: see there.
-        max_length: see there.
-        dropout: see there, and before the first.
-        together: how many sequences go through the layers at a time.
+        layers: number of units.
+        width: as in :class:`HSTULayer`.
+        heads: as in :class:`HSTULayer`.
+        max_length: as in :class:`HSTULayer`.
+        dropout: as in :class:`HSTULayer`; also applied before the first unit.
+        together: number of sequences that are processed together (default 8).
     """
 
     def __init__(self, layers: int, width: int, heads: int, max_length: int, dropout: float, together: int = 8) -> None:
@@ -103,15 +103,15 @@ class HSTU(nn.Module):
         self.layers = nn.ModuleList(HSTULayer(width, heads, max_length, dropout) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, seconds: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """What each position knows of itself and those before it.
+        """Hidden state of each position, computed from it and all earlier positions.
 
         Args:
-            x: embeddings, [B, N, width], padded at the end.
+            x: embeddings padded at the end, [B, N, width].
             seconds: time of each position, int64 [B, N].
-            lengths: without the padding, at least 1, int64 [B].
+            lengths: lengths without padding, at least 1, int64 [B].
 
         Returns:
-            [B, N, width]; behind a sequence's length nothing of meaning.
+            Hidden states, [B, N, width]. Values after the end of a sequence have no meaning.
         """
         by_length = lengths.argsort(stable=True)
         groups = []

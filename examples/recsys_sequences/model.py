@@ -1,4 +1,4 @@
-"""An HSTU that guesses the item that comes next: an ordinary LightningModule around an ordinary TorchRec module."""
+"""An HSTU that predicts the next item: an ordinary LightningModule around an ordinary TorchRec module."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from examples.recsys_sequences.tables import folded, make_tables
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys import TokenCount, token_weighted_mean
 
-# That the module's hook is used, where the data module has none.
+# The module's hook is used on purpose: the data module has none.
 warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
 
 
 class SequenceRanker(pl.LightningModule):
-    """Ranks items by the cosine between their embedding and what the layers make of a history.
+    """Ranks items by the cosine similarity between their embedding and the hidden state of a history.
 
     Args:
-        width: of embeddings and layers.
-        layers: how many.
-        heads: of their attention.
-        max_length: of a history; at least the data module's.
-        dropout: in the layers.
-        temperature: that cosines are divided by.
-        learning_rate: peak rate of AdamW, which trains the layers.
-        table_learning_rate: rate of row-wise Adagrad, which trains the tables.
-        weight_decay: of AdamW.
-        warmup_share: share of all steps in which the learning rate rises to its peak; it then falls linearly.
-        item_rows: of the items' table.
-        dynamic: tables without a size, instead: every id has a row of its own.
-        store: folder of their rows.
-        cache_rows: how many of each table are in memory, over all ranks.
+        width: width of embeddings and layers (default 64).
+        layers: number of layers (default 2).
+        heads: number of attention heads (default 2).
+        max_length: maximum length of a history (default 100); at least that of the data module.
+        dropout: dropout probability in the layers (default 0.2).
+        temperature: divisor of the cosine similarities in the loss (default 0.05).
+        learning_rate: peak learning rate of AdamW, which trains the layers (default 1e-3).
+        table_learning_rate: learning rate of row-wise Adagrad, which trains the tables (default 0.1).
+        weight_decay: weight decay of AdamW (default 0.01).
+        warmup_share: share of all steps in which the learning rate rises to its peak (default 0.1). Then it falls
+            linearly.
+        item_rows: number of rows of the item table of a fixed size (default 16384).
+        dynamic: True for tables without a fixed size, in which every id has its own row (default False).
+        store: folder for the rows of dynamic tables. Required if *dynamic* is True.
+        cache_rows: rows of each dynamic table in memory, over all ranks (default 4096).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SequenceRanker(pl.LightningModule):
     ) -> None:
         super().__init__()
         if dynamic and store is None:
-            raise SetupError("dynamic tables keep their rows in a folder, and store=None; give them one of their own")
+            raise SetupError("dynamic tables store their rows in a folder, got store=None. Give the path of a folder")
         self.max_length = max_length
         self.temperature = temperature
         self.learning_rate = learning_rate
@@ -76,16 +77,16 @@ class SequenceRanker(pl.LightningModule):
         self.scores = nn.ModuleDict({"val": RankingMetrics(), "test": RankingMetrics()})
 
     def setup(self, stage: str) -> None:
-        """Refuses data whose histories are too long.
+        """Check that the histories of the data are not too long.
 
         Raises:
-            SetupError: naming both lengths.
+            SetupError: the data module's ``max_length`` exceeds the model's.
         """
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_length", self.max_length)
         if longest > self.max_length:
             raise SetupError(
-                f"the data's histories have up to {longest} ratings, and the model's max_length is {self.max_length};"
-                f" needed is data.init_args.max_length of at most {self.max_length}, or more of the model's"
+                f"the data's histories have up to {longest} ratings, and the model's max_length is {self.max_length}."
+                f" Set data.init_args.max_length to at most {self.max_length}, or increase the model's max_length"
             )
 
     def on_before_batch_transfer(self, batch: HistoryBatch, dataloader_idx: int) -> HistoryBatch:
@@ -95,14 +96,14 @@ class SequenceRanker(pl.LightningModule):
 
     def training_step(self, batch: HistoryBatch, batch_idx: int) -> torch.Tensor:
         lengths = batch["sparse"]["item"].lengths()
-        tokens = TokenCount((lengths - 1).clamp(min=0).sum())  # travels during the forward pass
+        tokens = TokenCount((lengths - 1).clamp(min=0).sum())  # its all-reduce overlaps the forward pass
         hidden, items, candidates = self._look(batch)
         ids = batch["sparse"]["item"].to_padded_dense()[:, 1:]
         users, others = len(lengths), batch["sparse"]["candidate"].values().view(len(lengths), 1, -1)
         queries, nexts = hidden[:, :-1], items[:, 1:]
         own = (queries * nexts).sum(-1, keepdim=True)
         against = queries @ candidates.view(users, others.shape[2], -1).transpose(1, 2)
-        # What comes next is no negative of itself.
+        # A candidate that equals the next item is not a negative.
         against = against.masked_fill(others == ids[:, :, None], -torch.inf)
         losses = torch.logsumexp(torch.cat([own, against], -1) / self.temperature, -1) - own[..., 0] / self.temperature
         there = torch.arange(1, 1 + losses.shape[1], device=losses.device) < lengths[:, None]
@@ -128,7 +129,7 @@ class SequenceRanker(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _look(self, batch: HistoryBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of length one: what each position knows, the items there, both [B, N, width]; the candidates, [C, width]."""
+        """Unit vectors of hidden states and items, both [B, N, width], and of candidates, [C, width]."""
         found = self.tables(batch["sparse"])
         item, stars = found["item"].to_padded_dense(), found["stars"].to_padded_dense()
         seconds = batch["seconds"]["seconds"].to_padded_dense()

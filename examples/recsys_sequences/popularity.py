@@ -1,4 +1,4 @@
-"""The guess to beat: what most people have rated, for everyone alike."""
+"""Baseline for the model: ranks the most frequently rated items first, for all users alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from examples.recsys_sequences.ranking import AT, Score, gains
 
 
 def training_counts(histories: Histories) -> torch.Tensor:
-    """How often each item is rated in the training part, whole histories of it, int64 [items]."""
+    """Number of ratings of each item in the training part, over whole histories, int64 [items]."""
     trained_on = np.concatenate([histories.item[histories.rows(user, "train")] for user in range(histories.users)])
     return torch.from_numpy(np.bincount(trained_on, minlength=histories.items))
 
 
 def popularity(histories: Histories, part: Part) -> Score:
-    """What it scores on *part* to rank for every user the items not rated yet by their number of ratings."""
+    """Score on *part* of ranking each user's unrated items by their number of training ratings."""
     users = range(histories.users)
     scores = training_counts(histories).expand(histories.users, -1)
     target = torch.tensor([histories.target(user, part) for user in users])
@@ -29,7 +29,7 @@ def popularity(histories: Histories, part: Part) -> Score:
 
 
 class CompareWithPopularity(pl.Callback):
-    """Prints, when training ends, the model's last scores beside those of popularity, on the same users."""
+    """Prints the model's last scores and those of popularity on the same users, at the end of training."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -43,12 +43,12 @@ class CompareWithPopularity(pl.Callback):
             return
         if "test/hit_rate" not in metrics:
             print(
-                "no score to compare with popularity: no validation ran. With few epochs, have one in each:"
-                " --trainer.check_val_every_n_epoch 1"
+                "no score to compare with popularity, because no validation ran. For a run of few epochs, validate"
+                " after each one: --trainer.check_val_every_n_epoch 1"
             )
             return
-        # A trial of some batches ranks for those users only.
-        partly = "" if _evaluates_all(trainer) else "; the model: only some of them, so do not compare"
+        # A trial run with few batches only ranks for the users in them.
+        partly = "" if _evaluates_all(trainer) else "; the model was evaluated on some users only, so do not compare"
         seconds = time.perf_counter() - self._began
         histories: Histories = trainer.datamodule.histories  # type: ignore[attr-defined]
         print(f"\n{'':<28}{'validation':>22}{'test':>22}")

@@ -1,4 +1,4 @@
-"""How far up the item that came next stands among all that could have come."""
+"""Ranking metrics of the next item among all candidates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ AT = 10
 
 @dataclass(frozen=True)
 class Score:
-    """Means over users; with one item to find, what torchmetrics calls retrieval hit rate and NDCG.
+    """Means over users. With one target item, these are the retrieval hit rate and NDCG of torchmetrics.
 
     Args:
-        hit_rate: how often the item is among the first ``AT``.
-        ndcg: 1 / log2(1 + its rank) where it is, 0 where not.
+        hit_rate: share of users whose target is among the first ``AT`` items.
+        ndcg: mean of 1 / log2(1 + rank of the target), or 0 if it is not among the first ``AT`` items.
     """
 
     hit_rate: float
@@ -25,21 +25,21 @@ class Score:
 
 
 def gains(scores: torch.Tensor, target: torch.Tensor, excluded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's hit and discounted gain in the first ``AT``: the mean over all orders of items of one score.
+    """Hit and discounted gain of each row within the first ``AT`` items, as the mean over all orders of equal scores.
 
-    A popularity has many equal scores, and so have items that share a row of a table.
+    Popularity has many equal scores, as do items that share a table row.
 
     Args:
-        scores: of each item, [B, items].
-        target: the number of the item to find, int64 [B].
-        excluded: items that do not take part, bool [B, items].
+        scores: score of each item, [B, items].
+        target: number of the target item, int64 [B].
+        excluded: True for items that are not ranked, bool [B, items].
 
     Returns:
         Hits [B] and gains [B], float32.
     """
     own = scores.gather(1, target[:, None])
     above = ((scores > own) & ~excluded).sum(1)
-    places = ((scores == own) & ~excluded).sum(1)  # those that it may take, from the one behind `above` on
+    places = ((scores == own) & ~excluded).sum(1)  # possible positions of the target, from `above` on
     discounts = 1 / torch.log2(torch.arange(AT, dtype=torch.float64, device=scores.device) + 2)
     gained = torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
     first, last = above.clamp(max=AT), (above + places).clamp(max=AT)
@@ -55,7 +55,7 @@ class RankingMetrics(nn.Module):
         self.ndcg = MeanMetric()
 
     def update(self, scores: torch.Tensor, target: torch.Tensor, excluded: torch.Tensor, weight: torch.Tensor) -> None:
-        """Takes a batch in; arguments as of :func:`gains`, and each row's *weight*, [B]."""
+        """Add a batch. Arguments are as in :func:`gains`, with the *weight* of each row, [B]."""
         hits, gained = gains(scores, target, excluded)
         self.hit_rate.update(hits, weight)
         self.ndcg.update(gained, weight)

@@ -1,7 +1,8 @@
-"""The embeddings of a history: TorchRec's tables of a fixed size, or this project's tables without a size.
+"""Embeddings of a history: TorchRec's tables of a fixed size, or this project's dynamic tables.
 
-Ids are 64-bit hashes. A table of a fixed size has no row for such an id, so ids are folded into its rows: some items
-then share one, and are one item to the model. A dynamic table makes a row for each id that it sees.
+Ids are 64-bit hashes. A table of a fixed size cannot have a row for each possible id, so ids are folded into its rows.
+Some items then share a row, and the model cannot distinguish them. A dynamic table creates a row for each id that it
+sees.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys import DynamicEmbeddingCollection, DynamicTable
 
-# Features by table. Candidates share the history's table, so that what was rated is compared with what may come.
+# Features by table. Candidates share the history's table, so that rated items and candidates have the same embeddings.
 FEATURES = {"item_table": ["item", "candidate"], "stars_table": ["stars"]}
 STARS_ROWS = 8
 _DEVIATION = 0.02
@@ -28,13 +29,13 @@ _DEVIATION = 0.02
 def make_tables(
     width: int, item_rows: int, learning_rate: float, store: str | Path | None = None
 ) -> EmbeddingCollection:
-    """A module that gives the embeddings of each id of the features in ``FEATURES``.
+    """Build the embedding module for the features in ``FEATURES``.
 
     Args:
-        width: of the embeddings.
-        item_rows: of the items' table; of a dynamic module, those of each table that are in memory.
-        learning_rate: of row-wise Adagrad, which trains them.
-        store: folder of a dynamic module's rows; None for tables of a fixed size.
+        width: width of the embeddings.
+        item_rows: number of rows of the item table; for a dynamic module, rows of each table in memory.
+        learning_rate: learning rate of row-wise Adagrad, which trains the tables.
+        store: folder for the rows of a dynamic module (default None: tables of a fixed size).
     """
     tables: EmbeddingCollection
     if store is None:
@@ -63,20 +64,20 @@ def make_tables(
                 for name, features in FEATURES.items()
             ],
             store,
-            existing="forget",  # where no checkpoint is loaded, the example begins anew
+            existing="forget",  # without a checkpoint, the example restarts with an empty store
         )
-    # Tables are trained as their gradients appear, here as under a pipeline strategy.
+    # The tables are updated in backward, both without and under a pipeline strategy.
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": learning_rate, "eps": 1e-8})
     return tables
 
 
 def rows_of(table: str, item_rows: int) -> int:
-    """Rows of a table of a fixed size."""
+    """Number of rows of a table of a fixed size."""
     return item_rows if table == "item_table" else STARS_ROWS
 
 
 def folded(features: KeyedJaggedTensor, item_rows: int) -> KeyedJaggedTensor:
-    """*features* with the rows of tables of a fixed size in place of ids."""
+    """Copy of *features* with ids replaced by row numbers of tables of a fixed size."""
     keys = features.keys()
     table = {key: name for name, features in FEATURES.items() for key in features}
     rows = torch.tensor([rows_of(table[key], item_rows) for key in keys])

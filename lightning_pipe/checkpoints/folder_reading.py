@@ -70,9 +70,9 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
         raise SetupError(f"the checkpoint {str(folder)!r} is {found}, expected a folder written {kind}")
     raise SetupError(
         f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}, expected a folder"
-        f" written {kind}. To resume the run, give the original folder. To start from the file's weights, give no ckpt_path and"
-        f" call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']); call it on a"
-        " PipelineModule after configure_model()"
+        f" written {kind}. To resume the run, give the original folder. To start from the file's weights, give no"
+        f" ckpt_path and call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']); call"
+        " it on a PipelineModule after configure_model()"
     )
 
 

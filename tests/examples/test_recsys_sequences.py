@@ -282,14 +282,14 @@ def test_dynamic_tables_and_balanced_batches_train_alike_under_each_plan(cycles:
 
 
 def test_dynamic_tables_without_a_folder_are_refused() -> None:
-    with pytest.raises(SetupError, match=r"store=None; give them one"):
+    with pytest.raises(SetupError, match=r"store=None\. Give the path of a folder"):
         SequenceRanker(dynamic=True)
 
 
 def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Path) -> None:
     with running_in(tmp_path):
         cli = command_line(cycles, **{"model.init_args.max_length": 20, "trainer.max_epochs": 1})
-        with pytest.raises(SetupError, match=r"up to 100 ratings, and the model's max_length is 20; needed is"):
+        with pytest.raises(SetupError, match=r"up to 100 ratings, and the model's max_length is 20\. Set data"):
             cli.trainer.fit(cli.model, cli.datamodule)
 
 
