@@ -71,8 +71,8 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
     raise SetupError(
         f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}, expected a folder"
         f" written {kind}. To resume the run, give the original folder. To start from the file's weights, give no"
-        f" ckpt_path and call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']), on a"
-        " PipelineModule after configure_model()"
+        f" ckpt_path and call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict'])."
+        " For a PipelineModule, call it after configure_model()"
     )
 
 
