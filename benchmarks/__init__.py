@@ -1,1 +1,1 @@
-"""Figures against a peer or a limit of the same run: ``make bench`` for all, ``python -m benchmarks.NAME`` for one."""
+"""Benchmarks against a peer or a limit of the same run: ``make bench``, or ``python -m benchmarks.NAME`` for one."""

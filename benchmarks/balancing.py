@@ -1,20 +1,20 @@
-"""What balancing samples between ranks is worth where histories have very different lengths, and what it costs.
+"""Benefit and cost of balancing samples between ranks, for histories of very different lengths.
 
-``python -m benchmarks.balancing`` starts two ranks (Gloo over loopback, one thread each). A sample has a history whose
-length is drawn from a lognormal distribution; a model looks all of it up and runs a small network over every item of
-it, so that a sample costs as much as its history is long. The same batches are trained in three ways, which take turns
-in every round:
+``python -m benchmarks.balancing`` starts two ranks (Gloo over loopback, one thread each). The length of a sample's
+history is drawn from a lognormal distribution. The model looks up the whole history and applies a small network to each
+item, so that the cost of a sample is proportional to the length of its history. The same batches are trained in three
+ways, which alternate in each round:
 
 unbalanced
-    as they come;
+    without balancing;
 balanced
-    with a BatchBalancer, its gather, partition and exchange included;
+    with a BatchBalancer, including its gather, partition and exchange;
 perfect
-    the same global batches, dealt out beforehand as the partition says: the same work, and nothing to exchange.
+    the same global batches, distributed in advance according to the partition: the same work without an exchange.
 
-Printed are the medians of the slower rank's step times and their quartiles, and the ratio of balanced to perfect, which
-should be at most 1.10; how uneven the batches were; and how long the partition of 8 ranks x 4,096 samples takes (at
-most 15 ms), while another Python thread counts, which it can only where the interpreter's lock is not held.
+The output is the median and the quartiles of the slower rank's step times; the ratio of balanced to perfect (aim: at
+most 1.10); the imbalance of the batches; and the time of partitioning 8 ranks x 4,096 samples (aim: at most 15 ms).
+Another Python thread counts during the partition, to show that the partition releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Batch:
 
 
 class Model(nn.Module):
-    """A network over every item of a history; its mean over them is the sample's score."""
+    """A network that is applied to each item of a history. The mean of its outputs is the sample's score."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Model(nn.Module):
 
 
 def histories(options: argparse.Namespace, ranks: int) -> list[np.ndarray[Any, Any]]:
-    """Of each global batch the lengths, rank by rank."""
+    """Lengths of each global batch, ordered by rank."""
     random = np.random.default_rng(options.seed)
     drawn = random.lognormal(np.log(options.median), options.sigma, (options.batches, ranks * options.batch))
     return list(np.clip(drawn.round(), 1, options.longest).astype(np.int64))
 
 
 def rank_batch(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any], options: argparse.Namespace) -> Batch:
-    """The batch of a rank that has these samples; a sample is the same whoever has it."""
+    """Batch of a rank with these samples. The content of a sample does not depend on the rank."""
     ids = [
         torch.from_numpy(np.random.default_rng(int(one)).integers(0, options.items, lengths[one])) for one in samples
     ]
@@ -95,7 +95,7 @@ def rank_batch(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any], opt
 
 
 def train(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> None:
-    """One rank: trains all three ways in turns; rank 0 prints, and leaves the figure."""
+    """Train in all three ways, alternating, on one rank. Rank 0 prints and saves the figure."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     source = np.repeat(np.arange(ranks, dtype=np.int32), options.batch)
@@ -109,7 +109,7 @@ def train(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> No
     for turn in range(options.rounds + 1):
         for way in WAYS if turn % 2 else reversed(WAYS):
             seconds = round_of(pipelines[way], data[way])
-            if turn:  # the first one builds and warms up
+            if turn:  # the first round builds the pipelines and warms up
                 times[way] += seconds
     report = pipelines["balanced"].balance_report
     for pipeline in pipelines.values():
@@ -135,7 +135,7 @@ def pipeline_of(options: argparse.Namespace, balanced: bool) -> TrainPipeline:
 
 
 def round_of(pipeline: TrainPipeline, data: list[Batch]) -> list[float]:
-    """Seconds of each step but the first and the last ones, in which the pipeline fills and drains."""
+    """Seconds of each step, without the first and last steps, in which the pipeline fills and drains."""
     feed, marks = iter(data), []
     dist.barrier()
     while True:
@@ -149,8 +149,8 @@ def round_of(pipeline: TrainPipeline, data: list[Batch]) -> list[float]:
 
 
 def show(everyone: list[dict[str, list[float]]], report: Any) -> Figure:
-    """Prints the table; returns the ratio, the interval of that of steps."""
-    # The slower rank's: the other one waits for it.
+    """Print the table, and return the ratio of balanced to perfect with its interval over steps."""
+    # The slower rank's time counts, because the other rank waits for it.
     steps = {way: [max(of_ranks) for of_ranks in zip(*(one[way] for one in everyone), strict=True)] for way in WAYS}
     medians = {way: statistics.median(seconds) for way, seconds in steps.items()}
     print(f"{'':<11}{'median':>10}{'quartiles':>20}{'to perfect':>12}")
@@ -167,13 +167,13 @@ def show(everyone: list[dict[str, list[float]]], report: Any) -> Figure:
         balanced, perfect = (statistics.median(steps[way][each] for each in of) for way in ("balanced", "perfect"))
         return balanced / perfect
 
-    count = len(steps["perfect"])  # step by step of the same batches
+    count = len(steps["perfect"])  # steps with the same index train the same batch
     what = "recsys step of skewed histories, balanced / dealt out beforehand"
     return at_most(what, ratio(range(count)), LIMIT, interval(ratio, count))
 
 
 def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
-    """Of the partition, and how far another thread counts meanwhile, to how far it counts alone."""
+    """Time of the partition. Also prints the speed of a counting thread during it, relative to its speed alone."""
     random = np.random.default_rng(0)
     workloads = random.lognormal(4, 1.2, ranks * samples).round()
     source = np.repeat(np.arange(ranks, dtype=np.int32), samples)
@@ -188,13 +188,13 @@ def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
     print(f"partition of {ranks} x {samples:,}: {median * 1e3:.1f} ms (15), {before:.3f} -> {after:.4f}", end="; ")
     alone = counted(lambda: time.sleep(median * repeats))
     beside = counted(lambda: [partition(workloads, source, ranks) for _ in range(repeats)])
-    print(f"a Python thread counts {beside / alone:.0%} as fast beside it as alone")
+    print(f"meanwhile a Python thread counts at {beside / alone:.0%} of its speed alone")
     spread = quartiles([1e3 * one for one in seconds])
     return at_most(f"partition of {ranks} x {samples} samples", 1e3 * median, PARTITION_LIMIT, spread, "ms")
 
 
 def counted(body: Any) -> float:
-    """How often a second another thread counts while *body* runs."""
+    """Counts per second of another thread while *body* runs."""
     count, over = 0, threading.Event()
 
     def run() -> None:
@@ -213,15 +213,15 @@ def counted(body: Any) -> float:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plan", default="base")
-    parser.add_argument("--batch", type=int, default=64, help="samples a rank")
+    parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--median", type=float, default=30.0, help="of the lengths of histories")
-    parser.add_argument("--sigma", type=float, default=2.0, help="of their logarithms: how skewed they are")
+    parser.add_argument("--median", type=float, default=30.0, help="median of the history lengths")
+    parser.add_argument("--sigma", type=float, default=2.0, help="standard deviation of the log lengths")
     parser.add_argument("--longest", type=int, default=4000)
     parser.add_argument("--items", type=int, default=20_000)
     parser.add_argument("--width", type=int, default=32)

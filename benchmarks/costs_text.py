@@ -1,4 +1,4 @@
-"""Costs of tasks written as the YAML that ``lightning-pipe plan simulate`` reads."""
+"""Task costs as YAML for ``lightning-pipe plan simulate``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pipe.engine.planning.network import Message
 
 
 def dump_costs(costs: CostsFile) -> str:
-    """YAML text that ``load_costs`` turns into the same costs, but for digits that make no difference."""
+    """YAML text from which ``load_costs`` reads the same costs, up to rounding to six digits."""
     content: dict[str, Any] = {}
     if costs.between_periods:
         content["between_ms"] = _short(1e3 * costs.between_periods)

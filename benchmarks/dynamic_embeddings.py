@@ -1,18 +1,18 @@
-"""Dynamic tables over a store 20 times their cache: what the prefetch hides, and what the lookup of slots costs.
+"""Dynamic tables over a store 20 times their cache: effect of the prefetch, and cost of the lookup of slots.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.dynamic_embeddings`` trains, in one process, one model several times over, by
-turns of a block of batches each, in another order in every round: under the base plan and under the prefetch plans,
-with a cache of a twentieth of the rows that are in the store, and with all rows in memory. Ids follow Zipf's law. Reads
-of the store wait as long as a disk would take (``--latency`` a record, ``--readers`` at once), so that the system's
-cache of files does not hide what is measured. Batches are made before. Aims: prefetch / base at most 0.70, prefetch /
-all in memory at most 1.15, both under one plan. With ``--part lookup``: the lookup of slots against a plain
-``EmbeddingBag`` of as many rows (aim: at most 1.2), forward alone, and ids to slots where all rows are cached (aim: at
-most 25 ns an id).
+``OMP_NUM_THREADS=1 python -m benchmarks.dynamic_embeddings`` trains several copies of a model in one process. The
+copies alternate in blocks of batches, in a different order in each round: under the base plan and the prefetch plans
+with a cache for a twentieth of the store's rows, and with all rows in memory. Ids follow Zipf's law. Reads of the store
+wait for the time of a disk (``--latency`` per record, ``--readers`` in parallel), because the system's file cache would
+otherwise hide it. Batches are created in advance. Aims: prefetch / base at most 0.70, and prefetch / all in memory at
+most 1.15, both under the same plan. With ``--part lookup`` it measures the forward of the lookup of slots against a
+plain ``EmbeddingBag`` with the same number of rows (aim: at most 1.2), and the map from ids to slots with all rows
+cached (aim: at most 25 ns per id).
 
-With ``--picture FILE`` it draws what ran when in some batches under the prefetch plan, after the rounds.
+With ``--picture FILE`` it draws a timeline of some batches under the prefetch plan, after the rounds.
 
-The dense part is as large as it takes: ``--dense`` layers of ``--width``. The printed share of the store's reads says
-how much there was to hide.
+``--dense`` and ``--width`` set the number and the width of the layers of the dense part. The printed waiting time for
+the store's reads is the time that the prefetch can hide.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from lightning_pipe.recsys.dynamic.tables import opening
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
-AHEAD = 3  # batches, of the deepest plan
-DRAWN = 4  # batches
+AHEAD = 3  # batches that the deepest plan works ahead
+DRAWN = 4  # batches in the picture
 CPU = torch.device("cpu")
 OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
 TWO_AHEAD = Path(__file__).with_name("prefetch_two_ahead.yaml")
-SPREAD = 0x5851F42D4C957F2D  # odd: numbers become ids scattered over int64
+SPREAD = 0x5851F42D4C957F2D  # an odd factor, which spreads the ids over int64
 
 
 @dataclass
 class Batch:
-    """``features`` has one key, with a bag for each row."""
+    """A batch whose ``features`` have one key, with a bag for each row."""
 
     features: KeyedJaggedTensor
     label: Tensor
 
 
 class Model(nn.Module):
-    """One table, and a tower over it."""
+    """One table with a tower of dense layers."""
 
     def __init__(self, store: Path, cache_rows: int, given: argparse.Namespace) -> None:
         super().__init__()
@@ -80,21 +80,21 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Run the requested part."""
     options = argparse.ArgumentParser(description="dynamic tables over a store")
     options.add_argument("--part", choices=("plans", "lookup"), default="plans")
     options.add_argument("--rows", type=int, default=400_000, help="rows in the store")
     options.add_argument("--dim", type=int, default=32)
-    options.add_argument("--batch", type=int, default=512, help="rows of a batch")
-    options.add_argument("--bag", type=int, default=20, help="ids of a bag")
+    options.add_argument("--batch", type=int, default=512, help="rows per batch")
+    options.add_argument("--bag", type=int, default=20, help="ids per bag")
     options.add_argument("--zipf", type=float, default=1.05)
     options.add_argument("--dense", type=int, default=4)
     options.add_argument("--width", type=int, default=512)
-    options.add_argument("--latency", type=float, default=100e-6, help="seconds that a record's read waits")
-    options.add_argument("--readers", type=int, default=16, help="records read at once")
-    options.add_argument("--block", type=int, default=12, help="batches of a turn")
+    options.add_argument("--latency", type=float, default=100e-6, help="waiting time of a record's read in seconds")
+    options.add_argument("--readers", type=int, default=16, help="records read in parallel")
+    options.add_argument("--block", type=int, default=12, help="batches per block")
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG, of the prefetch plan")
+    options.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG timeline of the prefetch plan")
     add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 class Ids:
-    """Zipf's law over a fixed number of ids, drawn by inversion."""
+    """Random ids that follow Zipf's law over a fixed number of ids, drawn by inversion."""
 
     def __init__(self, rows: int, exponent: float) -> None:
         weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
@@ -130,7 +130,7 @@ def batch(ids: Ids, given: argparse.Namespace) -> Batch:
 
 
 def fill(sharded: ShardedModel, rows: int) -> None:
-    """Every id is looked up and trained once, so that the store has it."""
+    """Look up and train every id once, so that the store has all rows."""
     (tables,) = sharded.dynamic_rows.values()
     (cache,) = tables.caches.values()
 
@@ -143,7 +143,7 @@ def fill(sharded: ShardedModel, rows: int) -> None:
 
 
 class Arm:
-    """One model under one plan."""
+    """A model under a plan."""
 
     def __init__(self, name: str, plan: str | Path, folder: Path, cache_rows: int, given: argparse.Namespace) -> None:
         self.name = name
@@ -163,7 +163,7 @@ class Arm:
         return next(iter(tables.caches.values()))
 
     def turn(self, batches: Sequence[Batch]) -> float:
-        """Seconds a batch; the pipeline is full when the clock starts, and still when it stops."""
+        """Seconds per batch. The pipeline is full when the timing starts and when it ends."""
         data = iter([*batches, *batches[:AHEAD]])
         for _ in range(AHEAD):
             self.pipeline.progress(data)
@@ -214,7 +214,7 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
                 arm.times.append(taken)
                 waited[arm.name].append(reads[0] / (given.block + AHEAD))
     losses = [torch.stack(arm.losses) for arm in arms]
-    assert all(torch.equal(one, losses[0]) for one in losses), "they trained differently"
+    assert all(torch.equal(one, losses[0]) for one in losses), "the losses differ"
     print(
         f"{given.rows} rows of {given.dim} numbers in the store, {small} in the cache, batches of {given.batch} x"
         f" {given.bag} ids, Zipf {given.zipf}"
@@ -224,8 +224,8 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
         missing = 1 - (stats.hits - start.hits) / max(1, stats.ids - start.ids)
         low, middle, high = statistics.quantiles(arm.times, n=4)
         print(
-            f"{arm.name:14} {middle * 1e3:8.1f} ms a batch ({low * 1e3:.1f} .. {high * 1e3:.1f}); ids not cached"
-            f" {missing:.3f}; reads wait {statistics.median(waited[arm.name]) * 1e3:.1f} ms a batch"
+            f"{arm.name:14} {middle * 1e3:8.1f} ms per batch ({low * 1e3:.1f} .. {high * 1e3:.1f}); ids not cached"
+            f" {missing:.3f}; reads wait {statistics.median(waited[arm.name]) * 1e3:.1f} ms per batch"
         )
     figures = []
     for name, other, aim in (
@@ -250,7 +250,7 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
 
 
 def draw_turn(arm: Arm, batches: Sequence[Batch], path: Path) -> None:
-    """What ran when in the middle of a turn."""
+    """Draw a timeline of the middle of a block."""
     engine = arm.pipeline.pipeline
     engine.start_trace()
     arm.turn(batches)
@@ -258,7 +258,7 @@ def draw_turn(arm: Arm, batches: Sequence[Batch], path: Path) -> None:
     stepped = [bar for bar in bars if bar.name == "OptimStep"]
     shown = stepped[len(stepped) // 2 - 1 :][: DRAWN + 1]
     first, last = shown[1].iteration, shown[-1].iteration
-    title = f"plan {arm.name}: what ran when, while batches {first} to {last} trained"
+    title = f"plan {arm.name}: timeline of the training of batches {first} to {last}"
     draw_timeline(Timeline(bars, engine.plan.dependencies), path, title, [bar.end for bar in shown])
 
 
@@ -293,7 +293,7 @@ def lookup(folder: Path, given: argparse.Namespace) -> list[Figure]:
         }
         steps["slots, training"] = steps["slots"]
         for name in random.sample(list(steps), len(steps)):
-            # Each looks up other rows: those that one has just read are in the processor's cache.
+            # Each arm looks up other rows, because rows that were just read are in the processor's cache.
             rows = cache.prefetch(mix(ids.draw(count)))
             lengths = offsets.diff()
             features = KeyedJaggedTensor(["item"], rows.slots, offsets=offsets, lengths=lengths, stride=given.batch)

@@ -1,15 +1,15 @@
-"""What the engine adds to a task, against the least that the same work can cost in Python, measured in the same run.
+"""Overhead of the engine per task, against a minimal Python implementation of the same work in the same run.
 
 ``python -m benchmarks.engine_cost`` prints microseconds per task:
 
 - on the main thread, against calling the same empty functions in a loop (limit: 10 µs more);
-- on one worker, for a chain of tasks each of which needs the one before, against handing the same empty functions to a
-  bare thread through a queue, which sets an event after each, and waiting for the events (limit: 15 µs more). Both
-  threads are kept on one core, and then on a core each: left to the scheduler, one side of the comparison may get the
-  one and the other side the other, and a round trip takes 14 µs on one core and 50 between two.
+- on one worker, for a chain of tasks in which each depends on the previous one, against sending the same empty
+  functions to a bare thread through a queue and waiting for an event after each (limit: 15 µs more). Both threads are
+  pinned to one core, and then to one core each. Without pinning, the scheduler could choose differently for the two
+  sides of the comparison, and a round trip takes 14 µs on one core and 50 µs between two.
 
-The two sides of each comparison take turns, round by round; medians over rounds, of what a round added too. Exits with
-1 where a limit is passed, but not with ``--json``.
+The two sides of each comparison alternate in each round. The figures are medians over rounds, also of the difference in
+each round. Exits with status 1 if a limit is exceeded, except with ``--json``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MAIN_LIMIT, WORKER_LIMIT = 10.0, 15.0
 
 
 def empty(ctx: IterContext) -> None:
-    """The task: nothing, so that what is left is the engine."""
+    """An empty task, so that only the engine takes time."""
 
 
 def engine(group: str, tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A chain of *tasks* run by the engine, ``PERIODS`` times; and how to end it."""
+    """Functions that run a chain of *tasks* in the engine ``PERIODS`` times, and that close the pipeline."""
     plan = PipelinePlan(
         [
             (
@@ -59,7 +59,7 @@ def engine(group: str, tasks: int) -> tuple[Callable[[], None], Callable[[], Non
 
 
 def calls() -> None:
-    """The same functions, called."""
+    """Call the same functions in a loop."""
     for index in range(PERIODS):
         ctx = IterContext(None, index)
         for _ in range(TASKS):
@@ -67,7 +67,7 @@ def calls() -> None:
 
 
 def bare_thread(tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The same functions on a thread with a queue, each followed by an event of its own, ``PERIODS`` times."""
+    """Functions that run the same tasks on a thread with a queue and one event per task, and that end the thread."""
     queue: SimpleQueue[tuple[IterContext, threading.Event] | None] = SimpleQueue()
 
     def serve() -> None:
@@ -98,7 +98,7 @@ def bare_thread(tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def compare(first: Callable[[], None], second: Callable[[], None], tasks: int) -> tuple[list[float], list[float]]:
-    """Microseconds per task of both, which take turns, round by round."""
+    """Microseconds per task of two functions that alternate in each round."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for body, taken in zip((first, second), times, strict=True):
@@ -109,8 +109,8 @@ def compare(first: Callable[[], None], second: Callable[[], None], tasks: int) -
 
 
 def main() -> int:
-    """Print the table; returns the exit status."""
-    options = argparse.ArgumentParser(description="what the engine adds to a task")
+    """Print the table, and return the exit status."""
+    options = argparse.ArgumentParser(description="overhead of the engine per task")
     add_options(options)
     given = options.parse_args()
     print(f"{'microseconds per task':48}{'engine':>9}{'bare':>9}{'added':>9}{'limit':>9}")
@@ -129,7 +129,7 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))
     for place, (of_main, of_worker) in {"same core": cores[:1] * 2, "another core": (cores[0], cores[-1])}.items():
         for tasks in (TASKS, 1):
-            os.sched_setaffinity(0, {of_worker})  # which threads that are made now take over
+            os.sched_setaffinity(0, {of_worker})  # inherited by the threads that are created next
             run, close = engine("worker", tasks)
             bare, close_bare = bare_thread(tasks)
             os.sched_setaffinity(0, {of_main})

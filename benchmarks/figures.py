@@ -1,7 +1,7 @@
-"""What a benchmark leaves behind: figures, each with its spread and its aim, as JSON for ``make bench`` and for people.
+"""Figures of a benchmark, each with its spread and its aim, as JSON.
 
-A benchmark takes ``--json FILE`` (``add_options``) and hands its figures to ``save``; ``benchmarks/table.py`` runs all
-of them and puts what they left into one table.
+A benchmark accepts ``--json FILE`` (``add_options``) and passes its figures to ``save``. ``benchmarks/table.py`` runs
+all benchmarks and prints their figures in one table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Figure:
     """One measured number.
 
     Attributes:
-        name: what was measured, against what; on which device, where it is not the CPU: "... (cuda)".
-        value: a median, or what else the benchmark says.
+        name: measured quantity and its reference, with the device if it is not the CPU: "... (cuda)".
+        value: a median, or another statistic that the benchmark documents.
         unit: "ratio", "us", "ms"...
-        spread: lower and upper end of what the benchmark says it is: quartiles, or a 95 % interval.
-        target: what it must reach, in words that begin with "<=" or ">=", None where it has only to be seen.
-        met: whether it does; None without a target.
+        spread: lower and upper end of the quartiles or of a 95 % interval, as the benchmark documents.
+        target: text that begins with "<=" or ">=" (default None: no target).
+        met: True if the value reaches the target; None without a target.
     """
 
     name: str
@@ -39,27 +39,27 @@ class Figure:
 
 
 def at_most(name: str, value: float, limit: float, spread: tuple[float, float], unit: str = "ratio") -> Figure:
-    """A figure whose *value* must not be above *limit*."""
+    """Figure whose *value* must not exceed *limit*."""
     return Figure(name, value, unit, spread, f"<= {limit:g}", value <= limit)
 
 
 def at_least(name: str, value: float, limit: float, spread: tuple[float, float], unit: str = "ratio") -> Figure:
-    """A figure whose *value* must not be below *limit*."""
+    """Figure whose *value* must not be below *limit*."""
     return Figure(name, value, unit, spread, f">= {limit:g}", value >= limit)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third."""
+    """First and third quartile."""
     low, _, high = statistics.quantiles(values, n=4)
     return low, high
 
 
 def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> tuple[float, float]:
-    """The 95 % interval of *statistic*, a function of the rounds that are taken: bootstrap (Efron, 1979).
+    """The 95 % bootstrap interval of *statistic* over rounds (Efron, 1979).
 
     Args:
-        statistic: of indices of rounds, some of them several times.
-        rounds: how many there are.
+        statistic: function of a list of round indices, in which an index may occur several times.
+        rounds: number of rounds.
     """
     draw = random.Random(1)
     values = sorted(statistic(draw.choices(range(rounds), k=rounds)) for _ in range(2000))
@@ -67,18 +67,18 @@ def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> tuple[
 
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """The median over rounds of *ones* / *others* of the same round, and its 95 % interval."""
+    """Median over rounds of the ratio *ones* / *others* in the same round, and its 95 % interval."""
     ratios = [one / other for one, other in zip(ones, others, strict=True)]
     return statistics.median(ratios), interval(lambda of: statistics.median(ratios[each] for each in of), len(ratios))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--json``, which :func:`save` takes."""
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    """Add the option ``--json``, whose value :func:`save` takes."""
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
 def save(figures: Sequence[Figure], path: Path | None) -> None:
-    """Write *figures* as a list of objects, where a path was given."""
+    """Write *figures* to *path* as a list of objects, unless it is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n", encoding="utf-8")

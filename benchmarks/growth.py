@@ -1,25 +1,26 @@
-"""How the cost of a step grows with the work: time and memory against batch size, tables, ranks, stages, micro-batches.
+"""Growth of a step's time and memory with batch size, tables, ranks, stages and micro-batches.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.growth`` starts 1, 2 and 4 ranks (Gloo over loopback), one world after the
-other, and that twice. In each world the points of a curve take turns, round by round:
+``OMP_NUM_THREADS=1 python -m benchmarks.growth`` starts worlds of 1, 2 and 4 ranks (Gloo over loopback) one after the
+other, twice. In each world the points of a curve alternate in each round. The curves, with the reference that each is
+compared with:
 
-- a recommender (that of :mod:`recsys_model`, plan base, two ranks) with batches of more and more samples, and
-  with more and more tables: milliseconds of a step, beside a line; the most bytes of live tensors that a rank made in a
-  step, beside a line;
-- the same on more and more ranks, as many samples on each: milliseconds that all ranks together have a core in a step,
-  beside a line (every rank brings its own work, and with a second one messages begin); bytes of a rank, beside a
-  constant;
-- a transformer in more and more stages, one a rank, 1F1B, as many layers in all: milliseconds of a step, beside what a
-  step of one stage takes, times the larger of ``(P - 1 + m) / (m P)`` for ``P`` ranks and ``m`` micro-batches and
-  ``1 / cores``; bytes of activations that the first rank holds, beside a constant (``P`` micro-batches of a ``P``-th
-  part of the layers);
-- the same in two stages with more and more micro-batches, GPipe and 1F1B: the share of a step in which ranks are idle,
-  beside ``(P - 1) / (m + P - 1)``; bytes of activations of the first rank, beside those of one micro-batch, times ``m``
-  or the lesser of ``m`` and ``P``.
+- a recommender (that of :mod:`recsys_model`, plan base, two ranks) with a growing number of samples per batch, and with
+  a growing number of tables: milliseconds per step (a line), and peak bytes of live tensors that a rank created in a
+  step (a line);
+- the same recommender on a growing number of ranks, with the same number of samples on each: total core milliseconds of
+  all ranks per step (a line: each rank adds its own work, and messages begin with the second rank), and bytes per rank
+  (a constant);
+- a transformer in a growing number of stages, one per rank, under 1F1B, with the same total number of layers:
+  milliseconds per step (the step time of one stage, times the larger of ``(P - 1 + m) / (m P)`` for ``P`` ranks and
+  ``m`` micro-batches and ``1 / cores``), and bytes of activations on the first rank (a constant: ``P`` micro-batches of
+  a ``P``-th of the layers);
+- the same transformer in two stages with a growing number of micro-batches, under GPipe and 1F1B: the idle share of a
+  step (``(P - 1) / (m + P - 1)``), and bytes of activations on the first rank (those of one micro-batch, times ``m``
+  for GPipe and ``min(m, P)`` for 1F1B).
 
-A figure is the worst deviation of a point (its median over rounds) from the curve: the ratio less 1, and for shares the
-difference; with the 95 % interval over rounds. Lines are fitted by least squares of ratios. ``--picture`` is where all
-of it is drawn.
+A figure is the largest deviation of a point (its median over rounds) from the reference: the ratio minus 1, or the
+difference for shares, with the 95 % interval over rounds. Lines are fitted by least squares of relative errors.
+``--picture`` is the path of a plot of all curves.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 BATCHES = (256, 512, 1024, 2048, 4096)
 TABLES = (2, 4, 8, 16, 32)
 RANKS = (1, 2, 4)
-MICRO_BATCHES = (2, 4, 6, 8, 16)  # 1F1B takes as many as there are stages
+MICRO_BATCHES = (2, 4, 6, 8, 16)  # 1F1B needs at least one per stage
 STAGES_MICRO_BATCHES = 8
 CPU = torch.device("cpu")
 MEBIBYTE = 2**20
 
 
 class Key(NamedTuple):
-    """A point of a curve: what grows, what is looked at, and how large it is."""
+    """A point of a curve: series, measured quantity, and size."""
 
     series: str
     quantity: str
@@ -76,17 +77,17 @@ Curve = Callable[[Sequence[int], Sequence[float]], list[float]]
 
 @dataclass(frozen=True)
 class Series:
-    """A curve, and what it should be.
+    """A measured curve and its reference.
 
     Attributes:
-        series: what grows, of what.
-        quantity: what is looked at.
-        unit: of it.
-        across: what its axis says.
-        expected: from sizes and medians, what these should be.
-        curve: what that is called.
-        share: whether it is a share, whose deviation is a difference.
-        points: of each size, one number for each round.
+        series: workload and growing size.
+        quantity: measured quantity.
+        unit: unit of the quantity.
+        across: label of the horizontal axis.
+        expected: function from sizes and medians to the reference values.
+        curve: name of the reference.
+        share: True if the quantity is a share, whose deviation is a difference (default False).
+        points: for each size, one number per round.
     """
 
     series: str
@@ -103,19 +104,19 @@ class Series:
         return sorted(self.points)
 
     def medians(self, rounds: Sequence[int] | None = None) -> list[float]:
-        """Of each size, over all rounds or those given."""
+        """Median of each size over the given rounds (default: all)."""
         taken = (self.points[size] for size in self.sizes)
         return [statistics.median(one if rounds is None else [one[each] for each in rounds]) for one in taken]
 
     def worst(self, rounds: Sequence[int] | None = None) -> float:
-        """The largest deviation of a point."""
+        """Largest deviation of a point from the reference."""
         found = self.medians(rounds)
         wanted = self.expected(self.sizes, found)
         pairs = zip(found, wanted, strict=True)
         return max(abs(one - other) if self.share else abs(one / other - 1) for one, other in pairs)
 
     def exponent(self) -> float:
-        """The slope between logarithms."""
+        """Exponent of the growth: the slope of the logarithms."""
         return float(np.polyfit(np.log(self.sizes), np.log(self.medians()), 1)[0])
 
 
@@ -149,7 +150,7 @@ def held_by_1f1b(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
 
 
 def all_series() -> list[Series]:
-    """Without points."""
+    """All curves, without points."""
     made = []
     for name, across in (("recsys, batch size", "samples of a rank's batch"), ("recsys, tables", "tables")):
         made.append(Series(name, "time of a step", "ms", across, line, "line"))
@@ -172,7 +173,7 @@ def all_series() -> list[Series]:
 
 
 class Recommender:
-    """A model under the base plan."""
+    """The recommender under the base plan."""
 
     def __init__(self, options: argparse.Namespace, batch: int, tables: int) -> None:
         sizes = {"batch": batch, "tables": tables, "rows": 20_000, "width": 64, "pooling": 10, "dense": 16}
@@ -185,7 +186,7 @@ class Recommender:
         self.time()  # resolves the model, and fills the pipeline
 
     def time(self) -> tuple[float, float]:
-        """Milliseconds of a step, and those in which ranks had a core, all together."""
+        """Milliseconds per step, and total core milliseconds of all ranks per step."""
         dist.barrier()
         used, start = time.process_time(), time.perf_counter()
         for _ in range(self._steps):
@@ -196,10 +197,10 @@ class Recommender:
         return 1e3 * max(gather(taken)) / self._steps, 1e3 * sum(gather(used)) / self._steps
 
     def bytes(self) -> float:
-        """The most MiB of what was made, of any rank."""
+        """Peak MiB of the tensors that any rank created."""
         live = LiveStorages()
         with live.counting():
-            for _ in range(4):  # what was in flight has been trained
+            for _ in range(4):  # train the batches in flight
                 self._pipeline.progress(self._feed)
             live.peak = live.now
             for _ in range(8):
@@ -211,7 +212,7 @@ class Recommender:
 
 
 def recommenders(found: Points, options: argparse.Namespace) -> None:
-    """Those of this world."""
+    """Measure the recommenders of this world."""
     if dist.get_world_size() == 2:
         kinds = [("recsys, batch size", size, size, 8) for size in BATCHES]
         kinds += [("recsys, tables", count, 512, count) for count in TABLES]
@@ -234,7 +235,7 @@ def recommenders(found: Points, options: argparse.Namespace) -> None:
 
 
 class Transformer:
-    """One under a schedule, with as many micro-batches."""
+    """The transformer under a schedule with a number of micro-batches."""
 
     def __init__(self, options: argparse.Namespace, schedule: str, count: int) -> None:
         self._actions = actions_of(SCHEDULES[schedule], dist.get_world_size(), count)
@@ -243,12 +244,12 @@ class Transformer:
         self.time()  # makes the schedule, and touches memory
 
     def time(self) -> tuple[float, float]:
-        """Milliseconds of a step, and the share of it in which ranks did nothing."""
+        """Milliseconds per step, and the idle share of the ranks."""
         taken, events = step(self._at_work, self._inputs, record=True)
         return 1e3 * max(gather(taken)), measure_step(gather(events), self._actions).measured
 
     def bytes(self) -> float:
-        """The most MiB of activations that the first rank held."""
+        """Peak MiB of activations on the first rank."""
         with LiveBytes(self._at_work.stages) as live:
             self._at_work.runner.train(self._inputs, loss_of)
         held: list[int] = gather(max(sum(one.values()) for one in live.after_forwards))
@@ -256,7 +257,7 @@ class Transformer:
 
 
 def transformers(found: Points, options: argparse.Namespace) -> None:
-    """Those of this world."""
+    """Measure the transformers of this world."""
     ranks = dist.get_world_size()
     made = [("LLM, stages", ranks, Transformer(options, "1f1b", STAGES_MICRO_BATCHES))]
     if ranks == 2:
@@ -276,7 +277,7 @@ def transformers(found: Points, options: argparse.Namespace) -> None:
 
 
 def world(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> None:
-    """A rank of a world; the first one leaves what was found."""
+    """Run one rank of a world. The first rank writes the measured points."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -291,12 +292,12 @@ def world(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> No
 
 
 def measure(options: argparse.Namespace) -> Points:
-    """All worlds, one after the other, twice."""
+    """Run all worlds one after the other, twice."""
     points: Points = defaultdict(list)
     for turn in range(2):
         for ranks in RANKS if turn else reversed(RANKS):
             with tempfile.TemporaryDirectory() as folder:
-                # Forked: what was imported here is there, in all of them.
+                # Forked, so that the modules are imported once for all ranks.
                 mp.start_processes(world, (ranks, options, folder), nprocs=ranks, start_method="fork")
                 found = pickle.loads(Path(folder, "found").read_bytes())
             for key, values in found.items():
@@ -307,11 +308,11 @@ def measure(options: argparse.Namespace) -> Points:
 def main() -> None:
     """Measure, print, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="of a recommender, in a round")
-    parser.add_argument("--rounds", type=int, default=4, help="in each world, of which there are two of each size")
-    parser.add_argument("--width", type=int, default=256, help="of the transformer")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a recommender per round")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in each of the two worlds of each size")
+    parser.add_argument("--width", type=int, default=256, help="width of the transformer")
     default = Path(__file__).parent / "results" / "growth.png"
-    parser.add_argument("--picture", type=Path, default=default, help="PNG")
+    parser.add_argument("--picture", type=Path, default=default, help="PNG file for the plot")
     add_options(parser)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -321,7 +322,7 @@ def main() -> None:
         one.points.update({key.size: values for key, values in points.items() if key[:2] == (one.series, one.quantity)})
         figures.append(show(one))
     save(figures, options.json)
-    from benchmarks.growth_picture import draw  # a picture takes matplotlib
+    from benchmarks.growth_picture import draw  # imported here because it needs Matplotlib
 
     options.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(found, options.picture)
@@ -329,7 +330,7 @@ def main() -> None:
 
 
 def show(one: Series) -> Figure:
-    """Prints a curve; returns its figure."""
+    """Print a curve and return its figure."""
     rounds = len(one.points[one.sizes[0]])
     worst, spread = one.worst(), interval(one.worst, rounds)
     medians, wanted = one.medians(), one.expected(one.sizes, one.medians())

@@ -1,4 +1,4 @@
-"""Draws what :mod:`growth` measured: a chart for each thing that grows, time above and memory below."""
+"""Plot of the results of :mod:`growth`: one column for each growing size, with time above memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 matplotlib.use("Agg")
 
-COLOURS = ("#0072b2", "#d55e00")  # Okabe and Ito: told apart by everybody
-FEW = 32  # sizes up to this have a tick each
+COLOURS = ("#0072b2", "#d55e00")  # palette of Okabe and Ito, safe for colour-blind readers
+FEW = 32  # each size up to this has a tick
 COLUMNS = ("recsys, batch size", "recsys, tables", "recsys, ranks", "LLM, stages", "LLM, micro-batches")
 
 
 def draw(found: list[Series], path: Path) -> None:
     """Write a PNG to *path*."""
     figure, charts = plt.subplots(2, len(COLUMNS), figsize=(20, 7.5), layout="constrained")
-    figure.suptitle("Cost of a step as work grows: medians with quartiles, beside the line or the theory's curve")
+    figure.suptitle("Growth of the cost of a step: medians with quartiles, and the fitted or theoretical curve")
     for column, title in enumerate(COLUMNS):
         ours = [one for one in found if one.series.startswith(title)]
         for row, memory in enumerate((False, True)):
@@ -34,11 +34,11 @@ def draw(found: list[Series], path: Path) -> None:
             chart.set_title(f"{title}: {first.quantity}", fontsize=11)
             chart.set_xlabel(first.across)
             chart.set_ylabel(first.unit)
-            # Not logarithmic: a line is to look like one.
+            # Linear axes, so that a line looks like a line.
             if max(first.sizes) <= FEW:
                 chart.set_xticks(first.sizes)
             chart.set_xlim(left=0)
-            chart.set_ylim(0, 1.4 * chart.get_ylim()[1])  # the legend is above
+            chart.set_ylim(0, 1.4 * chart.get_ylim()[1])  # space for the legend
             chart.grid(alpha=0.3)
             chart.legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=100)
@@ -56,9 +56,9 @@ def _add(chart: Axes, one: Series, colour: str, label: str) -> None:
     chart.errorbar(one.sizes, medians, errors, color=colour, label=f"{label} measured".strip(), **marks)
     off = f"{one.worst():.2f}" if one.share else f"{one.worst():.1%}"
     curve = one.expected(one.sizes, medians)
-    # Two of a chart may have the same one.
+    # Two series of a chart may have the same reference curve.
     style = "--" if colour == COLOURS[0] else ":"
-    chart.plot(one.sizes, curve, style, color=colour, linewidth=2, label=f"{one.curve}: off by {off} at most")
+    chart.plot(one.sizes, curve, style, color=colour, linewidth=2, label=f"{one.curve}: deviation at most {off}")
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:

@@ -1,18 +1,18 @@
-"""What it costs to get from ids to the rows of a cache, an id, beside other ways to look ids up.
+"""Time per id to find the rows of a cache, compared with other lookups of ids.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.id_map`` fills a cache of a million rows and
-then, in turns, looks up the same batches, whose ids are all cached:
+``OMP_NUM_THREADS=1 python -m benchmarks.id_map`` fills a cache of a million rows and then looks up the same batches,
+whose ids are all cached, with alternating methods:
 
-- *prefetch*: all that ``RowCache.prefetch`` does for such a batch: slots, a note of their use for eviction, the
-  distinct rows, the pin; and the ticket's end;
-- *begin*: ``begin`` and ``trained`` of the same batch: counts, last steps, time to live, admission;
-- *map*: ``IdMap.find`` alone;
+- *prefetch*: the complete ``RowCache.prefetch`` for such a batch (slots, the update of their use for eviction, distinct
+  rows, the pin) and the discard of its ticket;
+- *begin*: ``begin`` and ``trained`` for the same batch: counts, last steps, time to live, admission;
+- *map*: only ``IdMap.find``;
 - *searchsorted*: ``torch.searchsorted`` over the sorted ids and a gather of their slots;
-- *dict*: a dictionary, over ids that are Python's ints already.
+- *dict*: a dictionary, with ids that are Python integers already.
 
-Aim: *prefetch* at most 25 ns an id. Then it lets rows miss, a sixteenth of a batch, so that rows are made and leave,
-over a store that keeps nothing: what the cache itself costs for a row that comes, whatever the disk. Medians over
-batches, with quartiles.
+Aim: *prefetch* at most 25 ns per id. In a second part, a sixteenth of each batch misses, so that rows are created and
+evicted over a store that discards all rows. This measures the cost of the cache per new row, without the disk. The
+output is medians over batches with quartiles.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LIMIT = 25.0  # ns an id
 
 
 def main() -> None:
-    """Print a row for each size and distribution of batches, then one for each policy of eviction."""
-    options = argparse.ArgumentParser(description="ids to rows, and rows that come and leave")
+    """Print a row for each size and distribution of batches, then one for each eviction policy."""
+    options = argparse.ArgumentParser(description="lookup of ids, and creation and eviction of rows")
     options.add_argument("--rows", type=int, default=1 << 20)
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--batches", type=int, default=24)
@@ -49,7 +49,7 @@ def main() -> None:
     add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
-    print(f"the library is {'not ' if native.library() is None else ''}compiled; {given.rows} rows cached; ns an id")
+    print(f"the library is {'not ' if native.library() is None else ''}compiled; {given.rows} rows cached; ns per id")
     quiet = QuietRuns()
     figures = known(given.rows, given.batches, given.ids, quiet)
     coming(given.rows, given.width)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[Figure]:
-    """Ids that are all cached; returns what *prefetch* takes."""
+    """Measure ids that are all cached, and return the figures of *prefetch*."""
     source = np.random.default_rng(0)
     keys = source.integers(-(2**63), 2**63 - 1, rows)
     cache = _cache(rows, 1)
@@ -99,13 +99,13 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[F
 
 
 def coming(rows: int, width: int) -> None:
-    """Ids of which a sixteenth are new, so that as many rows leave."""
-    print(f"{'policy':8}{'us a row that comes':>24}{'longest ms':>12}   rows of {width} numbers and as many states")
+    """Measure batches in which a sixteenth of the ids are new, so that the same number of rows is evicted."""
+    print(f"{'policy':8}{'us per new row':>24}{'longest ms':>12}   rows of {width} numbers with equal states")
     size = 32_768
     for policy in ("lru", "lfu"):
         source = np.random.default_rng(1)
         cache = _cache(rows, width, policy)
-        # All rows have been trained, so those that leave are written.
+        # All rows have been trained, so evicted rows are written to the store.
         _begun(cache, torch.arange(rows), 0)
         times: list[float] = []
         for step in range(1, 129):
@@ -119,19 +119,19 @@ def coming(rows: int, width: int) -> None:
         stats = cache.stats
         came = stats.new - rows
         print(
-            f"{policy:8}{sum(times) / came / 1e3:24.2f}{max(times) / 1e6:12.1f}   {came} came, {stats.evicted} left,"
+            f"{policy:8}{sum(times) / came / 1e3:24.2f}{max(times) / 1e6:12.1f}   {came} new, {stats.evicted} evicted,"
             f" {stats.written} written",
             flush=True,
         )
 
 
 def values(width: int, quiet: QuietRuns) -> None:
-    """Initial values."""
+    """Measure the initial values of new rows."""
     keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 8192)
     for one in (Uniform(-0.1, 0.1), Normal(0.0, 0.1)):
         initial = InitialValues("table", width, one)
         times = [quiet.run(partial(_time, partial(initial, keys))) / keys.size / width for _ in range(12)]
-        print(f"{one}: {_spread(times)} ns a number", flush=True)
+        print(f"{one}: {_spread(times)} ns per number", flush=True)
 
 
 def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:
@@ -168,7 +168,7 @@ def _spread(times: list[float] | tuple[float, ...]) -> str:
 
 
 class _Nothing(RowStore):
-    """A store that keeps nothing."""
+    """A store that discards all rows."""
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -1,10 +1,10 @@
-"""What ``llm_auto_pipeline`` chooses against each named schedule, on one model and batch, in turns within one run.
+"""The choice of ``llm_auto_pipeline`` against each named schedule, on the same model and batch in the same run.
 
-``torchrun --nproc-per-node 2 -m benchmarks.llm_auto`` lets the automatic strategy choose, and then trains with that
-choice and with every named schedule under a Trainer: those with their default number of micro-batches and split, and
-with the number that was chosen. Steps are timed from batch to batch, the optimiser's included, round after round. The
-choice is listed twice, in two places of each round: how far the two are apart is noise. Target: never slower than the
-best of the others beyond that.
+``torchrun --nproc-per-node 2 -m benchmarks.llm_auto`` runs the automatic strategy, and then trains with its choice and
+with every named schedule under a Trainer. The named schedules run with their default split, with the default number of
+micro-batches and with the chosen number. A step is timed from batch to batch, including the optimiser, in every round.
+The choice runs twice in each round, and the difference between the two is noise. Aim: the choice is not slower than the
+best named schedule by more than this noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUIET: dict[str, Any] = {
 
 
 def fit(strategy: LLMPipelineStrategy, options: argparse.Namespace, steps: int) -> list[float]:
-    """Seconds of steps, without the first, of the rank that took longest."""
+    """Seconds of each step except the first, on the slowest rank."""
     module = Language(options.width, options.layers)
     torch.manual_seed(1)
     data: Any = batches_of(options)[: steps + 1]
@@ -74,7 +74,7 @@ def main() -> None:
         "split": {"layers_per_stage": chosen.layers_per_stage},
     }
     if dist.get_rank() == 0:
-        print(f"chosen in {time.perf_counter() - began:.1f} s, with two steps of training\n", flush=True)
+        print(f"chosen in {time.perf_counter() - began:.1f} s, including two training steps\n", flush=True)
     entries: dict[str, dict[str, Any]] = {"auto": choice}
     for count in sorted({2 * dist.get_world_size(), chosen.num_microbatches}):
         entries |= {f"{name}, {count}": {"schedule": name, "num_microbatches": count} for name in SCHEDULES}
@@ -94,17 +94,17 @@ def main() -> None:
 
 
 def report(seconds: dict[str, list[list[float]]]) -> Figure:
-    """Print medians, fastest first, each beside that of the choice; the choice over the best of the others."""
+    """Print medians, fastest first, with their ratios to the choice, and return the choice over the best named one."""
     medians = {name: statistics.median(one for row in rows for one in row) for name, rows in seconds.items()}
     ours = statistics.median(one for name in ("auto", "auto again") for row in seconds[name] for one in row)
-    print(f"{'schedule, micro-batches':<30}{'ms a step':>11}{'of auto':>9}   ms, by round")
+    print(f"{'schedule, micro-batches':<30}{'ms per step':>11}{'/ auto':>9}   ms, by round")
     for name in sorted(medians, key=lambda name: medians[name]):
         rounds = "  ".join(f"{1e3 * statistics.median(row):.1f}" for row in seconds[name])
         print(f"{name:<30}{1e3 * medians[name]:>11.1f}{medians[name] / ours:>9.3f}   {rounds}")
     named = min(value for name, value in medians.items() if not name.startswith("auto"))
     ends = sorted((medians["auto"] / named, medians["auto again"] / named))
     apart = (ends[1] - ends[0]) * named / ours
-    print(f"\nauto / best of the named: {ours / named:.3f}; auto against itself: {100 * apart:.1f} % apart")
+    print(f"\nauto / best named schedule: {ours / named:.3f}; difference of the two runs of auto: {100 * apart:.1f} %")
     target = f"<= 1 within noise ({1 + apart:.3f})"
     name = "LLM step, the schedule chosen / the best by name"
     return Figure(name, ours / named, "ratio", (ends[0], ends[1]), target, ours / named <= 1 + apart)

@@ -1,13 +1,13 @@
-"""Each schedule's step time against its own bound: what its actions alone would take, communication taking nothing.
+"""Step time of each schedule against its bound: the time of its actions alone, without communication.
 
-``torchrun --nproc-per-node 2 -m benchmarks.llm_bounds`` runs steps without a Trainer, all schedules in turns: one that
-is timed, from a barrier to the end of the longest rank, and right after it one whose forwards and backwards are. The
-bound is the length of a simulated step whose actions take the medians of those durations. Ratios are bound by step, the
-median over the pairs; in parentheses that of the medians over the whole run. Without FSDP and an optimiser, every
-second of a step is an action's, or lost.
+``torchrun --nproc-per-node 2 -m benchmarks.llm_bounds`` runs steps without a Trainer, with alternating schedules. Each
+timed step, from a barrier to the end of the slowest rank, is followed by a step whose forwards and backwards are timed.
+The bound is the length of a simulated step whose actions take the median of these durations. The ratio is bound / step
+time: the median over the pairs, with the ratio of the medians over the whole run in parentheses. Without FSDP and an
+optimiser, all time of a step is either spent in actions or lost.
 
-Each rank keeps to a core (``--no-pin``: wherever the system puts it). Where all cores compute, a message whose receiver
-is late is sent by a thread of Gloo's that waits for one: 3 ms instead of half of one.
+Each rank is pinned to a core (``--no-pin`` leaves the placement to the system). If all cores are computing, a message
+to a late receiver is sent by a Gloo thread that first has to wait for a core, which takes 3 ms instead of 0.5 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGET = 0.96
 
 @dataclass
 class Schedule:
-    """A schedule at work, and what was measured of it."""
+    """A running schedule and its measurements."""
 
     runner: PipelineRunner
     stages: dict[int, nn.Module]
@@ -47,7 +47,7 @@ class Schedule:
 
 
 def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[Bar]]:
-    """One step from a barrier on: seconds of this rank, and what it noted."""
+    """Run one step after a barrier, and return this rank's seconds and recorded events."""
     for stage in one.stages.values():
         stage.zero_grad()
     one.runner.events.clear()
@@ -59,14 +59,14 @@ def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list
 
 
 def pin() -> None:
-    """Keep this rank's threads, those of Gloo too, on a core of its own."""
+    """Pin this rank's threads, including those of Gloo, to a separate core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= int(os.environ["LOCAL_WORLD_SIZE"]):
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's."""
+    """Values of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -97,7 +97,7 @@ def main() -> None:
             taken, _ = step(one, inputs, record=False)
             _, events = step(one, inputs, record=True)
             times, noted = gather(taken), gather(events)
-            if repetition:  # the first makes schedules and touches memory
+            if repetition:  # the first one creates the schedules and touches memory
                 one.times.append(max(times))
                 one.events += [event for row in noted for event in row]
                 one.bubbles.append(measure_step(noted, actions[name]))
@@ -135,7 +135,7 @@ def main() -> None:
         print(f"\n<: below the target of {TARGET}")
         save(figures, options.json)
     dist.barrier()
-    os._exit(0)  # a thread of Gloo may yet let go of a tensor, which it must not once the interpreter is gone
+    os._exit(0)  # a Gloo thread may still release a tensor, which fails after the interpreter has shut down
 
 
 if __name__ == "__main__":

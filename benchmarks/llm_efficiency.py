@@ -1,13 +1,13 @@
-"""Each schedule's step against half the time that two processes take, each with the whole model, at the same time.
+"""Step time of each schedule against the time of independent processes that each train the whole model.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_efficiency`` trains a transformer of equal layers on the same
-micro-batches in turns: alone, where every rank has all layers and waits for nobody, and in stages, under every
-schedule. With *P* ranks a step in stages would take the *P*-th part of a step alone if nothing were lost to the bubble
-of the schedule, to messages and to this project; alone all cores are as busy as in stages, so what cores take from each
-other is in both. The aim is 0.90 for the best schedule; of the theory, whose bubble is (P - 1) / (m + P - 1), GPipe and
-1F1B with 8 micro-batches on 2 ranks can reach 0.889.
+micro-batches in alternating ways: alone, with all layers on every rank and no communication, and in stages, under every
+schedule. With *P* ranks, a step in stages would take a *P*-th of a step alone if no time were lost to the bubble, to
+messages and to this project. All cores are busy in both cases, so contention between cores affects both. The aim is
+0.90 for the best schedule. According to theory, with a bubble of (P - 1) / (m + P - 1), GPipe and 1F1B can reach 0.889
+with 8 micro-batches on 2 ranks.
 
-Each rank keeps to a core, as in ``benchmarks/llm_bounds.py``.
+Each rank is pinned to a core, as in ``benchmarks/llm_bounds.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET = 0.90
 
 
 def alone(model: Decoder, inputs: list[StageInputs]) -> float:
-    """Seconds of a step of the whole model in this process, from a barrier on."""
+    """Seconds of a step of the whole model in this process, after a barrier."""
     model.zero_grad()
     dist.barrier()
     start = time.perf_counter()
@@ -64,7 +64,7 @@ def main() -> None:
         for name in list(times) if turn % 2 else reversed(times):
             taken = alone(whole, inputs) if name == "alone" else step(at_work[name], inputs, record=False)[0]
             longest = max(gather(taken))
-            if turn:  # the first makes schedules and touches memory
+            if turn:  # the first round creates the schedules and touches memory
                 times[name].append(longest)
     if dist.get_rank() == 0:
         save([show(times, ranks, options)], options.json)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def show(times: dict[str, list[float]], ranks: int, options: argparse.Namespace) -> Figure:
-    """Print a line for each schedule; returns the figure of the best."""
+    """Print a line for each schedule, and return the figure of the best one."""
     ideal = [one / ranks for one in times.pop("alone")]
     print(
         f"{ranks} ranks, {options.micro_batches} micro-batches of {options.rows} x {options.length} tokens,"

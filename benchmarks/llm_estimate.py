@@ -1,9 +1,9 @@
-"""What ``lightning-pipe llm estimate`` says of each rank's memory, beside what training then holds.
+"""Memory per rank as estimated by ``lightning-pipe llm estimate``, against the memory that training uses.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_estimate`` trains a model like that of ``examples/llm_text`` for a few
-steps under each schedule, and with layers computed again in backward, and counts the bytes of every tensor that there
-is: of parameters and optimiser states at the end, and of all at the worst moment. Beside it is what was estimated
-without making the model. Operations' own scratch memory is in neither.
+steps under each schedule, also with activation checkpointing, and counts the bytes of all tensors: those of parameters
+and optimiser states at the end, and the peak of all tensors. It prints them with the estimates, which are made without
+creating the model. Neither includes the scratch memory of operations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES: list[dict[str, Any]] = [
 
 
 class RealBytes(LiveBytes):
-    """Leaves out tensors without memory, which the strategy asks for shapes."""
+    """Counts live bytes without fake tensors, from which the strategy derives shapes."""
 
     def _count(self, tensor: torch.Tensor, key: int) -> None:
         if not isinstance(tensor, FakeTensor):
@@ -49,7 +49,7 @@ class RealBytes(LiveBytes):
 
 
 class Counting(pl.Callback):
-    """Counts from the first batch to the end of training."""
+    """Counts bytes from the first batch to the end of training."""
 
     def __init__(self) -> None:
         self.live = RealBytes({})
@@ -67,7 +67,7 @@ class Counting(pl.Callback):
 
 
 def model(options: argparse.Namespace) -> HFCausalLM:
-    """That of ``examples/llm_text``, if no option says otherwise."""
+    """The model of ``examples/llm_text``, with sizes from the options."""
     return HFCausalLM(
         {
             "model_type": "llama",

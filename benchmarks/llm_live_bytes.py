@@ -1,12 +1,12 @@
-"""What each rank holds of a step's forwards under each schedule, counted tensor by tensor.
+"""Activations that each rank holds under each schedule, counted tensor by tensor.
 
-``torchrun --nproc-per-node 2 -m benchmarks.llm_live_bytes`` (or 4) prints, for every schedule and rank, how many
-micro-batches' activations were there at once, beside what a simulation of the schedule's actions says (GPipe m, 1F1B
-P - rank); their bytes; and the most bytes that there were of all tensors made in the step, gradients among them. A
-micro-batch counts for each stage of the rank, while more of it is there than the output that was sent on: PyTorch keeps
-what is sent until the step's end, for schedules of several stages a rank.
+``torchrun --nproc-per-node 2 -m benchmarks.llm_live_bytes`` (or 4 ranks) prints, for every schedule and rank, the
+maximum number of micro-batches whose activations were in memory at the same time, with the number from a simulation of
+the schedule's actions (GPipe m, 1F1B P - rank); their bytes; and the peak bytes of all tensors created in the step,
+including gradients. A micro-batch counts once for each stage of the rank while more than its sent output is in memory,
+because PyTorch keeps sent outputs until the end of the step for schedules with several stages per rank.
 
-A figure is the worst rank's micro-batches held, over those simulated.
+A figure is the measured number of micro-batches over the simulated one, on the worst rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEBIBYTE = 2**20
 
 
 def measure(name: str, options: argparse.Namespace) -> tuple[int, int, int, int]:
-    """Most micro-batches at once; most bytes of forwards; bytes of one micro-batch's; most bytes of all."""
+    """Peak number of micro-batches, peak activation bytes, bytes of one micro-batch, and peak bytes of all tensors."""
     runner, stages = make_runner(name, options.width, options.layers)
     inputs = make_micro_batches(options.micro_batches, options.rows, options.length)
     runner.train(inputs, loss_of)

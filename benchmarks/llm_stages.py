@@ -1,4 +1,4 @@
-"""A transformer in stages without a Trainer, for the benchmarks beside this file."""
+"""A transformer in stages without a Trainer, for the other benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pipe.llm.split.by_name import split_at
 
 
 def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dict[int, nn.Module]]:
-    """This rank's part of a pipeline over all ranks, every stage with as many layers; and its stages."""
+    """This rank's part of a pipeline over all ranks with an equal number of layers per stage, and its stages."""
     spec, ranks = find_schedule(name), dist.get_world_size()
     count = ranks * count_stages(spec, ranks)
     torch.manual_seed(1)
@@ -42,11 +42,11 @@ def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dic
 
 
 def make_micro_batches(count: int, rows: int, length: int) -> list[StageInputs]:
-    """The same on every rank."""
+    """Random micro-batches, the same on every rank."""
     tokens = torch.randint(VOCABULARY, (count, rows, length + 1), generator=torch.Generator().manual_seed(0))
     return [StageInputs((one[:, :-1].contiguous(),), {}, {"labels": one[:, 1:].contiguous()}) for one in tokens]
 
 
 def loss_of(output: Tensor, target: Mapping[str, Any]) -> Tensor:
-    """Summed over tokens."""
+    """Cross-entropy summed over tokens."""
     return summed_cross_entropy(output, target["labels"])

@@ -1,10 +1,10 @@
-"""A step under the Trainer against a bare loop over the same PyTorch schedule, in turns within one run.
+"""Step time under the Trainer against a bare loop over the same PyTorch schedule, alternating in one run.
 
-``torchrun --nproc-per-node 2 -m benchmarks.llm_step_time`` cuts a small transformer into stages and prints, for each
-schedule and number of micro-batches, the fastest and the median time of a step in both, and their ratios, with the 95 %
-interval over rounds of the median's (aim: 1.03). The bare loop is what one writes by hand
-with ``torch.distributed.pipelining``: stages with known shapes, ``schedule.step``, the optimiser. Both train the same
-model from the same seed on the same batches; their losses must agree, or the comparison means nothing.
+``torchrun --nproc-per-node 2 -m benchmarks.llm_step_time`` splits a small transformer into stages. For each schedule
+and number of micro-batches it prints the fastest and the median step time of both, and their ratios, with the 95 %
+interval of the median's ratio over rounds (aim: 1.03). The bare loop uses ``torch.distributed.pipelining`` directly:
+stages with known shapes, ``schedule.step``, and the optimiser. Both train the same model from the same seed on the same
+batches, and the benchmark fails if their losses differ.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def get_pp_module_config(self) -> dict[str, Any]:
-        """What it is made of."""
+        """Structure of the model, for splitting it."""
         names = {"layer_prefix": "layers", "input_fqns": ["embed"], "output_fqns": ["head"]}
         return {"num_layers": len(self.layers), **names}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
+        """Logits of the next token."""
         hidden = self.embed(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], device=hidden.device)
         for layer in self.layers:
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
 
 
 class Language(PipelineModule):
-    """The model under a Trainer; notes when its batches begin and what they lose."""
+    """The model under a Trainer. Records the start times and losses of its batches."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Language(PipelineModule):
 
 
 def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
-    """The same on every rank."""
+    """Random batches, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length + 1)
     tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(options.steps + 1)]
@@ -94,7 +94,7 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
 
 
 def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Times of steps, in seconds, and losses, by hand."""
+    """Step times in seconds and losses of the bare loop."""
     spec, ranks = find_schedule(name), dist.get_world_size()
     count = ranks * count_stages(spec, ranks)
     torch.manual_seed(1)
@@ -143,7 +143,7 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
 
 
 def trained(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Times from one batch's beginning to the next one's, in seconds, and losses, under the Trainer."""
+    """Times in seconds from the start of one batch to the start of the next, and losses, under the Trainer."""
     module = Language(options.width, options.layers)
     quiet: dict[str, Any] = {
         "logger": False,
@@ -161,7 +161,7 @@ def trained(name: str, micro_batches: int, options: argparse.Namespace) -> tuple
 
 
 def measure(name: str, micro_batches: int, options: argparse.Namespace) -> Figure:
-    """Both, in turns; printed on rank 0."""
+    """Measure both, alternating, and print the result on rank 0."""
     times: dict[str, list[list[float]]] = {"bare": [], "trainer": []}
     first: list[float] = []
     for turn in range(options.rounds):

@@ -1,10 +1,10 @@
 """Batches padded to their longest sequence against batches padded to the model's maximum, under the Trainer.
 
-``torchrun --nproc-per-node 2 -m benchmarks.llm_variable_lengths`` trains the same batches both ways, in turns within
-one run, and prints the share of positions that variable lengths save and the share of time. Sequences are paragraphs of
-the Python documentation (``pydoc_data.topics``), a byte a token, drawn with a seed; the few that are longer than the
-maximum are cut. A variable length's schedule is made when a batch first has it: that time counts. Both ways must lose
-the same on every batch, or the comparison means nothing.
+``torchrun --nproc-per-node 2 -m benchmarks.llm_variable_lengths`` trains the same batches both ways, alternating in one
+run, and prints the shares of positions and of time that variable lengths save. Sequences are random paragraphs of the
+Python documentation (``pydoc_data.topics``), with one byte per token; the few that exceed the maximum are truncated.
+With variable lengths, the schedule for a length is created when a batch first has that length, and this time is
+included. The benchmark fails if the losses of the two ways differ on any batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_pipe.strategies import LLMPipelineStrategy
 
 
 class Timed(Language):
-    """Notes how long each batch takes, from its first hook to its last."""
+    """Records the time of each batch, from its first hook to its last."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__(width, layers)
@@ -43,13 +43,13 @@ class Timed(Language):
 
 
 def paragraphs() -> list[bytes]:
-    """Of the documentation, in the order of its topics."""
+    """Paragraphs of the documentation, in the order of its topics."""
     topics = pydoc_data.topics.topics
     return [text.encode() for name in sorted(topics) for text in topics[name].split("\n\n") if len(text.encode()) > 1]
 
 
 def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
-    """The same on every rank: rows as long as the longest, with labels where there is text."""
+    """Batches of rows padded to the longest, with labels for text only; the same on every rank."""
     found, choice = paragraphs(), random.Random(options.seed)
     batches = []
     for _ in range(options.steps + 1):
@@ -65,7 +65,7 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
 
 
 def trained(options: argparse.Namespace, *, variable: bool) -> tuple[list[float], list[float]]:
-    """Seconds of each batch but the first, on this rank, and losses."""
+    """Seconds of each batch except the first on this rank, and losses."""
     module = Timed(options.width, options.layers)
     strategy = LLMPipelineStrategy(
         options.schedule,
@@ -114,7 +114,7 @@ def main() -> None:
             first = first or losses
             torch.testing.assert_close(losses, first, rtol=0, atol=1e-4)
     if dist.get_rank() == 0:
-        # Of each batch the median over rounds: a disturbance of one of them is no matter of its length.
+        # The median over rounds of each batch, because a disturbance of one round does not depend on the length.
         static, variable_ = (sum(map(statistics.median, zip(*rounds, strict=True))) for rounds in times.values())
         lengths = [batch["input_ids"].shape[1] for batch in batches_of(options)[1:]]
         padded = [-(-length // options.multiple_of) * options.multiple_of for length in lengths]
@@ -122,10 +122,10 @@ def main() -> None:
         positions = options.rows * options.maximum * len(lengths)
         share, saved = 1 - sum(padded) / (options.maximum * len(lengths)), 1 - variable_ / static
         print(
-            f"{len(lengths)} batches of {options.rows} paragraphs of at most {options.maximum} bytes; padded to that,"
-            f" {text / positions:.1%} is text; {len(set(padded))} lengths from {min(padded)} to {max(padded)}\n"
+            f"{len(lengths)} batches of {options.rows} paragraphs of at most {options.maximum} bytes; padded to"
+            f" that, {text / positions:.1%} is text; {len(set(padded))} lengths from {min(padded)} to {max(padded)}\n"
             f"static {static:.2f} s, variable {variable_:.2f} s\n"
-            f"positions saved {share:.1%}, time saved {saved:.1%}; needed {0.9 * share:.1%}:"
+            f"positions saved {share:.1%}, time saved {saved:.1%}; aim {0.9 * share:.1%}:"
             f" {'reached' if saved >= 0.9 * share else 'MISSED'}",
             flush=True,
         )
