@@ -178,11 +178,11 @@ class _Rank:
         """A rank that was released ends by itself, and well."""
         self._process.join(END)
         if self._process.exitcode is None:
-            self.give_up("had returned, but its process did not end and was killed")
+            self.abandon("had returned, but its process did not end and was killed")
         elif self._process.exitcode != 0:
             self.failure = f"had returned, but then {self._how_it_ended()}{self._where_it_stood()}"
 
-    def give_up(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Kills the process; the failure shows where its threads stood."""
         # The signal writes the stacks of all threads and ends the process, even one that hangs in native code.
         self._signal(signal.SIGUSR1)
@@ -228,7 +228,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
                     deadline = time.monotonic() + GRACE
                     reason = f"had not finished {GRACE:g} s after another had failed and was killed"
     for rank in waiting:
-        rank.give_up(reason)
+        rank.abandon(reason)
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:

@@ -25,7 +25,7 @@ from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
 from lightning_pipe.checkpoints.stage_layout import OPTIMIZERS, TIED
-from lightning_pipe.checkpoints.whole_folder import put_back
+from lightning_pipe.checkpoints.whole_folder import restore_replaced
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather
 
@@ -58,7 +58,7 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
     Raises:
         SetupError: the folder does not exist, is of another kind, or is damaged.
     """
-    put_back(folder)
+    restore_replaced(folder)
     found = "a file" if folder.is_file() else f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
         saved = SafeReader(folder).read_metadata()

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from lightning_pipe.engine.common.durable_files import sync, sync_all, sync_name
 
-__all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "put_back", "remove_folder"]
+__all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "remove_folder", "restore_replaced"]
 
 
 def folder_to_write(folder: Path) -> Path:
     """Temporary path of a folder while it is written."""
-    return _beside(folder, "writing")
+    return _sibling(folder, "writing")
 
 
 def begin_folder(folder: Path) -> int:
@@ -29,23 +29,23 @@ def begin_folder(folder: Path) -> int:
     Returns:
         The permissions to pass to :func:`finish_folder`.
     """
-    beside = folder_to_write(folder)
-    put_back(folder)
-    _remove(beside)
-    beside.mkdir(parents=True)
-    permissions = beside.stat().st_mode
-    beside.chmod(0o700)
+    written = folder_to_write(folder)
+    restore_replaced(folder)
+    _remove(written)
+    written.mkdir(parents=True)
+    permissions = written.stat().st_mode
+    written.chmod(0o700)
     return permissions
 
 
-def put_back(folder: Path) -> None:
+def restore_replaced(folder: Path) -> None:
     """Restore the old folder if a process ended between the two renames that replace a folder without an exchange.
 
     Such a process ran on a file system without an atomic exchange of names.
     """
     with suppress(FileNotFoundError):  # another process has restored it first
         if not os.path.lexists(folder):
-            _beside(folder, "replaced").rename(folder)
+            _sibling(folder, "replaced").rename(folder)
 
 
 def finish_folder(folder: Path, permissions: int) -> None:
@@ -55,22 +55,22 @@ def finish_folder(folder: Path, permissions: int) -> None:
         folder: final path.
         permissions: permissions of the folder, from :func:`begin_folder`.
     """
-    beside, replaced = folder_to_write(folder), _beside(folder, "replaced")
-    beside.chmod(permissions)
-    sync_all(beside)
+    written, replaced = folder_to_write(folder), _sibling(folder, "replaced")
+    written.chmod(permissions)
+    sync_all(written)
     in_two_steps = False
     if not os.path.lexists(folder):
-        beside.rename(folder)
-    elif not _exchange(beside, folder):
+        written.rename(folder)
+    elif not _exchange(written, folder):
         in_two_steps = True
         _remove(replaced)
         folder.rename(replaced)
-        beside.rename(folder)
+        written.rename(folder)
     sync_name(folder)
     if in_two_steps:
-        remove_folder(replaced)  # in one step, so that put_back never restores a partly removed folder
+        remove_folder(replaced)  # in one step, so that restore_replaced never restores a partly removed folder
     else:
-        _remove(beside)
+        _remove(written)
 
 
 def discard_folder(folder: Path) -> None:
@@ -81,15 +81,15 @@ def discard_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder, link or file. For other processes the path disappears in one step."""
     if folder.is_dir() and not folder.is_symlink():
-        beside = _beside(folder, "removing")
-        _remove(beside)
-        folder.rename(beside)
+        removed = _sibling(folder, "removing")
+        _remove(removed)
+        folder.rename(removed)
         sync(folder.parent)  # otherwise a power failure could leave the name with some files removed
-        folder = beside
+        folder = removed
     _remove(folder)
 
 
-def _beside(folder: Path, kind: str) -> Path:
+def _sibling(folder: Path, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{kind}")
 
 

@@ -80,7 +80,7 @@ class EpochData:
             has_states &= bool(point.loaders)  # empty if the checkpoint was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
             if not self._iterators_due:
-                set_states(point.common_behind_iterators, self._trainer.strategy.root_device)
+                set_states(point.common_after_iterators, self._trainer.strategy.root_device)
         elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
             ended = self._at_end(fetcher)
             if self._is_cut and fetcher is self._fetcher:
@@ -115,7 +115,7 @@ class EpochData:
             return
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
-        self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
+        self._streams.restart(None if self._resumed is None else self._resumed.streams_after_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
         # Samplers draw in the first fetch. With several loaders, short ones restart within an epoch.
@@ -160,14 +160,14 @@ class EpochData:
             # The epoch had ended before the checkpoint was written, and has now ended again without a batch.
             self._put_loaders_back(self._fetcher)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Abandon the batches in flight. The next epoch starts with them if it continues the same iterators."""
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
-        given_up = self.ledger.give_up() + self._source.unread()
-        given_up += [partial(self._read_before, one) for one, _, _ in _ahead(self._fetcher)]
-        self._kept = given_up if _goes_on(self._fetcher) else []
-        self._is_cut = bool(given_up) and not self._kept
+        abandoned = self.ledger.abandon() + self._source.unread()
+        abandoned += [partial(self._read_before, one) for one, _, _ in _ahead(self._fetcher)]
+        self._kept = abandoned if _goes_on(self._fetcher) else []
+        self._is_cut = bool(abandoned) and not self._kept
 
     def close(self, point: ResumePoint | None) -> None:
         """End training. A checkpoint that is written afterwards contains *point*."""

@@ -195,7 +195,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             # Batches are still in flight after max_steps, an early stop or an exception.
             if self._program is not None:
                 self._program.abandon()
-            self._data.give_up()
+            self._data.abandon()
 
     def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.

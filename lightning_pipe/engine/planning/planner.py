@@ -80,8 +80,8 @@ def find_plans(
     limits, machine = limits or PlanLimits(), machine or Machine()
     exact = PlanSpace(tasks, costs, limits, machine)
     found = _Search(exact, hand_written).found()
-    if limits.allow_stale and (given_up := _stale_reads(exact)):
-        found += _Search(PlanSpace(tasks, costs, limits, machine, given_up), ()).found()
+    if limits.allow_stale and (abandoned := _stale_reads(exact)):
+        found += _Search(PlanSpace(tasks, costs, limits, machine, abandoned), ()).found()
     best = min(one.weighed for one in found)
     # The sort is stable: among equal plans, exact ones come first, then simpler ones.
     found.sort(key=lambda one: _unless_best(one.weighed, best))
@@ -218,19 +218,19 @@ def _bound(space: PlanSpace) -> Bound:
 
 def _stale_reads(space: PlanSpace) -> tuple[Dependency, ...]:
     """Reads of state to delay by one step. Each of them is on the slowest cycle, and delaying it lowers the bound."""
-    given_up: tuple[Dependency, ...] = ()
+    abandoned: tuple[Dependency, ...] = ()
     while True:
-        now = PlanSpace(space.tasks, space.costs, space.limits, space.machine, given_up)
+        now = PlanSpace(space.tasks, space.costs, space.limits, space.machine, abandoned)
         bound = _bound(now)
-        required = required_dependencies(space.tasks, given_up)
+        required = required_dependencies(space.tasks, abandoned)
         reads = [d for d in required if (d.upstream, d.downstream, d.distance) in bound.cycle and _is_read(space, d)]
         if not reads:
-            return given_up
-        more = (*given_up, reads[0])
+            return abandoned
+        more = (*abandoned, reads[0])
         after = _bound(PlanSpace(space.tasks, space.costs, space.limits, space.machine, more))
         if after.seconds >= bound.seconds:
-            return given_up
-        given_up = more
+            return abandoned
+        abandoned = more
 
 
 def _is_read(space: PlanSpace, dependency: Dependency) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lightning_pipe.engine.common.renamed_argument import renamed_argument
 from lightning_pipe.engine.plans.task import PipelineTask, State
 
 
@@ -42,12 +43,15 @@ class _Access:
     writes: bool
 
 
-def required_dependencies(tasks: Sequence[PipelineTask], given_up: Iterable[Dependency] = ()) -> tuple[Dependency, ...]:
+@renamed_argument("given_up", "abandoned")
+def required_dependencies(
+    tasks: Sequence[PipelineTask], abandoned: Iterable[Dependency] = ()
+) -> tuple[Dependency, ...]:
     """Dependencies that make every schedule of *tasks* equivalent to serial execution.
 
     Args:
         tasks: tasks in the order in which a serial iteration runs them.
-        given_up: dependencies on state to omit. Only these orderings are removed. A dependency that was implied by an
+        abandoned: dependencies on state to omit. Only these orderings are removed. A dependency that was implied by an
             omitted one through a third access is returned explicitly. So is the same dependency at a distance of one
             more iteration, which bounds the staleness of reads.
 
@@ -57,7 +61,7 @@ def required_dependencies(tasks: Sequence[PipelineTask], given_up: Iterable[Depe
         keep in order.
     """
     names = dict.fromkeys(name for task in tasks for name in (*task.reads, *task.writes))
-    without = frozenset(given_up)
+    without = frozenset(abandoned)
     # All iterations make the same accesses, so the previous iteration stands for all earlier ones.
     iterations = 2 + max((dependency.distance for dependency in without), default=0)
     found: dict[Dependency, None] = {}

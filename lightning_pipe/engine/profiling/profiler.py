@@ -36,11 +36,11 @@ _LEFT = 0.5
 class Keeper(Protocol):
     """Protocol for snapshots of training state: parameters, optimizer states, buffers, random generators."""
 
-    def keep(self) -> Any:
+    def snapshot(self) -> Any:
         """Take a snapshot of the current state."""
         ...
 
-    def put_back(self, kept: Any) -> None:
+    def restore(self, kept: Any) -> None:
         """Restore the state from a snapshot."""
         ...
 
@@ -213,7 +213,7 @@ class TaskProfiler:
     def _kept(self) -> Iterator[None]:
         pipeline = self._pipeline
         pipeline.drain()
-        kept = None if self._keeper is None else self._keeper.keep()
+        kept = None if self._keeper is None else self._keeper.snapshot()
         try:
             yield
         finally:
@@ -222,12 +222,12 @@ class TaskProfiler:
             if not pipeline.failed:
                 pipeline.disable_shortcut()
             if self._keeper is not None:
-                self._keeper.put_back(kept)
+                self._keeper.restore(kept)
 
     def _check(self, name: str) -> None:
         pipeline = self._pipeline
         pipeline.drain()
-        kept = None if self._keeper is None else self._keeper.keep()
+        kept = None if self._keeper is None else self._keeper.snapshot()
         names = list(pipeline.plan.tasks)
         later = names[names.index(name) + 1 :]
         pipeline.enable_shortcut(name, rehearse=True)
@@ -238,7 +238,7 @@ class TaskProfiler:
                     pipeline.run_one_serial_iter(self._batches[0].give())
                 found.append(seen)
                 if self._keeper is not None:
-                    self._keeper.put_back(kept)
+                    self._keeper.restore(kept)
         finally:
             if not pipeline.failed:
                 pipeline.disable_shortcut(name)

@@ -25,7 +25,7 @@ __all__ = ["exchanging", "gains_from_messages"]
 _CPU = torch.device("cpu")
 # Message tags are int32 and wrap around.
 _TAGS = 2**31
-_GivenUp = dict[int, tuple[list[Any], tuple[Tensor, ...]]]
+_Abandoned = dict[int, tuple[list[Any], tuple[Tensor, ...]]]
 
 
 def gains_from_messages(group: dist.ProcessGroup) -> bool:
@@ -64,7 +64,7 @@ class _Exchanging:
         self._rank, self._size = group.rank(), group.size()
         self._count = 0
         # Works and tensors of abandoned exchanges, by number. They keep the memory alive until the messages have ended.
-        self._given_up: _GivenUp = {}
+        self._abandoned: _Abandoned = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -113,7 +113,7 @@ class _Exchanging:
         works += [self._gloo.send([sent[other]], other, tag) for other in others if sent[other].numel()]
         with torch.no_grad():  # like Gloo, which does not record gradients
             received[self._rank].copy_(sent[self._rank])
-        return _Exchange(works, (output, input), self._count, self._given_up)
+        return _Exchange(works, (output, input), self._count, self._abandoned)
 
     # Name of the method before torch 2.13.
     alltoall_base = all_to_all_single
@@ -146,20 +146,20 @@ class _Exchange(dist.Work):
         works: pending works, receives first.
         tensors: input and output, whose memory the works use.
         number: index of the exchange in its group.
-        given_up: abandoned exchanges of the group. If this object is destroyed before a wait, its works and tensors are
-            kept there until a later exchange has ended; they have then also ended, or are about to.
+        abandoned: abandoned exchanges of the group. If this object is destroyed before a wait, its works and tensors
+            are kept there until a later exchange has ended; they have then also ended, or are about to.
     """
 
-    def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, given_up: _GivenUp) -> None:
+    def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, abandoned: _Abandoned) -> None:
         super().__init__()
         self._works = works
         self._tensors: tuple[Tensor, ...] = tensors
         self._number = number
-        self._given_up = given_up
+        self._abandoned = abandoned
 
     def __del__(self) -> None:
         if self._works:
-            self._given_up[self._number] = self._works, self._tensors
+            self._abandoned[self._number] = self._works, self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until all messages are received and sent.
@@ -172,8 +172,8 @@ class _Exchange(dist.Work):
         """
         _wait(self._works, timeout)
         self._works, self._tensors = [], ()
-        for number in [number for number in list(self._given_up) if number < self._number]:
-            works, _tensors = self._given_up.pop(number, ([], ()))  # _tensors stay alive during the wait
+        for number in [number for number in list(self._abandoned) if number < self._number]:
+            works, _tensors = self._abandoned.pop(number, ([], ()))  # _tensors stay alive during the wait
             _wait(works, timeout)
         return True
 

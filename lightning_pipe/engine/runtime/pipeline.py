@@ -27,9 +27,9 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.runtime.overrides import Overrides
 from lightning_pipe.engine.runtime.periods import Periods, ends_on_interrupt
 from lightning_pipe.engine.runtime.replay import Key, Shortcut
-from lightning_pipe.engine.runtime.stand_ins import StandIns
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -56,7 +56,7 @@ class SWPipeline(Periods):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(plan, torch.device("cpu" if device is None else device), group)
-        self._stand_ins = StandIns(plan.tasks, self._serial_ops)
+        self._overrides = Overrides(plan.tasks, self._serial_ops)
 
     # ------------------------------------------------------------------ whole periods
 
@@ -138,11 +138,11 @@ class SWPipeline(Periods):
         self.settle()
         for slot in self._in_flight.values():
             slot.ctx = None
-        given_up = len(self._in_flight)
+        abandoned = len(self._in_flight)
         self._in_flight.clear()
         self._open = False
         self._begun = None
-        return given_up
+        return abandoned
 
     def settle(self) -> None:
         """Wait until the workers have finished all submitted tasks."""
@@ -296,7 +296,7 @@ class SWPipeline(Periods):
     @property
     def shortcuts(self) -> tuple[str, ...]:
         """Names of the replayed tasks."""
-        return self._stand_ins.replayed
+        return self._overrides.replayed
 
     def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
         """Replay tasks: each runs once more per *key*, its effects are captured, and later runs restore them instead.
@@ -313,7 +313,7 @@ class SWPipeline(Periods):
         Raises:
             PlanError: a task is unknown or cannot be replayed, a period is open, or ranks name different tasks.
         """
-        self._stand_ins.replay(self._agreed_names("tasks to shortcut", tasks), key, rehearse)
+        self._overrides.replay(self._agreed_names("tasks to shortcut", tasks), key, rehearse)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
         """Run tasks again instead of replaying them, and discard their captured effects.
@@ -326,7 +326,7 @@ class SWPipeline(Periods):
         Raises:
             PlanError: a task is unknown, a period is open, or ranks name different tasks.
         """
-        self._stand_ins.run(self._agreed_names("tasks to run again", tasks))
+        self._overrides.run(self._agreed_names("tasks to run again", tasks))
 
     @contextmanager
     def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
@@ -340,7 +340,7 @@ class SWPipeline(Periods):
             A dictionary of all entries read so far.
         """
         self._check_usable()
-        with self._stand_ins.watched(tasks, read) as found:
+        with self._overrides.watched(tasks, read) as found:
             yield found
 
     def check_agreement(self, description: Sequence[tuple[str, str]], what: str) -> None:

@@ -21,7 +21,7 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 
-__all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "stand_in"]
+__all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "fill_with_placeholders"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -152,7 +152,7 @@ class LayerBench:
         """Build one of three stages, which holds the input modules, a layer, or the output modules."""
         stage = make_stage(shallow_copy(self._model), self._config, names, stage_index, 3).train()
         with self._within():
-            stand_in(stage, self._device)
+            fill_with_placeholders(stage, self._device)
         self._prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
@@ -165,7 +165,7 @@ class LayerBench:
         return LayerPiece(stage, modules, run, inputs, batch)
 
 
-def stand_in(stage: nn.Module, device: torch.device) -> None:
+def fill_with_placeholders(stage: nn.Module, device: torch.device) -> None:
     """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
     made: dict[int, Any] = {}
 

@@ -57,10 +57,10 @@ def keep_backward_buffers() -> Callable[[], None]:
     """
     before = torch._functorch.config.donated_buffer
 
-    def put_back() -> None:
+    def restore() -> None:
         torch._functorch.config.donated_buffer = before
 
     if before:
         torch.compiler.reset()  # later layers would reuse earlier graphs, which have donated buffers
         torch._functorch.config.donated_buffer = False
-    return put_back
+    return restore

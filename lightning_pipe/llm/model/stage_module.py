@@ -195,8 +195,8 @@ def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tup
         for name in config.modules
         if name not in set(kept)
     }
-    for name, stand_in in foreign.items():
-        model.set_submodule(name, stand_in)
+    for name, placeholder in foreign.items():
+        model.set_submodule(name, placeholder)
     return foreign
 
 
@@ -245,8 +245,8 @@ def _run_shell(
     def record(name: str) -> Callable[..., None]:
         return lambda *_: called.append(name)
 
-    for name, stand_in in _replace(shell, config, (), as_tuple).items():
-        stand_in.register_forward_pre_hook(record(name))
+    for name, placeholder in _replace(shell, config, (), as_tuple).items():
+        placeholder.register_forward_pre_hook(record(name))
     _empty_tensors(shell)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         if is_causal_lm(shell):

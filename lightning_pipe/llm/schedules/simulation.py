@@ -43,7 +43,7 @@ KINDS: dict[_ComputationType, Kind] = {
 }
 
 
-class _StandIn:
+class _PlaceholderStage:
     """Stub with the attributes of a stage that schedules' constructors read; a real stage needs a process group."""
 
     def __init__(self, stage_index: int, num_stages: int, pp_size: int) -> None:
@@ -76,7 +76,9 @@ def actions_of(
         SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
     """
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
-    stages = [_StandIn(index, num_stages, pp_size) for index in stages_of_rank(spec, 0, pp_size, stages_per_rank)]
+    stages = [
+        _PlaceholderStage(index, num_stages, pp_size) for index in stages_of_rank(spec, 0, pp_size, stages_per_rank)
+    ]
     schedule = construct_schedule(spec, stages, num_microbatches)
     listed = read_actions(spec.path) if spec.path is not None else _listed(spec, schedule)
     computed = {rank: list(_computations(actions)) for rank, actions in listed.items()}

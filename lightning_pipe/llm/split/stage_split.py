@@ -20,7 +20,7 @@ from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, stand_in
+from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, fill_with_placeholders
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
 from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
@@ -99,9 +99,9 @@ def split_model(
     parallelism: StageParallelism,
     pretrained: PretrainedWeights | None = None,
     example: Callable[[], Example] | None = None,
-    stand_ins: bool = False,
+    placeholders: bool = False,
 ) -> SplitModel:
-    """Split *model*, which must not be used afterwards unless ``stand_ins`` is set. Every rank must call this.
+    """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this.
 
     Args:
         model: the whole model, real or made under ``deferred_init``.
@@ -115,8 +115,8 @@ def split_model(
         pretrained: weights for a model made under ``deferred_init``, the same on all ranks; None for its initial
             values.
         example: function that makes a micro-batch on the CPU; None if the module has no example.
-        stand_ins: True to give this rank's stages small placeholder values and leave the model unchanged, in order to
-            try out a split.
+        placeholders: True to give this rank's stages small placeholder values and leave the model unchanged, in order
+            to try out a split.
 
     Raises:
         SetupError: the model cannot be split this way.
@@ -132,13 +132,13 @@ def split_model(
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
     routers = has_routers(model)
-    if not stand_ins:
+    if not placeholders:
         _fill(model, record, cut.holds(mine), device, pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(mine)}
 
     def place() -> None:
-        if stand_ins:
-            stand_in(nn.ModuleList(stages.values()), device)
+        if placeholders:
+            fill_with_placeholders(nn.ModuleList(stages.values()), device)
         for stage in stages.values():
             stage.to(device)
 

@@ -161,11 +161,11 @@ class AgreedSource:
             says = _ENDED
         except BaseException as error:  # any exception, since the other ranks wait for this rank's status
             says, self._error = -self._group.rank() - 1, error
-        self._statuses.tell(says, self._told_to_end())
+        self._statuses.post(says, self._told_to_end())
 
     def _all_have_it(self) -> bool:
         try:
-            least, most, told_to_end = self._statuses.hear()
+            least, most, told_to_end = self._statuses.collect()
         except RuntimeError as error:
             raise self._error or InputError(
                 f"The ranks could not agree on batch {self._had_by_all} of the {self._of}, because a rank has ended or"

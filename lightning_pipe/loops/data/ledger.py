@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from typing_extensions import deprecated
+
 from lightning_pipe.loops.data.batch_source import Fetched
 
 
@@ -33,7 +35,7 @@ class InFlightLedger(Iterator[Any]):
 
     Args:
         fetch: function that returns the next batch, and raises ``StopIteration`` after the last one.
-        holds: True to hold batches as fetched until they are trained, so that :meth:`give_up` can return them (default
+        holds: True to hold batches as fetched until they are trained, so that :meth:`abandon` can return them (default
             False).
 
     Attributes:
@@ -95,12 +97,17 @@ class InFlightLedger(Iterator[Any]):
         self.done_before, self.last_done = self.last_done, done
         return done
 
-    def give_up(self) -> list[Callable[[], Fetched]]:
+    def abandon(self) -> list[Callable[[], Fetched]]:
         """Discard the batches in flight, and return functions that give them again, in order."""
-        given_up: list[Callable[[], Fetched]] = [partial(_given, entry) for entry in self._in_flight]
+        abandoned: list[Callable[[], Fetched]] = [partial(_given, entry) for entry in self._in_flight]
         self._in_flight.clear()
         self._to_transfer.clear()
-        return given_up
+        return abandoned
+
+    @deprecated("InFlightLedger.give_up is now called abandon")
+    def give_up(self) -> list[Callable[[], Fetched]]:
+        """Deprecated name of :meth:`abandon`."""
+        return self.abandon()
 
 
 def _given(entry: LedgerEntry) -> Fetched:

@@ -31,10 +31,10 @@ try:
 except ImportError:  # not a POSIX system, so the board is not available
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Heard", "ReducedStatuses", "StatusBoard", "StatusGroup", "Statuses", "statuses_of"]
+__all__ = ["Collected", "ReducedStatuses", "StatusBoard", "StatusGroup", "Statuses", "statuses_of"]
 
 
-class Heard(NamedTuple):
+class Collected(NamedTuple):
     """Smallest and largest number that any rank posted, and True if any rank posted the flag."""
 
     least: int
@@ -45,11 +45,11 @@ class Heard(NamedTuple):
 class Statuses(Protocol):
     """Exchange of statuses between ranks. Every rank must make the same calls."""
 
-    def tell(self, number: int, flag: bool) -> None:
+    def post(self, number: int, flag: bool) -> None:
         """Post a status to all ranks. The previous status must have been collected with ``hear`` or ``forget``."""
         ...
 
-    def hear(self) -> Heard:
+    def collect(self) -> Collected:
         """Wait until all ranks have posted, and return their statuses combined.
 
         Raises:
@@ -115,17 +115,17 @@ class ReducedStatuses:
         self._group = group
         self._round: tuple[torch.Tensor, Any] | None = None
 
-    def tell(self, number: int, flag: bool) -> None:
+    def post(self, number: int, flag: bool) -> None:
         # The minimum over ranks of number, -number and -flag gives the smallest and the largest number, and the flag.
         said = torch.tensor([number, -number, -int(flag)])
         self._round = said, dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
-    def hear(self) -> Heard:
+    def collect(self) -> Collected:
         assert self._round is not None
         (said, work), self._round = self._round, None
         work.wait()
         least, negative, flags = said.tolist()
-        return Heard(least, -negative, flags < 0)
+        return Collected(least, -negative, flags < 0)
 
     def forget(self) -> None:
         pending, self._round = self._round, None
@@ -187,22 +187,22 @@ class StatusBoard:
             board.close()
         return None if some_lack else board
 
-    def tell(self, number: int, flag: bool) -> None:
+    def post(self, number: int, flag: bool) -> None:
         assert self._heard == self._told, "the previous status has not been collected"
         told = self._told + 1
         self._words[self._place(self._rank, told)] = told << _ROUND | (_FLAG if flag else 0) | number + _ZERO
         self._told = told
 
-    def hear(self) -> Heard:
+    def collect(self) -> Collected:
         assert self._heard < self._told
         words = [self._word_of(rank) for rank in range(self._size)]
         self._heard = self._told
         numbers = [(word & (_FLAG - 1)) - _ZERO for word in words]
-        return Heard(min(numbers), max(numbers), any(word & _FLAG for word in words))
+        return Collected(min(numbers), max(numbers), any(word & _FLAG for word in words))
 
     def forget(self) -> None:
         if self._heard < self._told:
-            self.hear()  # the next post could overwrite a word that other ranks have not read
+            self.collect()  # the next post could overwrite a word that other ranks have not read
 
     def close(self) -> None:
         if not self._memory.closed:

@@ -1,10 +1,7 @@
 """Resumable DataLoaders over map-style datasets, which continue in the middle of an epoch.
 
-PyTorch's ``DataLoader`` has no state. The order of its batches is determined by the states of the random generators
-when its sampler begins. After these states are restored, the batches given so far are skipped in the sampler, without
-loading them. :func:`resumable` returns a loader that Lightning treats as stateful, and that continues with exactly the
-batches that the original run would have loaded.
-
+PyTorch's ``DataLoader`` has no state; the order of its batches follows from the random generators when its sampler
+begins. After their states are restored, the batches given so far are skipped in the sampler, without loading them.
 Worker processes are started again on resume, so random numbers that a dataset draws in workers start over.
 """
 
@@ -58,8 +55,7 @@ _CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Top-level modules of classes of numbers, strings, arrays and tensors, which run no user code.
 _WITHOUT_CODE = ("builtins", "numpy", "torch")
-_MOST_ITEMS = 100_000
-_RANKS = 2**20  # more than any run has
+_MOST_ITEMS, _RANKS = 100_000, 2**20  # number of items that are checked; more ranks than any run has
 
 
 def can_resume(loader: Any) -> bool:
@@ -133,8 +129,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 def share_samplers(one: Any, other: Any) -> bool:
     """Return True if the samplers of two loaders made by :func:`resumable` hold their state in the same objects."""
-    shared: bool = one._indices.held.shares_with(other._indices.held)
-    return shared
+    return bool(one._indices.held.shares_with(other._indices.held))
 
 
 def snapshot(loader: Any) -> Callable[[], State]:

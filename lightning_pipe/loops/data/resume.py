@@ -36,8 +36,8 @@ class ResumePoint:
         streams: states of the generators of work that runs ahead, by stream name. Empty at the end of an epoch, since
             the next epoch starts new streams.
         iterators: state of each loader's iterator that the loader's own state does not contain. Empty if unknown.
-        common_behind_iterators: ``common`` after iterators have been created from this point.
-        streams_behind_iterators: ``streams`` after iterators have been created from this point.
+        common_after_iterators: ``common`` after iterators have been created from this point.
+        streams_after_iterators: ``streams`` after iterators have been created from this point.
     """
 
     loaders: list[Any]
@@ -46,8 +46,8 @@ class ResumePoint:
     iterators: list[IteratorState | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.common_behind_iterators = self.common
-        self.streams_behind_iterators = dict(self.streams)
+        self.common_after_iterators = self.common
+        self.streams_after_iterators = dict(self.streams)
 
     @property
     def in_mid_epoch(self) -> bool:
@@ -85,9 +85,9 @@ class ResumePoint:
         try:
             yield
             if self.in_mid_epoch:
-                self.streams_behind_iterators["fetch"] = get_states(device)
+                self.streams_after_iterators["fetch"] = get_states(device)
             else:
-                self.common_behind_iterators = get_states(device)
+                self.common_after_iterators = get_states(device)
         finally:
             set_states(before, device)
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline, TrainingContext
+from lightning_pipe.engine.common.renamed_argument import renamed_argument
 from lightning_pipe.engine.runtime.record_use import record_use
 
 
@@ -37,10 +38,11 @@ class TrainingProgram:
         alone: returns True if the next batch must be trained alone, with all tasks in serial order (default None:
             never).
         on_close: called once, when the program is closed (default None).
-        on_give_up: called with the contexts of batches that will not be trained, before they are released (default
+        on_abandon: called with the contexts of batches that will not be trained, before they are released (default
             None).
     """
 
+    @renamed_argument("on_give_up", "on_abandon")
     def __init__(
         self,
         pipeline: SWPipeline,
@@ -52,7 +54,7 @@ class TrainingProgram:
         prepared: str | None = None,
         alone: Callable[[], bool] | None = None,
         on_close: Callable[[], None] | None = None,
-        on_give_up: Callable[[Sequence[IterContext]], None] | None = None,
+        on_abandon: Callable[[Sequence[IterContext]], None] | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.transfer = transfer
@@ -62,7 +64,7 @@ class TrainingProgram:
         self._prepared = prepared
         self._alone = alone
         self._on_close = on_close
-        self._on_give_up = on_give_up
+        self._on_abandon = on_abandon
         self.current: TrainingContext | None = None
 
     @property
@@ -136,8 +138,8 @@ class TrainingProgram:
     def abandon(self) -> int:
         """Abandon the batches in flight, and return their number."""
         self.current = None
-        if self._on_give_up is not None:
-            self._on_give_up(self.pipeline.in_flight)
+        if self._on_abandon is not None:
+            self._on_abandon(self.pipeline.in_flight)
         return self.pipeline.abandon()
 
     def close(self) -> None:

@@ -21,11 +21,11 @@ __all__ = [
     "counted_as",
     "evaluating",
     "fused_kernels",
+    "kernel_prefetches_suspended",
     "moves_rows_at_zero_gradient",
     "newest_prefetches",
     "prefetch_again",
-    "prefetches_of_kernels_set_aside",
-    "prefetches_set_aside",
+    "prefetches_suspended",
     "take_back_step",
 ]
 
@@ -93,19 +93,19 @@ def take_back_step(module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def prefetches_suspended(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context in which lookups of ``modules`` fetch their own rows, and leave prefetched rows to later lookups.
 
     A kernel with a cache keeps its prefetches in a queue. Each lookup takes the first entry, whichever batch it is for,
     so a lookup between a training batch's prefetch and its lookup would take that batch's entry.
     """
-    with prefetches_of_kernels_set_aside([kernel for module in modules for kernel in fused_kernels(module)]):
+    with kernel_prefetches_suspended([kernel for module in modules for kernel in fused_kernels(module)]):
         yield
 
 
 @contextmanager
-def prefetches_of_kernels_set_aside(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """Context like :func:`prefetches_set_aside`, for kernels."""
+def kernel_prefetches_suspended(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """Context like :func:`prefetches_suspended`, for kernels."""
     queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel in kernels:
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []

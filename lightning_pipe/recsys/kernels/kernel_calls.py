@@ -27,7 +27,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.fused import counted_as, prefetches_of_kernels_set_aside
+from lightning_pipe.recsys.kernels.fused import counted_as, kernel_prefetches_suspended
 
 __all__ = [
     "KernelCall",
@@ -78,7 +78,7 @@ class KernelCall:
         if self.has_present_rate:
             return self.output
         with (
-            prefetches_of_kernels_set_aside([self.kernel]),
+            kernel_prefetches_suspended([self.kernel]),
             counted_as(self.kernel, self.count),
             torch.enable_grad(),
         ):

@@ -110,9 +110,9 @@ class Embeddings:
     def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
         """Cut the awaited ``output`` of one call of the module ``name``, and return the output for the step."""
         cuts: list[Cut] = []
-        handed_on = cut_output(output, cuts)
+        passed_on = cut_output(output, cuts)
         self._calls.append(ModuleCall(name, cuts, lookups))
-        return handed_on
+        return passed_on
 
     def keep_ready(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
         self._ready[name] = self.add(name, output, lookups)

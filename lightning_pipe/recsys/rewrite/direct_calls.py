@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
+from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_suspended
 from lightning_pipe.recsys.modules.call_arguments import Arguments
 from lightning_pipe.recsys.modules.inputs import FeatureForm
 from lightning_pipe.recsys.modules.output_order import wait_output
@@ -57,7 +57,7 @@ def call_now(
             call = prepare()
             announce((entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
         positional, named = call
-        with entry.lock, prefetches_set_aside([entry.module]):
+        with entry.lock, prefetches_suspended([entry.module]):
             return wait_output(entry.forward(*positional, **named))
 
 
@@ -70,7 +70,7 @@ def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
         device: device of the empty features.
     """
     positional, named = tree_map_only(FeatureForm, lambda form: form.empty(device), forms)
-    with lookup_mode(entry.module), entry.lock, prefetches_set_aside([entry.module]):
+    with lookup_mode(entry.module), entry.lock, prefetches_suspended([entry.module]):
         wait_output(entry.forward(*positional, **named))
 
 

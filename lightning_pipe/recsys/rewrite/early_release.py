@@ -72,7 +72,7 @@ class EarlyRelease:
                 if source.get(inputs.batch, inputs.postprocessed) is features:
                     found.setdefault(id(features), (features, str(source), []))[2].append(name)
         for features, where, names in found.values():
-            _let_go(features, where, list(dict.fromkeys(names)))
+            _release(features, where, list(dict.fromkeys(names)))
 
     def _is_free(self, features: KeyedJaggedTensor) -> bool:
         if self._looked_up_in_step is None:
@@ -154,7 +154,7 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
                 pending.extend([*source.arguments.positional, *source.arguments.named.values()])
 
 
-def _let_go(features: KeyedJaggedTensor, where: str, names: list[str]) -> None:
+def _release(features: KeyedJaggedTensor, where: str, names: list[str]) -> None:
     says = (
         f"the ids and weights of {where} were released (free_features_early) after the input dist of sharded module(s)"
         f" {', '.join(map(repr, names))} had sent them, but they are used afterwards. Only keys, lengths, offsets and"

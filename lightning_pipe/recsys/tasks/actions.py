@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import deprecated
 
 from lightning_pipe.engine import InputError, IterContext, State
 from lightning_pipe.engine.runtime.record_use import record_use
@@ -268,12 +269,17 @@ class RecsysActions:
         if self._optimizer_step is not None:
             self._optimizer_step()
 
-    def give_up(self, contexts: Iterable[IterContext]) -> None:
+    def abandon(self, contexts: Iterable[IterContext]) -> None:
         """Undo the lookups of batches that will not be trained, since the tables' optimisers may have counted them."""
         for ctx in contexts:
             if (embeddings := ctx.take("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
         self._tables_in_training = False
+
+    @deprecated("RecsysActions.give_up is now called abandon")
+    def give_up(self, contexts: Iterable[IterContext]) -> None:
+        """Deprecated name of :meth:`abandon`."""
+        self.abandon(contexts)
 
     def _bring_rates(self) -> None:
         if self._before_lookup is not None:

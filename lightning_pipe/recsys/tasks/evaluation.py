@@ -22,7 +22,7 @@ __all__ = ["PipelinedEvaluation"]
 class PipelinedEvaluation:
     """Runs a model on batches without training them, as far ahead as the plan of its training.
 
-    Built while training is suspended (:meth:`RecsysSession.set_aside`). Every rank builds it.
+    Built while training is suspended (:meth:`RecsysSession.suspended`). Every rank builds it.
 
     Args:
         session: session of the model.

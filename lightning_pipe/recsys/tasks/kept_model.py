@@ -49,7 +49,7 @@ class ModelKeeper:
         self._sharded = sharded
         self._optimizers = [*optimizers, *sharded.replicated_optimizers]
 
-    def keep(self) -> _Kept:
+    def snapshot(self) -> _Kept:
         """Return a snapshot of the current state."""
         states = [
             {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in one.state.items()}
@@ -66,7 +66,7 @@ class ModelKeeper:
         return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps)
 
     @torch.no_grad()
-    def put_back(self, kept: _Kept) -> None:
+    def restore(self, kept: _Kept) -> None:
         """Restore a snapshot in place."""
         if self._sharded.replicas is not None:
             self._sharded.replicas.steps = kept.replica_steps
@@ -79,10 +79,10 @@ class ModelKeeper:
             for parameter in [one for one in optimizer.state if one not in states]:
                 del optimizer.state[parameter]
             for parameter, state in states.items():
-                _put_back(optimizer.state[parameter], state)
+                _restore(optimizer.state[parameter], state)
         for optimizer, groups in zip(self._optimizers, kept.groups, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _put_back(group, {**values, "params": group["params"]}, alone=("params",))
+                _restore(group, {**values, "params": group["params"]}, alone=("params",))
         self._sharded.forget_gradients()
         # Gradients as the module's optimizer_zero_grad() left them: possibly zeros, or sums over several batches.
         for (_, parameter), gradient in zip(self._sharded.dense_parameters(), kept.gradients, strict=True):
@@ -105,7 +105,7 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _put_back(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
+def _restore(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
     """Restore *state* from the snapshot *kept*, except for the keys *alone*."""
     for key in [one for one in state if one not in kept]:
         del state[key]

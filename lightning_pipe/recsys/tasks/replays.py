@@ -116,10 +116,10 @@ class RecsysReplays:
 
     def step(self) -> tuple[DeclaredIO, ...]:
         def upstream(ctx: RecsysContext) -> Iterable[Tensor]:
-            handed_on: list[Tensor] = []
+            passed_on: list[Tensor] = []
             for output in ctx.embeddings.ready.values():
-                _tensors(output, handed_on)
-            return [*handed_on, *self._dense]
+                _tensors(output, passed_on)
+            return [*passed_on, *self._dense]
 
         # Outputs that the step has taken, and lookups that it made directly, are left as they are.
         embeddings = DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("embeddings",), upstream)

@@ -25,7 +25,7 @@ from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused import prefetches_set_aside
+from lightning_pipe.recsys.kernels.fused import prefetches_suspended
 from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
@@ -145,10 +145,10 @@ class RecsysSession:
         self._actions = self._training_actions(self.rewrite, transfer=transfer, agree_overflow=loss_scaled, **actions)
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
-    def give_up(self, contexts: Any) -> None:
+    def abandon(self, contexts: Any) -> None:
         """Undo the lookups of batches that will not be trained."""
         if self._actions is not None:
-            self._actions.give_up(contexts)
+            self._actions.abandon(contexts)
 
     def end_training(self) -> None:
         """Restore the model. The process groups and the reducer stay for another training."""
@@ -157,7 +157,7 @@ class RecsysSession:
             rewrite.restore()
 
     @contextmanager
-    def set_aside(self, pipeline: SWPipeline | None) -> Iterator[None]:
+    def suspended(self, pipeline: SWPipeline | None) -> Iterator[None]:
         """Context that suspends training: the model is as if no batch were in flight, and these batches stay valid.
 
         Args:
@@ -167,7 +167,7 @@ class RecsysSession:
             pipeline.settle()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
         sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
-        with prefetches_set_aside(sharded.values()):
+        with prefetches_suspended(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:

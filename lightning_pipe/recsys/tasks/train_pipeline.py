@@ -205,7 +205,7 @@ class TrainPipeline:
         self.attach()
         self._evaluating = True
         try:
-            with self._closed_by_errors(), self._session.set_aside(self.pipeline):
+            with self._closed_by_errors(), self._session.suspended(self.pipeline):
                 if self._sharded is not None:
                     self._sharded.sync_replicas()
                 if self._evaluation is None:
@@ -292,13 +292,13 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Abandon the batches in flight; :meth:`progress` then starts afresh. All ranks call this at the same batch."""
-        self._session.give_up(self.pipeline.in_flight)
+        self._session.abandon(self.pipeline.in_flight)
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
         if not self._closed:
-            self._session.give_up(self.pipeline.in_flight)
+            self._session.abandon(self.pipeline.in_flight)
         self._closed = True
         self._undo.close()
 

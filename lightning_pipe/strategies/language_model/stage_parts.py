@@ -128,17 +128,17 @@ class PartsMaker:
     loss_group: dist.ProcessGroup
 
     def make(
-        self, module: PipelineModule, plan: StagePlan, record: DeferredInit | None, *, stand_ins: bool = False
+        self, module: PipelineModule, plan: StagePlan, record: DeferredInit | None, *, placeholders: bool = False
     ) -> StageParts:
         """Split the module's model, and replace it by the part that this rank keeps.
 
-        The unsplit model cannot be used afterwards, except with *stand_ins*.
+        The unsplit model cannot be used afterwards, except with *placeholders*.
 
         Args:
             module: module with an unsplit model.
             plan: plan for cutting and scheduling the model.
             record: record of the model's construction, if the model has no memory yet.
-            stand_ins: True to use placeholder values, without changes to the unsplit model and the loss scale
+            placeholders: True to use placeholder values, without changes to the unsplit model and the loss scale
                 (default False).
 
         Raises:
@@ -160,7 +160,7 @@ class PartsMaker:
             parallelism=replace(settings.parallelism, meshes=meshes),
             pretrained=module.pretrained_weights(),
             example=example_of(module, plan.num_microbatches),
-            stand_ins=stand_ins,
+            placeholders=placeholders,
         )
         on_all_ranks(
             lambda: check_shared_parameters(plan.spec, {index: stage.module for index, stage in split.stages.items()}),
@@ -179,7 +179,7 @@ class PartsMaker:
             # With other parallel dimensions, ranks that share a stage would wait for the failed rank in its forward.
             carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
         )
-        scaling = None if stand_ins else LossScaling.of(self.precision, self.loss_group, self.device)
+        scaling = None if placeholders else LossScaling.of(self.precision, self.loss_group, self.device)
         context = None
         if meshes.context is not None:
             context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.kept)

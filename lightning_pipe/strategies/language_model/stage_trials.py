@@ -70,7 +70,7 @@ class StageTrials:
         module, whole, maker = self._module, self._module.model, self._maker
         parts: Any = None
         try:
-            parts = maker.make(module, plan, None, stand_ins=True)
+            parts = maker.make(module, plan, None, placeholders=True)
             kept = parts.split.kept
             failed = "the stages cannot be converted to the trainer's precision"
             on_all_ranks(lambda: maker.precision.convert_module(kept), failed, maker.numbers_group)

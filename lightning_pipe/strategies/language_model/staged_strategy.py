@@ -58,7 +58,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         self._known: dict[int, StageParts] = {}
         self._parts: StageParts | None = None
         self._record: DeferredInit | None = None
-        self._put_back: Callable[[], None] | None = None
+        self._restore_buffers: Callable[[], None] | None = None
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -91,8 +91,8 @@ class StagedStrategy(FolderCheckpointStrategy):
         """Refuse plans that would hang or train on wrong gradients, and set compiler options that the plan requires."""
         check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
         compiled = self._options.compile_options is not None
-        if compiled and self._put_back is None and splits_backward(plan.spec) is not False:
-            self._put_back = keep_backward_buffers()
+        if compiled and self._restore_buffers is None and splits_backward(plan.spec) is not False:
+            self._restore_buffers = keep_backward_buffers()
         self._options.check_schedule(plan.spec, sizes)
 
     @property
@@ -230,9 +230,9 @@ class StagedStrategy(FolderCheckpointStrategy):
         return checked_contents(found, checkpoint_path, module)
 
     def teardown(self) -> None:
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._restore_buffers is not None:
+            self._restore_buffers()
+            self._restore_buffers = None
         # The same as Lightning's teardown, except that the module is not moved to the CPU.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

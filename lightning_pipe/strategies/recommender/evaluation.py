@@ -90,14 +90,14 @@ class TableEvaluation:
         """
         if not self._session.options.rewrite.evaluation:
             return default_evaluation(trainer, transfer, step, ahead=0)
-        with self._session.set_aside(self._training()):
+        with self._session.suspended(self._training()):
             evaluation = PipelinedEvaluation(
                 self._session, step, plan, transfer=transfer, lookup_context=self._precision.forward_context
             )
 
         @contextmanager
         def around() -> Generator[None, None, None]:
-            with self._session.set_aside(self._training()), evaluation.attached():
+            with self._session.suspended(self._training()), evaluation.attached():
                 yield
 
         program = EvaluationProgram(
@@ -124,7 +124,7 @@ class TableEvaluation:
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
         """Context in which lookups of the module's method *step* are announced to *turn*."""
-        with self._session.set_aside(self._training()):
+        with self._session.suspended(self._training()):
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._session.new_rewrite(step)
             rewrite = self._turn_rewrites[step]

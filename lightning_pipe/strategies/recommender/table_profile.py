@@ -73,7 +73,7 @@ class TableProfile:
             torch.enable_grad(),
         ):
             keeper = _Keeper(self.trainer, session)
-            kept = keeper.keep()
+            kept = keeper.snapshot()
             try:
                 # With the rewrite method "record", this iteration finds the inputs of the sharded modules.
                 pipeline.run_one_serial_iter(batches[0])
@@ -81,7 +81,7 @@ class TableProfile:
                 return profiler.profile_many(tasks)
             finally:
                 pipeline.abandon()
-                keeper.put_back(kept)
+                keeper.restore(kept)
 
     def _check(self) -> None:
         trainer, rows = self.trainer, self.session.sharded.dynamic_rows
@@ -122,10 +122,10 @@ class _Keeper:
         self._model = ModelKeeper(session.sharded, trainer.optimizers)
         self._device = session.device
 
-    def keep(self) -> tuple[Any, Any]:
-        return self._model.keep(), get_states(self._device)
+    def snapshot(self) -> tuple[Any, Any]:
+        return self._model.snapshot(), get_states(self._device)
 
-    def put_back(self, kept: tuple[Any, Any]) -> None:
+    def restore(self, kept: tuple[Any, Any]) -> None:
         model, generators = kept
-        self._model.put_back(model)
+        self._model.restore(model)
         set_states(generators, self._device)

@@ -116,7 +116,7 @@ class TableTraining:
             "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
             "alone": lambda: rewrite.records and not rewrite.resolved,
             "on_close": self._end,
-            "on_give_up": session.give_up,
+            "on_abandon": session.abandon,
         }
         if self._plan != AUTO:
             pipeline = SWPipeline(recsys_plan(self._plan, tasks), session.device, session.world)
@@ -194,7 +194,7 @@ class TableTraining:
         """See :meth:`RecsysPipelineStrategy.profile`."""
         pipeline = self.pipeline
         assert pipeline is not None
-        with self._session.set_aside(pipeline):
+        with self._session.suspended(pipeline):
             profile = TableProfile(self._trainer, self._session, lightning_loss, pipeline.plan)
             return profile.measure(batches, tasks, rounds, iterations)
 

@@ -282,8 +282,8 @@ def test_the_bound_is_the_busiest_resource_the_slowest_cycle_or_a_batchs_way_by_
     assert lower_bound(tasks, costs, 5).seconds == pytest.approx(9e-3)
     costs["exchange"] = TaskCost(1e-3, "host", 6e-3, "network", "train")
     assert lower_bound(tasks, costs, 1).seconds == pytest.approx(16e-3)
-    given_up = [Dependency("step", "train", 1)]
-    assert lower_bound(tasks, costs, 5, stale=given_up).seconds == pytest.approx(6e-3)
+    abandoned = [Dependency("step", "train", 1)]
+    assert lower_bound(tasks, costs, 5, stale=abandoned).seconds == pytest.approx(6e-3)
     with pytest.raises(PlanError, match="the depth must be at least 1, got 0"):
         lower_bound(tasks, costs, 0)
     with pytest.raises(PlanError, match="on_main names the unknown task 'none'"):

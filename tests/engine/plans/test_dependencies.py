@@ -60,8 +60,8 @@ def test_a_field_and_a_state_of_one_spelling_are_different_things() -> None:
 
 def test_a_dependency_given_up_comes_back_over_one_iteration_more() -> None:
     tasks = [task("forward", [TABLES]), task("backward", writes=[TABLES])]
-    given_up = [Dependency("backward", "forward", 1)]
-    assert set(required_dependencies(tasks, given_up)) == {
+    abandoned = [Dependency("backward", "forward", 1)]
+    assert set(required_dependencies(tasks, abandoned)) == {
         Dependency("forward", "backward", 0),
         Dependency("backward", "forward", 2),
     }

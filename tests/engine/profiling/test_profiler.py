@@ -144,11 +144,11 @@ class Weight:
         self.value = 0
         self.kept = 0
 
-    def keep(self) -> int:
+    def snapshot(self) -> int:
         self.kept += 1
         return self.value
 
-    def put_back(self, kept: int) -> None:
+    def restore(self, kept: int) -> None:
         self.value = kept
 
 

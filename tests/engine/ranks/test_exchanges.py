@@ -24,8 +24,8 @@ def _apart(rank: int) -> None:
     together.place_of_process = lambda: (f"machine {rank}", 0)
 
 
-def _given_up(group: Any) -> Any:
-    return group._given_up
+def _abandoned(group: Any) -> Any:
+    return group._abandoned
 
 
 def _exchanged(group: dist.ProcessGroup, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -84,22 +84,22 @@ def test_several_are_under_way_at_once_beside_other_collectives() -> None:
     run_ranks(several, 2)
 
 
-def given_up(rank: int, world_size: int) -> None:
+def abandoned(rank: int, world_size: int) -> None:
     _apart(rank)
     group = exchanging(new_group())
     for number in range(30):
         sent = torch.full((2 * world_size,), float(number))
         for _ in range(3):
             dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
-        assert len(_given_up(group)) == 3  # their memory is still written to
+        assert len(_abandoned(group)) == 3  # their memory is still written to
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         assert torch.equal(received, sent)
-        assert not _given_up(group)
+        assert not _abandoned(group)
 
 
 def test_those_that_nobody_waits_for_leave_nothing() -> None:
-    run_ranks(given_up, 2)
+    run_ranks(abandoned, 2)
 
 
 class Waited:
@@ -122,9 +122,9 @@ def waits_of_given_up(rank: int, world_size: int) -> tuple[int, list[bool]]:
         dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
     waits: list[bool] = []
     messages = 0
-    for number, (works, tensors) in _given_up(group).items():
+    for number, (works, tensors) in _abandoned(group).items():
         messages += len(works)
-        _given_up(group)[number] = [Waited(work, tensors, waits) for work in works], tensors
+        _abandoned(group)[number] = [Waited(work, tensors, waits) for work in works], tensors
     del works, tensors
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
     return messages, waits
@@ -187,7 +187,7 @@ def refused(rank: int, world_size: int, call: Callable[[dist.ProcessGroup], Any]
     group = exchanging(new_group())
     with pytest.raises(ValueError, match=r"all-to-all|sends itself") as raised:
         call(group)
-    assert not _given_up(group)
+    assert not _abandoned(group)
     even = torch.arange(2)
     dist.all_to_all_single(torch.empty_like(even), even, group=group)  # it is of use as before
     return str(raised.value)

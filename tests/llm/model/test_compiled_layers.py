@@ -106,12 +106,12 @@ def test_keeping_backwards_buffers_is_undone_and_lets_zero_bubble_schedules_comp
     check = functools.partial(check_combination, sharding=None, reshard_after_forward=None, compiled=True)
     with pytest.raises(SetupError, match="donated_buffer"):
         check(SCHEDULES["zbv_zero_bubble"])
-    put_back = keep_backward_buffers()
+    restore = keep_backward_buffers()
     inner = keep_backward_buffers()
     check(SCHEDULES["zbv_zero_bubble"])
     inner()
     assert not config.donated_buffer
-    put_back()
+    restore()
     assert config.donated_buffer
 
 
@@ -121,14 +121,14 @@ def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_co
         earlier = whole_stage()
         compile_layers(earlier, CONFIG.layers, **OPTIONS)
         run(earlier)
-    put_back = keep_backward_buffers()
+    restore = keep_backward_buffers()
     try:
         stage = whole_stage()
         compile_layers(stage, CONFIG.layers, **OPTIONS)
         (one, *_) = inputs()
         loss = loss_of(stage(*one.args, **one.kwargs), one.target)
     finally:
-        put_back()
+        restore()
     loss.backward(retain_graph=True)  # raises for a graph with donated buffers, now that the setting is back
     loss.backward()
 
@@ -151,7 +151,7 @@ OFTEN = ("1f1b, two lengths", "zero bubble, sharded, selective")
 
 def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, list[str]]:
     wrong: dict[str, list[str]] = {}
-    put_back = keep_backward_buffers()
+    restore = keep_backward_buffers()
     for case in cases:
         schedule, mode, sharded, lengths = CASES[case]
 
@@ -163,7 +163,7 @@ def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, lis
         expected, _ = train_stages(rank, schedule, lengths=lengths)
         mine, _ = train_stages(rank, schedule, prepare, sharded=sharded, lengths=lengths)
         wrong[case] = unequal(mine, expected, TOLERANCE)
-    put_back()
+    restore()
     return wrong
 
 

@@ -26,7 +26,7 @@ from lightning_pipe.llm.schedules.named import (
     find_schedule,
     stages_of_rank,
 )
-from lightning_pipe.llm.schedules.simulation import _StandIn, actions_of
+from lightning_pipe.llm.schedules.simulation import _PlaceholderStage, actions_of
 
 
 class OwnSingle(ScheduleGPipe):
@@ -160,7 +160,7 @@ def test_every_schedule_class_of_pytorchs_has_a_name() -> None:
 
 
 def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed_with_it() -> None:
-    stages = [_StandIn(index, 4, 2) for index in (0, 3)]
+    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
     schedule = construct_schedule(SCHEDULES["dualpipev"], stages, 8)
     rows = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
     sent = 0

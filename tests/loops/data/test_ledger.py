@@ -47,7 +47,7 @@ def test_what_is_given_up_is_counted_and_was_not_trained() -> None:
     for _ in range(3):
         next(ledger)
     ledger.retire()
-    assert len(ledger.give_up()) == 2
+    assert len(ledger.abandon()) == 2
     assert (ledger.fetched, ledger.in_flight, ledger.trained) == (3, 0, 1)
 
 
@@ -87,7 +87,7 @@ def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
     for _ in range(3):
         next(ledger)
     ledger.retire()
-    following = InFlightLedger(BatchSource(ledger._fetch, ledger.give_up()))
+    following = InFlightLedger(BatchSource(ledger._fetch, ledger.abandon()))
     assert list(following) == [1, 2, 3, 4]
     assert following.oldest.after == {"given": 2}
 
@@ -97,7 +97,7 @@ def test_a_batch_that_is_skipped_is_neither_trained_nor_given_up() -> None:
     next(ledger), next(ledger)
     ledger.skip()
     assert (ledger.in_flight, ledger.trained) == (1, 0)
-    assert [fetch()[0] for fetch in ledger.give_up()] == [1]
+    assert [fetch()[0] for fetch in ledger.abandon()] == [1]
 
 
 def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> None:
@@ -111,7 +111,7 @@ def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> No
 def test_a_batch_that_was_given_up_is_not_transferred_any_more() -> None:
     ledger = InFlightLedger(numbered(3))
     next(ledger), next(ledger)
-    ledger.give_up()
+    ledger.abandon()
     assert ledger.next_transferred() is None
     next(ledger)
     entry = ledger.next_transferred()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipe.loops.data import next_batch_status
 from lightning_pipe.loops.data.next_batch_status import (
-    Heard,
+    Collected,
     ReducedStatuses,
     StatusBoard,
     Statuses,
@@ -47,12 +47,12 @@ def many_rounds(rank: int, size: int) -> dict[str, Any]:
         heard = []
         for index in range(ROUNDS):
             # A rank says it could not fetch with a number below zero.
-            one.tell(index * (rank - 1), rank == index % (2 * size))
-            heard.append(one.hear())
-        one.tell(7, False)
+            one.post(index * (rank - 1), rank == index % (2 * size))
+            heard.append(one.collect())
+        one.post(7, False)
         one.forget()
-        one.tell(rank, False)
-        found[kind] = heard, one.hear()
+        one.post(rank, False)
+        found[kind] = heard, one.collect()
         dist.barrier()
         one.close()
         one.close()
@@ -80,14 +80,14 @@ def one_leaves(rank: int, size: int) -> Any:
     assert dist.group.WORLD is not None
     board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=HANG))
     assert board is not None
-    board.tell(rank, False)
-    board.hear()
+    board.post(rank, False)
+    board.collect()
     if rank == 1:
         board.close()
         return None
-    board.tell(0, False)
+    board.post(0, False)
     with pytest.raises(RuntimeError) as raised:
-        board.hear()
+        board.collect()
     return str(raised.value)
 
 
@@ -97,9 +97,9 @@ def silent(rank: int, size: int) -> str:
     assert board is not None
     said = ""
     if rank == 0:
-        board.tell(0, False)
+        board.post(0, False)
         with pytest.raises(RuntimeError) as raised:
-            board.hear()
+            board.collect()
         said = str(raised.value)
     dist.barrier()
     return said
@@ -113,8 +113,8 @@ def one_group_in_turns(rank: int, size: int) -> tuple[bool, list[int], int]:
     same = one.open() == (group, statuses)
     for number in range(2):
         _, statuses = one.open()
-        statuses.tell(number + rank, False)
-        heard.append(statuses.hear().greatest)
+        statuses.post(number + rank, False)
+        heard.append(statuses.collect().greatest)
         dist.barrier()
         one.close()
         one.close()
@@ -130,8 +130,8 @@ def test_all_hear_the_least_the_greatest_and_the_flag_of_every_round(kind: str) 
     size = 3
     for found in run_ranks(many_rounds, size):
         heard, last = found[kind]
-        assert heard == [Heard(-index, index, index % (2 * size) < size) for index in range(ROUNDS)]
-        assert last == Heard(0, size - 1, False)
+        assert heard == [Collected(-index, index, index % (2 * size) < size) for index in range(ROUNDS)]
+        assert last == Collected(0, size - 1, False)
         assert found["chosen"] == "StatusBoard"
 
 
@@ -174,9 +174,9 @@ OTHER_RANK = """
 import os, signal, sys
 from lightning_pipe.loops.data.next_batch_status import StatusBoard
 board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 1200.0)
-board.tell(5, True)
-print(board.hear(), flush=True)
-board.tell(6, False)
+board.post(5, True)
+print(board.collect(), flush=True)
+board.post(6, False)
 print("told", flush=True)
 signal.pause()
 """
@@ -186,18 +186,18 @@ def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) 
     path = tmp_path / "board"
     path.write_bytes(bytes(next_batch_status._bytes(2)))
     board = StatusBoard(os.open(path, os.O_RDWR), 0, 2, HANG)
-    board.tell(1, False)
+    board.post(1, False)
     with subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == "Heard(least=1, greatest=5, flagged=True)\n"
+        assert other.stdout.readline() == "Collected(least=1, greatest=5, flagged=True)\n"
         assert other.stdout.readline() == "told\n"
         other.kill()  # and nobody waits for it: its process is still to be seen
-        assert board.hear() == Heard(1, 5, True)
-        board.tell(7, False)
-        assert board.hear() == Heard(6, 7, False)
-        board.tell(8, False)
+        assert board.collect() == Collected(1, 5, True)
+        board.post(7, False)
+        assert board.collect() == Collected(6, 7, False)
+        board.post(8, False)
         with pytest.raises(RuntimeError, match="rank 1 has ended"):
-            board.hear()
+            board.collect()
     board.close()
 
 
@@ -207,12 +207,12 @@ def test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard(tmp_path: Pa
     board, other = (StatusBoard(os.open(path, os.O_RDWR), rank, 2, 60.0) for rank in range(2))
 
     def ends(rank: int) -> bool:
-        other.tell(5, True)
+        other.post(5, True)
         return True
 
-    board.tell(1, False)
+    board.post(1, False)
     with mock.patch.object(next_batch_status, "_LOOK", -1.0), mock.patch.object(board, "_has_ended", ends):
-        assert board.hear() == Heard(1, 5, True)
+        assert board.collect() == Collected(1, 5, True)
     other.close()
     board.close()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchrec
 
-from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient, prefetches_set_aside
+from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient, prefetches_suspended
 from tests.recsys.rewrite_cases import Bags, batches, shard, table_values
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -55,7 +55,7 @@ def test_a_lookup_between_a_prefetch_and_its_own_leaves_what_was_prefetched() ->
     (kernel,) = fused_kernels(module)
     expected = module(batch.sparse).wait().values()
     kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
-    with prefetches_set_aside([module]):
+    with prefetches_suspended([module]):
         assert torch.equal(module(batch.sparse).wait().values(), expected)
         kernel.timesteps_prefetched.append(8)  # of an evaluation that is given up
     assert kernel.timesteps_prefetched == [7]

@@ -49,8 +49,8 @@ def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
     (expected,) = torch.autograd.grad(expected_loss, weight)
 
     cuts: list[Cut] = []
-    handed_on = cut_tensor(source(weight), cuts)
-    loss = use(handed_on)
+    passed_on = cut_tensor(source(weight), cuts)
+    loss = use(passed_on)
     loss.backward()
     assert torch.equal(loss, expected_loss)
     assert weight.grad is None, "the dense backward must stop at the cut"
@@ -62,19 +62,19 @@ def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
 def test_what_is_handed_on_is_no_leaf_and_no_view_and_shares_memory() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     origin = source(weight)
-    handed_on = cut_tensor(origin, [])
-    assert handed_on.requires_grad
-    assert not handed_on.is_leaf
-    assert not handed_on._is_view()
-    assert handed_on.data_ptr() == origin.data_ptr()
+    passed_on = cut_tensor(origin, [])
+    assert passed_on.requires_grad
+    assert not passed_on.is_leaf
+    assert not passed_on._is_view()
+    assert passed_on.data_ptr() == origin.data_ptr()
 
 
 def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_wrong_gradient() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     cuts: list[Cut] = []
-    handed_on = cut_tensor(torch.exp(weight), cuts)  # exp saves its result
-    handed_on.add_(1.0)
-    handed_on.sum().backward()
+    passed_on = cut_tensor(torch.exp(weight), cuts)  # exp saves its result
+    passed_on.add_(1.0)
+    passed_on.sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(cuts[0].source, cuts[0].scaled_gradient(None))
 
@@ -82,9 +82,9 @@ def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_w
 def test_two_backward_passes_add_up_as_they_do_without_a_cut() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     cuts: list[Cut] = []
-    handed_on = cut_tensor(source(weight), cuts)
-    (handed_on * 3).sum().backward()
-    (handed_on * 4).sum().backward()
+    passed_on = cut_tensor(source(weight), cuts)
+    (passed_on * 3).sum().backward()
+    (passed_on * 4).sum().backward()
     assert torch.equal(cuts[0].scaled_gradient(0.5), torch.full((2, 2), 3.5))
 
 

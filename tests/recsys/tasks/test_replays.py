@@ -52,7 +52,7 @@ class Trial:
 
     def iteration(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Train one; returns its output, and what each value has changed by."""
-        self._put_back()
+        self._restore()
         torch.manual_seed(29)
         output = self.pipeline.progress(self.feed)
         after = values_of(self.model)
@@ -70,7 +70,7 @@ class Trial:
         return counted
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for name, value in self.model.dmp.state_dict().items():
             if isinstance(value, ShardedTensor):
                 for index, part in enumerate(value.local_shards()):

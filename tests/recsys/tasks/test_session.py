@@ -90,7 +90,7 @@ def test_evaluated_between_two_batches_the_model_trains_as_without() -> None:
             pipeline.progress(feed)
             if evaluated:
                 state = torch.get_rng_state()
-                with session.set_aside(pipeline):
+                with session.suspended(pipeline):
                     evaluation = PipelinedEvaluation(
                         session, "forward", pipeline.plan, transfer=same, training_step=session.module
                     )
@@ -107,7 +107,7 @@ def test_set_aside_the_model_is_as_it_was_and_afterwards_rewritten_again() -> No
     model = sharded(CASE)
     with session_of(model) as session, pipeline_of(session, adam(model), "prefetch") as pipeline:
         assert replaced(model.module)
-        with session.set_aside(pipeline):
+        with session.suspended(pipeline):
             assert replaced(model.module) == []
         assert replaced(model.module)
 

@@ -217,7 +217,7 @@ def test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learni
         tasks["DenseForward"](first)
         # The tables' rates are those of the batch in training until its backward.
         assert run_until(ahead, "EmbForward") == 0
-        actions.give_up([first, ahead])
+        actions.abandon([first, ahead])
         assert run_until(following, "EmbForward") == 1
     assert steps_of(model) == [1, 1]  # of the one that may still be trained
 

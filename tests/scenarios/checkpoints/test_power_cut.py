@@ -27,8 +27,8 @@ from lightning_pipe.checkpoints.whole_folder import (
     begin_folder,
     finish_folder,
     folder_to_write,
-    put_back,
     remove_folder,
+    restore_replaced,
 )
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
@@ -70,7 +70,7 @@ def check(replay: Replay) -> list[str]:
 
 def texts(folder: Path) -> Any:
     """What a folder and those in it hold, where it is there; one that was put aside is put back first."""
-    put_back(folder)
+    restore_replaced(folder)
     if not folder.exists():
         return None
     assert folder.is_dir()

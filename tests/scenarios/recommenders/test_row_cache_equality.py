@@ -155,7 +155,7 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(seed: int, way: st
         found = run.begin(ids, ticket, step)
         run.looked_up(ids, ticket)
         if chance.random() < 0.1:  # its forward failed
-            _give_up(chance, run, ticket)
+            _abandon(chance, run, ticket)
             run.reference.undo(found)
             # Its number is free again.
             step -= chance.randrange(2)
@@ -173,7 +173,7 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(seed: int, way: st
     run.check_store()
 
 
-def _give_up(chance: random.Random, run: Run, ticket: Ticket) -> None:
+def _abandon(chance: random.Random, run: Run, ticket: Ticket) -> None:
     if chance.random() < 0.5:
         run.cache.discard(ticket)
     else:

@@ -69,18 +69,18 @@ def assert_same_calls(ours: HookRecorder, theirs: HookRecorder, reference: Refer
 
 
 def assert_same_transfers(
-    ours: HookRecorder, theirs: HookRecorder, reference: Reference = EXACTLY, given_up: int = 0
+    ours: HookRecorder, theirs: HookRecorder, reference: Reference = EXACTLY, abandoned: int = 0
 ) -> None:
-    """The batches moved are the same, in the same order; *given_up* more are moved, and not trained.
+    """The batches moved are the same, in the same order; *abandoned* more are moved, and not trained.
 
     Args:
         ours: of the pipeline.
         theirs: of Lightning's loop.
         reference: how far numbers may differ.
-        given_up: batches that are in flight when the run stops early.
+        abandoned: batches that are in flight when the run stops early.
     """
     assert theirs.transfers
-    surplus = len(theirs.transfers) // moved_batches(theirs) * given_up
+    surplus = len(theirs.transfers) // moved_batches(theirs) * abandoned
     assert_same(ours.transfers[: len(ours.transfers) - surplus], theirs.transfers, reference)
     assert theirs.evaluated
     assert_same(ours.evaluated, theirs.evaluated, reference)
@@ -196,7 +196,7 @@ def test_with_the_next_batch_copied_ahead_hooks_come_in_lightnings_order(run: st
     theirs = run_everything(run, "auto", tmp_path / "theirs")
     ours = run_everything(run, "pipeline", tmp_path / "ours")
     assert_same_calls(ours, theirs)
-    assert_same_transfers(ours, theirs, given_up=1 if "early stop" in run else 0)
+    assert_same_transfers(ours, theirs, abandoned=1 if "early stop" in run else 0)
 
 
 def test_a_recording_has_the_hooks_of_all_kinds(tmp_path: Any) -> None:
@@ -271,8 +271,8 @@ def test_under_every_plan_for_tables_hooks_come_in_lightnings_order(run: str) ->
     for plan in PLANS:
         ours = recorded(recsys(plan, optimizer=None if "in_backward" in arguments else SGD))
         assert_same_calls(ours, theirs, rounding)
-        given_up = AHEAD[plan] if "early stop" in run else 0
-        assert_same_transfers(ours, theirs, rounding, given_up)
+        abandoned = AHEAD[plan] if "early stop" in run else 0
+        assert_same_transfers(ours, theirs, rounding, abandoned)
 
 
 # ---------------------------------------------------------------------- stages
@@ -347,4 +347,4 @@ def test_in_stages_hooks_come_in_lightnings_order_but_for_zeroing_gradients(run:
     theirs, rounding = with_rounding(lambda: recorded("auto"))
     theirs.calls = as_in_stages(theirs.calls)
     assert_same_calls(ours, theirs, rounding)
-    assert_same_transfers(ours, theirs, rounding, given_up=1 if "early stop" in run else 0)
+    assert_same_transfers(ours, theirs, rounding, abandoned=1 if "early stop" in run else 0)

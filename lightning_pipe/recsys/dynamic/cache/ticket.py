@@ -64,17 +64,17 @@ class OpenBatches:
 
     Args:
         undo: function that reverts the changes made when a batch began; called with the lock held.
-        behind: function that takes the mark of a discarded batch.
+        discarded: function that takes the mark of a discarded batch.
 
     Attributes:
         lock: lock of headers and open batches, held only briefly. A finaliser never waits for it.
         dropped: batches to end; the next holder of the lock ends them.
     """
 
-    def __init__(self, undo: Callable[[Batch], None], behind: Callable[[Mark | None], None]) -> None:
+    def __init__(self, undo: Callable[[Batch], None], discarded: Callable[[Mark | None], None]) -> None:
         self.lock = threading.Lock()
         self.dropped: deque[Batch] = deque()
-        self._undo, self._behind = undo, behind
+        self._undo, self._discarded = undo, discarded
         self._open: dict[Batch, None] = {}
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class OpenBatches:
             if batch.ended:
                 continue
             self.end(batch)
-            self._behind(batch.mark)
+            self._discarded(batch.mark)
             if batch.begun is not None:
                 self._undo(batch)
 

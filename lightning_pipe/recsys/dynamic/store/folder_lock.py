@@ -51,10 +51,10 @@ class FolderLock:
             self._file.close()
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     for file in _held.values():
         file.close()  # without unlocking, which would release the parent's lock on the shared open file
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

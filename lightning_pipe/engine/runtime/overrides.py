@@ -18,7 +18,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class StandIns:
+class Overrides:
     """Replaces the functions of tasks temporarily.
 
     Args:
