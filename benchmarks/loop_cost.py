@@ -1,10 +1,10 @@
-"""What a step costs beside the model: this project's loop against Lightning's own, over a bare loop.
+"""Framework cost of a step: this project's loop against Lightning's own, each over a bare loop.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.loop_cost`` trains a linear layer on batches that are there already, by hand,
-under Lightning's Trainer with its own loop, and with this project's (``PipelineStrategy``), all in turns; first without
-a ``self.log`` in ``training_step``, then with one. A step's cost is the time from one ``training_step`` to the next,
-less that of the bare loop; printed are medians over rounds, each of which is the median of its steps, and the ratio of
-this project's cost to Lightning's (aim: at most 1.0). All must lose the same, and log the same.
+``OMP_NUM_THREADS=1 python -m benchmarks.loop_cost`` trains a linear layer on batches in memory: in a bare loop, under
+Lightning's Trainer with its own loop, and with this project's loop (``PipelineStrategy``). The three alternate, first
+without a ``self.log`` in ``training_step``, then with one. The cost of a step is the time from one ``training_step`` to
+the next, less that of the bare loop. The output is medians over rounds of the median of each round's steps, and the
+ratio of this project's cost to Lightning's (aim: at most 1.0). The benchmark fails if losses or logged values differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH = 8
 
 
 class Tiny(pl.LightningModule):
-    """A linear layer; notes when its steps begin."""
+    """A linear layer. Records the start times of its steps."""
 
     def __init__(self, logs: bool) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Tiny(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def step_time(self) -> float:
-        """Seconds from one step to the next: the median, without the first tenth of them."""
+        """Median of the seconds from one step to the next, without the first tenth of the steps."""
         return statistics.median(after - before for before, after in pairwise(self.began[len(self.began) // 10 :]))
 
 
 def bare(module: Tiny, data: list[Tensor]) -> None:
-    """What one would write."""
+    """Train in a loop without a framework."""
     optimizer: Any = module.configure_optimizers()
     for index, batch in enumerate(data):
         loss = module.training_step(batch, index)
@@ -67,7 +67,7 @@ def bare(module: Tiny, data: list[Tensor]) -> None:
 
 
 def trained(strategy: Any) -> Callable[[Tiny, list[Tensor]], Any]:
-    """Under a Trainer; returns what it logged."""
+    """Function that trains under a Trainer and returns the logged values."""
 
     def run(module: Tiny, data: list[Tensor]) -> Any:
         batches: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ WAYS: dict[str, Callable[[Tiny, list[Tensor]], Any]] = {
 
 
 def measure(logs: bool, limit: float, options: argparse.Namespace) -> Figure:
-    """All ways in turns; prints them, and returns the ratio."""
+    """Measure all loops, alternating; print the result and return the ratio."""
     # The bare loop has no self.log.
     data = list(torch.randn(options.steps, 4, WIDTH, generator=torch.Generator().manual_seed(1)))
     times: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -108,8 +108,8 @@ def measure(logs: bool, limit: float, options: argparse.Namespace) -> Figure:
             if turn:
                 times[name].append(module.step_time())
     first = torch.stack(ended["bare"][0])
-    assert all(torch.equal(torch.stack(losses), first) for losses, _ in ended.values()), "they trained differently"
-    assert ended["Lightning"][1] == ended["this project"][1], "they logged differently"
+    assert all(torch.equal(torch.stack(losses), first) for losses, _ in ended.values()), "the losses differ"
+    assert ended["Lightning"][1] == ended["this project"][1], "the logged values differ"
     costs = {
         name: [one - base for one, base in zip(times[name], times["bare"], strict=True)]
         for name in ("Lightning", "this project")
@@ -132,7 +132,7 @@ def measure(logs: bool, limit: float, options: argparse.Namespace) -> Figure:
 
 
 def main() -> None:
-    """Print both."""
+    """Print both results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,12 +1,12 @@
-"""What an in-process pipe of CPU partitions gains, against its Sequential on the same micro-batches.
+"""Speed-up of an in-process pipe of CPU partitions over its Sequential on the same micro-batches.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.pipe_speed`` trains a transformer, whose layers are equal, as a pipe of two
-partitions, and as the plain module on one thread, on the same micro-batches, in turns and in both orders. Ideally *n*
-partitions with *m* micro-batches are ``n * m / (m + n - 1)`` times as fast. Aim: 90 % of that, with
-``checkpoint="never"``. Medians over rounds, and the interquartile range of the ratio of rounds.
+``OMP_NUM_THREADS=1 python -m benchmarks.pipe_speed`` trains a transformer with equal layers as a pipe of two partitions
+and as the plain module on one thread, on the same micro-batches, alternating and in both orders. The ideal speed-up of
+*n* partitions with *m* micro-batches is ``n * m / (m + n - 1)``. Aim: 90 % of that, with ``checkpoint="never"``. The
+output is medians over rounds, and the interquartile range of the ratio.
 
-Beside it *at once*: how much longer the plain module takes while as many others train in other threads, each on its
-own, which is what the machine takes from several threads whatever runs in them.
+The column *at once* shows the slowdown of the plain module while one independent copy per further partition trains in
+another thread. This is the loss from several threads on this machine, regardless of their work.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LIMIT = 0.9
 
 
 def main() -> None:
-    """Print a row for each way to train."""
-    options = argparse.ArgumentParser(description="the speed of an in-process pipe on CPUs")
+    """Print a row for each way of training."""
+    options = argparse.ArgumentParser(description="speed-up of an in-process pipe on CPUs")
     options.add_argument("--partitions", type=int, default=2)
     options.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
     options.add_argument("--rounds", type=int, default=12)
@@ -48,7 +48,7 @@ def main() -> None:
     heads = (
         f"{'way':8}{'chunks':>7}{'plain ms':>10}{'at once':>9}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
     )
-    print(f"{heads}  its quartiles; in both orders")
+    print(f"{heads}  quartiles of the last; median in each order")
     figures = []
     for chunks in given.chunks:
         plain, *others = (transformer(given.width, given.partitions) for _ in range(given.partitions))
@@ -88,33 +88,33 @@ def transformer(width: int, partitions: int) -> nn.Sequential:
 
 
 def by_forward(pipe: Pipe, inputs: Tensor, targets: Tensor) -> None:
-    """GPipe's order."""
+    """Train in the order of GPipe."""
     pipe.zero_grad()
     nn.functional.mse_loss(pipe(inputs), targets).backward()
 
 
 def by_loss(pipe: Pipe, inputs: Tensor, targets: Tensor) -> None:
-    """1F1B."""
+    """Train in the order of 1F1B."""
     pipe.zero_grad()
     pipe.loss(inputs, targets, nn.MSELoss()).backward()
 
 
 def whole(module: nn.Sequential, inputs: Tensor, targets: Tensor, chunks: int) -> None:
-    """All forwards, then one backward."""
+    """Train the plain module with all forwards before one backward."""
     module.zero_grad()
     output = torch.cat([module(piece) for piece in scatter(inputs, chunks)])
     nn.functional.mse_loss(output, targets).backward()
 
 
 def in_turns(module: nn.Sequential, inputs: Tensor, targets: Tensor, chunks: int) -> None:
-    """A backward behind each forward."""
+    """Train the plain module with a backward after each forward."""
     module.zero_grad()
     for piece, target in zip(scatter(inputs, chunks), scatter(targets, chunks), strict=True):
         (nn.functional.mse_loss(module(piece), target) / chunks).backward()
 
 
 def at_once(steps: Sequence[Callable[[], None]]) -> None:
-    """Each in a thread of its own."""
+    """Run each step in a separate thread."""
     threads = [threading.Thread(target=step) for step in steps]
     for thread in threads:
         thread.start()
@@ -123,7 +123,7 @@ def at_once(steps: Sequence[Callable[[], None]]) -> None:
 
 
 def measure(steps: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Seconds of each step, in each round; every second round in the other order."""
+    """Seconds of each step in each round. Every second round runs the steps in reverse order."""
     for step in steps:
         step()
         step()

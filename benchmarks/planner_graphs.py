@@ -1,19 +1,19 @@
-"""Synthetic task graphs for real: what the simulator says of plans, and what the planner's choice takes.
+"""Execution of synthetic task graphs: accuracy of the simulator, and distance of the planner's choice from the bound.
 
-``python -m benchmarks.planner_graphs`` runs 30 random graphs whose tasks' durations are known: network,
-disk and copies wait on a timer, compute runs a kernel until it has had a core for so long, on no more lanes than there
-are cores. For each graph the best plans that the planner finds, the serial plan and, for a small graph, the best of
-all plans run in turns on the real pipeline, and one is taken by these measurements, as it is in training. Printed are
+``python -m benchmarks.planner_graphs`` runs 30 random graphs whose tasks have known durations: network, disk and copy
+tasks wait on a timer, and compute tasks run a kernel until it has used a core for a given time, on at most one lane per
+core. For each graph, the best plans that the planner finds, the serial plan and, for a small graph, the best of all
+plans alternate on the real pipeline. One plan is chosen by these measurements, as in training. The output is
 
-- the lower bound: the larger of the busiest resource and the slowest cycle of dependencies;
-- the chosen plan's milliseconds per iteration, simulated and measured, and how far they are apart (aim: 10 %);
-- how far the measured time is above the bound (aim: 3 % for the median of all graphs) and above that of the best of
-  all plans;
-- the same of all plans that were run, at the end.
+- the lower bound: the larger of the busiest resource and the slowest dependency cycle;
+- simulated and measured milliseconds per iteration of the chosen plan, and their difference (aim: 10 %);
+- the excess of the measured time over the bound (aim: 3 % for the median of all graphs) and over the time of the best
+  of all plans;
+- a summary over all executed plans at the end.
 
-Times are medians over rounds. Disturbed runs are repeated (see ``benchmarks/quiet.py``); the last column counts those
-that stayed disturbed. Figures are the median and the worst of measured / bound over graphs; with ``--seconds`` it ends
-with the graph at which that long is over.
+Times are medians over rounds. Disturbed runs are repeated (see ``benchmarks/quiet.py``), and the last column counts
+runs that stayed disturbed. The figures are the median and the maximum of measured / bound over graphs. With
+``--seconds``, no further graph starts after that time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ HEADS = ("bound", "simulated", "measured", "apart", "over bound", "over best", "
 
 @dataclass
 class Figures:
-    """Of all graphs: how far off the simulation is of each plan, and how far above what is possible the chosen ones."""
+    """Relative errors over all graphs.
+
+    Attributes:
+        apart: error of the simulation of each plan.
+        over: excess of the chosen plan over the bound.
+        over_best: excess of the chosen plan over the best of all plans.
+    """
 
     apart: list[float] = field(default_factory=list)
     over: list[float] = field(default_factory=list)
@@ -52,13 +58,13 @@ class Figures:
 
 def main() -> None:
     """Run the graphs and print the table."""
-    options = argparse.ArgumentParser(description="what the planner's plans take on random synthetic task graphs")
+    options = argparse.ArgumentParser(description="times of the planner's plans on random synthetic task graphs")
     options.add_argument("--first", type=int, default=0, help="seed of the first graph")
     options.add_argument("--graphs", type=int, default=30)
-    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no graph after as many")
-    options.add_argument("--rounds", type=int, default=6, help="6 or more: with fewer no plan can be chosen")
-    options.add_argument("--iterations", type=int, default=8, help="of a plan in a round")
-    options.add_argument("--plans", action="store_true", help="print every plan that was run, too")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="start no graph after this time")
+    options.add_argument("--rounds", type=int, default=6, help="at least 6; with fewer, no plan can be chosen")
+    options.add_argument("--iterations", type=int, default=8, help="iterations of a plan per round")
+    options.add_argument("--plans", action="store_true", help="also print every plan that was run")
     add_options(options)
     given = options.parse_args()
     kernel, quiet = Kernel(), QuietRuns()
@@ -71,7 +77,7 @@ def main() -> None:
         graph = random_graph(seed, kernel=kernel)
         _run_graph(graph, quiet, given, figures)
     for what, values, aim in (
-        ("simulated and measured time of every plan that was run", figures.apart, 0.10),
+        ("error of the simulation, all plans that were run", figures.apart, 0.10),
         ("the chosen plan over the bound", figures.over, LIMIT - 1),
         ("the chosen plan over the best of all plans", figures.over_best, 0.05),
     ):
@@ -83,7 +89,7 @@ def main() -> None:
 
 
 def found_of(figures: Figures) -> list[Figure]:
-    """The median over graphs, and the worst, as ratios."""
+    """Figures of the median and the worst ratio over graphs."""
     ratios = [1 + over for over in figures.over]
     spread = quartiles(ratios) if len(ratios) > 1 else (ratios[0], ratios[0])
     what = "planner: measured iteration / bound of synthetic graphs"
@@ -94,7 +100,7 @@ def found_of(figures: Figures) -> list[Figure]:
 
 
 def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace, figures: Figures) -> None:
-    """Print a graph's row and note its figures."""
+    """Run a graph, print its row and add its figures."""
     found = find_plans(graph.tasks, graph.costs, graph.limits, graph.machine, keep=most_found(given.rounds))
     serial = PipelinePlan([(task, TaskSchedule()) for task in graph.tasks], name="serial")
     bound = lower_bound(graph.tasks, graph.costs, graph.limits.max_in_flight, graph.machine).seconds
@@ -132,11 +138,11 @@ def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace, figure
 
 
 def _best_of_all(graph: Graph, found: PlanCandidate, bound: float) -> PipelinePlan | None:
-    """The best plan there is, by simulation; None where there are too many to try."""
+    """The best of all plans by simulation, or None if the graph has too many plans to try."""
     if len(graph.tasks) > EXHAUSTIVE_TASKS:
         return None
     if found.seconds <= bound * (1 + 1e-6):
-        return found.plan  # nothing is better
+        return found.plan  # no plan can be better
     try:
         return best_of_all(graph).plan
     except PlanError:
@@ -144,7 +150,7 @@ def _best_of_all(graph: Graph, found: PlanCandidate, bound: float) -> PipelinePl
 
 
 def _seconds(pipeline: SWPipeline, iterations: int) -> float:
-    """Of an iteration."""
+    """Seconds per iteration."""
     data = repeat(None)
     for _ in range(WARM_UP):
         pipeline.progress(data)

@@ -1,13 +1,13 @@
-"""What TaskProfiler says a task costs an iteration, against what it does cost, where that is known.
+"""Accuracy of TaskProfiler: exposed time of tasks whose true exposed time is known.
 
-``python -m benchmarks.profiler_accuracy`` takes 30 random graphs whose tasks' durations are known (see
-``benchmarks/planner_graphs.py``) and profiles each task, for real, in the serial plan and in the best plan that the
-planner finds. The truth is what the simulator says: the time per iteration with the task's work, less that without it.
-In a serial plan without background work that is the task's duration.
+``python -m benchmarks.profiler_accuracy`` runs 30 random graphs whose tasks have known durations (see
+``benchmarks/planner_graphs.py``) and profiles each task in the serial plan and in the best plan that the planner finds.
+The true exposed time comes from the simulator: the time per iteration with the task's work, less the time without it.
+In a serial plan without background work this is the task's duration.
 
-Printed are, for each plan, the time per iteration, simulated and measured, and the task whose exposed time is furthest
-off, as a part of the simulated time per iteration (aim: 5 %); at the end the same of all. Disturbed runs are repeated
-(see ``benchmarks/quiet.py``); the last column counts those that stayed disturbed.
+For each plan, the output is the simulated and measured time per iteration, and the task with the largest error of its
+exposed time, as a share of the simulated time per iteration (aim: 5 %). A summary over all plans follows. Disturbed
+runs are repeated (see ``benchmarks/quiet.py``), and the last column counts runs that stayed disturbed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS = ("simulated", "measured", "error", "true", "found", "95 %", "disturbed")
 
 
 class Error(NamedTuple):
-    """How far a task's exposed time is off, as a part of the time per iteration; and its seconds."""
+    """Error of a task's exposed time as a share of the time per iteration, and the times in seconds."""
 
     part: float
     task: str
@@ -46,7 +46,7 @@ def main() -> None:
     options.add_argument("--graphs", type=int, default=30)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument(
-        "--iterations", type=int, default=12, help="of a pipelined plan, a third of them of a serial one"
+        "--iterations", type=int, default=12, help="iterations of a pipelined plan; a serial plan runs a third"
     )
     options.add_argument("--tasks", action="store_true", help="print every task")
     add_options(options)
@@ -71,7 +71,7 @@ def main() -> None:
             f" tasks, and all tasks of {good} of {len(of_graphs)} plans; median {statistics.median(parts):.1%}, worst"
             f" {max(parts):.1%}"
         )
-    # The last of them: of both plans.
+    # `parts` is that of the last entry, both plans.
     middle, what = statistics.median(parts), "profiler: error of a task's exposed time / iteration"
     save([Figure(f"{what}, median", middle, "ratio", quartiles(parts), f"<= {AIM:g}", middle <= AIM)], given.json)
 
@@ -79,7 +79,7 @@ def main() -> None:
 def _profile(
     graph: Graph, plan: PipelinePlan, quiet: QuietRuns, rounds: int, iterations: int, every: bool
 ) -> list[Error]:
-    """Print a plan's row, or one a task; the errors of all tasks."""
+    """Print one row for a plan, or one per task, and return the errors of all tasks."""
     truth = simulate(plan, graph.costs, graph.machine)
     seconds = truth.seconds_per_iteration
     disturbed_before = quiet.disturbed

@@ -1,7 +1,8 @@
-"""Timing on a machine that others use too: a run is repeated when it was disturbed.
+"""Timing on a shared machine: disturbed runs are repeated.
 
-A run counts as disturbed when others had more than 3 % of the cores while it lasted and its threads, ready to go on,
-waited for a core for more than 2 % of the time. Where the system does not say so (all but Linux) no run is.
+A run counts as disturbed if other processes used more than 3 % of the cores during it and its runnable threads waited
+for a core for more than 2 % of the time. On systems without this information (all but Linux), no run counts as
+disturbed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ T = TypeVar("T")
 
 _SHARE, _WAITED = 0.03, 0.02
 _REPEATS = 5
-_PAUSE = 0.05  # seconds between two looks at a busy machine
+_PAUSE = 0.05  # seconds between two checks of a busy machine
 
 
 class QuietRuns:
-    """Runs things while nobody else does much.
+    """Repeats runs that other processes disturbed.
 
     Args:
-        patience: seconds to wait, over the life of this object, for others to stop.
+        patience: total time in seconds that this object waits for a quiet machine (default 60).
 
     Attributes:
-        disturbed: how many runs stayed disturbed in all repetitions.
+        disturbed: number of runs that were disturbed in all repetitions.
     """
 
     def __init__(self, patience: float = 60.0) -> None:
@@ -34,9 +35,12 @@ class QuietRuns:
         self.disturbed = 0
 
     def run(self, body: Callable[[], T]) -> T:
-        """What *body* returns, of the first run that nobody disturbed, or of the least disturbed of five.
+        """Call *body* until a run is undisturbed, at most five times.
 
-        Threads that it uses are there before it and after it.
+        The threads that *body* uses must exist before and after it.
+
+        Returns:
+            The result of the undisturbed run, or of the least disturbed one.
         """
         runs: list[tuple[float, T]] = []
         for _ in range(_REPEATS):
@@ -59,7 +63,7 @@ class QuietRuns:
 
 
 class _Watch:
-    """What others had of the machine since this was made, and what of it was this process's loss."""
+    """Use of the machine by other processes since this object was created, and the delay of this process by it."""
 
     def __init__(self) -> None:
         self._begun, self._idle, self._own, self._waited = time.perf_counter(), _idle(), time.process_time(), _waited()
@@ -68,7 +72,7 @@ class _Watch:
         return self.used_by_others() and self.waited() > _WAITED
 
     def waited(self) -> float:
-        """For how long threads waited for a core, as a part of the time."""
+        """Time that threads waited for a core, as a share of the elapsed time."""
         return (_waited() - self._waited) / (time.perf_counter() - self._begun)
 
     def used_by_others(self) -> bool:
@@ -77,12 +81,12 @@ class _Watch:
             return False
         available = (time.perf_counter() - self._begun) * (os.cpu_count() or 1)
         used = available - (now - before) - (time.process_time() - self._own)
-        # The system counts in ticks: one of them says nothing.
+        # The system counts in ticks, so a difference of one tick is not significant.
         return used > _SHARE * available + 1 / os.sysconf("SC_CLK_TCK")
 
 
 def _idle() -> float | None:
-    """Seconds for which the cores were idle so far, together; None where the system does not say."""
+    """Total idle seconds of all cores since boot, or None if the system does not report them."""
     try:
         ticks = Path("/proc/stat").read_text().splitlines()[0].split()[4:6]
     except OSError:
@@ -91,5 +95,5 @@ def _idle() -> float | None:
 
 
 def _waited() -> float:
-    """Seconds for which this process's threads, ready to go on, waited for a core so far, together."""
+    """Total seconds that runnable threads of this process have waited for a core."""
     return sum(int(path.read_text().split()[1]) for path in Path("/proc/self/task").glob("*/schedstat")) * 1e-9

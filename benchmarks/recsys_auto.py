@@ -1,15 +1,15 @@
-"""The plan that ``plan: auto`` finds against those written by hand, on one machine, in turns within one run.
+"""The plan that ``plan: auto`` finds against the handwritten plans, alternating in one run on one machine.
 
-``python -m benchmarks.recsys_auto movielens`` trains the MovieLens example on two processes; ``slow`` trains pooled
-tables and an MLP on two that a rate-limited link joins (:mod:`slow_link`; root is needed), with so many ids that their
-exchange alone takes 0.5, 1 and 2 times as long as the rest of an iteration (``--exchange``).
+``python -m benchmarks.recsys_auto movielens`` trains the MovieLens example on two processes. ``slow`` trains pooled
+tables and an MLP on two processes joined by a rate-limited link (:mod:`slow_link`; requires root). The number of ids is
+set so that their exchange alone takes 0.5, 1 and 2 times as long as the rest of an iteration (``--exchange``).
 
-Both train under a Trainer. Plan auto finds its plan first, as it does for a user. Then that plan, the same again, and
-the serial, the base and the prefetch plan take turns: a block of iterations each, in another order in every round; what
-is in flight is trained between blocks, and the iterations that fill a pipeline are not timed. Printed are, for each,
-the median time of an iteration over blocks and the middle half; and the ratio of auto's to the best of those written
-by hand, with a 95 % interval (bootstrap over rounds, the best being chosen anew in each sample), beside the ratio of
-auto's plan to the same again, which is nothing but noise.
+Both train under a Trainer. First, plan auto finds its plan, as in normal training. Then this plan, the same plan a
+second time, and the serial, base and prefetch plans alternate in blocks of iterations, in a different order in each
+round. Batches in flight are trained between blocks, and the iterations that fill a pipeline are not timed. The output
+is the median iteration time and the interquartile range of each plan over blocks, and the ratio of auto to the best
+handwritten plan with a 95 % interval (bootstrap over rounds, which selects the best plan again in each sample). The
+ratio of auto to its second run shows the noise.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
 
 
 class Turns(TrainingProgram):
-    """Trains under several plans by turns, and times them.
+    """Trains under several alternating plans, and times them.
 
     Args:
-        program: what trains under one of them; this one takes its place.
-        plans: by the name under which their times are kept.
-        device: see :class:`~lightning_pipe.engine.SWPipeline`.
-        steps: iterations timed in a block.
-        rounds: in each of which every plan has a block. One more goes before, which is not kept.
+        program: program that this one replaces.
+        plans: plans by the names of their times.
+        device: as in :class:`~lightning_pipe.engine.SWPipeline`.
+        steps: timed iterations per block.
+        rounds: number of rounds, with one block of every plan in each. A first round is run in addition and discarded.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Turns(TrainingProgram):
         self._blocks = deque(name for _ in range(rounds + 1) for name in draw.sample(list(plans), len(plans)))
         self.times: dict[str, list[float]] = {name: [] for name in plans}
         self._begun = 0
-        self._drains = True  # the batch that the first pipeline may have to train alone
+        self._drains = True  # the first pipeline may hold a batch in flight, which it must train first
         program.pipeline.close()
         self.pipeline = self._pipelines[self._blocks[0]]
 
     @property
     def done(self) -> bool:
-        """Whether every block is over."""
+        """True after the last block."""
         return not self._blocks
 
     def begin(self, source: Iterator[Any]) -> TrainingContext:
@@ -113,13 +113,13 @@ class Turns(TrainingProgram):
 
 
 class InTurns(RecsysPipelineStrategy):
-    """Trains under several plans by turns.
+    """Strategy that trains under several alternating plans.
 
     Args:
-        plans: names or plans, by the name under which their times are kept.
-        steps: see :class:`Turns`.
-        rounds: see there.
-        options: of the strategy.
+        plans: plans or their names, by the names of their times.
+        steps: as in :class:`Turns`.
+        rounds: as in :class:`Turns`.
+        options: further arguments of the strategy.
     """
 
     def __init__(self, plans: Mapping[str, Any], steps: int, rounds: int, **options: Any) -> None:
@@ -138,10 +138,10 @@ class InTurns(RecsysPipelineStrategy):
 
 
 class StopWhen(pl.Callback):
-    """Ends training once *over* says so.
+    """Ends training once *over* returns True.
 
     Args:
-        over: alike on every rank.
+        over: function with the same result on every rank.
     """
 
     def __init__(self, over: Callable[[], bool]) -> None:
@@ -153,15 +153,15 @@ class StopWhen(pl.Callback):
 
 @dataclass
 class Workload:
-    """What is trained."""
+    """Model and data of a comparison."""
 
     module: pl.LightningModule
     data: pl.LightningDataModule | DataLoader[Any]
-    options: Mapping[str, Any]  # of the strategy
+    options: Mapping[str, Any]  # arguments of the strategy
     nodes: int
 
     def fit(self, strategy: RecsysPipelineStrategy, over: Callable[[], bool], folder: str) -> None:
-        """Train until *over*, with loggers as in the examples."""
+        """Train until *over* returns True, with the loggers of the examples."""
         trainer = pl.Trainer(
             accelerator="cpu",
             num_nodes=self.nodes,
@@ -180,14 +180,14 @@ class Workload:
         trainer.fit(self.module, self.data)
 
     def choice(self, folder: str) -> PlanChoice:
-        """What plan auto chooses."""
+        """Choice of plan auto."""
         strategy = RecsysPipelineStrategy("auto", **self.options)
         self.fit(strategy, lambda: strategy.plan_choice is not None, folder)
         assert strategy.plan_choice is not None
         return strategy.plan_choice
 
     def times(self, plans: Mapping[str, Any], steps: int, rounds: int, folder: str) -> dict[str, list[float]]:
-        """Seconds an iteration, of each plan in each round, beginning with the second."""
+        """Seconds per iteration of each plan in each round, without the first round."""
         strategy = InTurns(plans, steps, rounds, **self.options)
         self.fit(strategy, lambda: strategy.turns is not None and strategy.turns.done, folder)
         assert strategy.turns is not None
@@ -198,7 +198,7 @@ class Workload:
 
 
 class _Repeated(RatingDataset):
-    """An epoch that is long enough to know no end."""
+    """The dataset repeated 200 times, so that the epoch does not end during the benchmark."""
 
     def __len__(self) -> int:
         return 200 * super().__len__()
@@ -217,7 +217,7 @@ class _LongMovieLens(MovieLensData):
 
 
 def movielens() -> Workload:
-    """The example, as ``make train`` trains it."""
+    """The example with the options of ``make train``."""
     return Workload(MovieLensDLRM(learning_rate=5e-4, table_learning_rate=5e-3), _LongMovieLens(), {}, nodes=1)
 
 
@@ -236,7 +236,7 @@ class Pooled(pl.LightningModule):
             [EmbeddingBagConfig(ROWS, WIDTH, name=f"t{i}", feature_names=[f"f{i}"]) for i in range(TABLES)]
         )
         self.first = nn.Linear(TABLES * WIDTH, HIDDEN)
-        # Used again and again: the step is to be mostly computing, not the exchange of many layers' gradients.
+        # One layer is used many times, so that the step is mostly compute and not the all-reduce of many gradients.
         self.again = nn.Linear(HIDDEN, HIDDEN)
         self.last = nn.Linear(HIDDEN, 1)
 
@@ -273,7 +273,7 @@ def pooled(pooling: int) -> Workload:
     """Batches with *pooling* ids for each table and row."""
     optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
     loader = DataLoader(_Endless(int(os.environ["RANK"]), pooling), batch_size=None)
-    # Tables that every rank has whole would need no exchange.
+    # Tables that are replicated on every rank would need no exchange.
     constraints = {f"t{i}": {"sharding_types": ["table_wise"]} for i in range(TABLES)}
     return Workload(
         Pooled(), loader, {"sparse_optimizer": optimizer, "sharding": {"constraints": constraints}}, nodes=2
@@ -281,8 +281,10 @@ def pooled(pooling: int) -> Workload:
 
 
 def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:
-    """The workload whose ids take about *exchange* times as long to exchange as the rest of an iteration does, one
-    batch after the other; and what it was in the end.
+    """Workload whose ids take about *exchange* times as long to exchange as the rest of a serial iteration.
+
+    Returns:
+        The workload, and a description with the measured times.
     """
     pooling = 30.0
     for _ in range(6):
@@ -292,13 +294,13 @@ def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:
         found = ids / (seconds - ids)
         if abs(found / exchange - 1) < 0.2:
             break
-        # More ids make the rest longer too, and some of their exchange takes as long with few of them.
+        # More ids also lengthen the rest, and the exchange has a constant part.
         pooling = min(500.0, max(1.0, pooling * min(3.0, max(0.3, exchange / found))))
-    return workload, f"{round(pooling)} ids a table and row: {1e3 * ids:.1f} ms to exchange, {found:.2f} times the rest"
+    return workload, f"{round(pooling)} ids per table and row: {1e3 * ids:.1f} ms exchange, {found:.2f} times the rest"
 
 
 def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple[float, dict[str, float]]:
-    """Seconds of an iteration, and of each task in it, one batch after the other; means of the ranks' medians."""
+    """Seconds of a serial iteration and of each of its tasks, as means of the ranks' medians."""
     strategy = RecsysPipelineStrategy("serial", **workload.options)
     begun: list[float] = []
     own: dict[str, float] = {}
@@ -327,7 +329,7 @@ def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple
 
 
 def compare(workload: Workload, what: str, options: argparse.Namespace, folder: str) -> None:
-    """Find a plan, measure it beside the others, print."""
+    """Find a plan, measure it against the others, and print the result."""
     begun = time.perf_counter()
     choice = workload.choice(folder)
     looked = time.perf_counter() - begun
@@ -351,21 +353,21 @@ def compare(workload: Workload, what: str, options: argparse.Namespace, folder: 
     if choice.plan.name not in BY_HAND:
         print(choice.plan)
     best = min(median(name, range(rounds)) for name in BY_HAND)
-    print(f"{'plan':<14}{'median':>10}{'middle half':>20}{'of the best by hand':>22}")
+    print(f"{'plan':<14}{'median':>10}{'quartiles':>20}{'/ best handwritten':>22}")
     for name, of_name in times.items():
         low, _, high = statistics.quantiles(of_name, n=4)
         middle = median(name, range(rounds))
         print(
             f"{name:<14}{1e3 * middle:>7.2f} ms{1e3 * low:>11.2f} - {1e3 * high:.2f} ms{middle / best:>19.3f}",
         )
-    for name, statistic in (("auto / best by hand", ratio), ("auto / auto again", noise)):
+    for name, statistic in (("auto / handwritten", ratio), ("auto / auto again", noise)):
         low, high = interval(statistic, rounds)
         print(f"{name:<22}{statistic(range(rounds)):.3f}  ({low:.3f} to {high:.3f})")
     sys.stdout.flush()
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """What each of the two processes does."""
+    """Run one of the two processes."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -380,19 +382,19 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start two processes, or be one of them."""
+    """Start two processes, or run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=("movielens", "slow"))
-    parser.add_argument("--steps", type=int, default=20, help="iterations timed in a block")
+    parser.add_argument("--steps", type=int, default=20, help="timed iterations per block")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--exchange", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="slow: times the rest")
-    parser.add_argument("--rate", default="200mbit", help="slow: of the link, each way, as tc takes it")
+    parser.add_argument("--exchange", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="slow: exchange / rest")
+    parser.add_argument("--rate", default="200mbit", help="slow: rate of the link per direction, in tc's format")
     options = parser.parse_args()
     if options.workload == "slow" and "RANK" not in os.environ:
         with slow_link(options.rate) as link:
             link.run([sys.executable, "-m", "benchmarks.recsys_auto", *sys.argv[1:]], timeout=3600)
     else:
-        run_rank(options)  # of MovieLens, Lightning starts the other process
+        run_rank(options)  # for MovieLens, Lightning starts the other process
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""What batches in flight take: the most bytes of live tensors under each exact plan, over those of the serial plan.
+"""Memory of batches in flight: peak bytes of live tensors under each exact plan, over those of the serial plan.
 
-``torchrun --nproc-per-node 2 -m benchmarks.recsys_live_bytes`` trains the model of :mod:`recsys_model` under
-the serial plan and under each plan that works ahead, on the same batches, and counts what every rank holds. A plan that
-works ``n`` batches ahead holds ``n`` batches more than the serial one, so that is what it may take::
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_live_bytes`` trains the model of :mod:`recsys_model` under the serial
+plan and under each plan that works ahead, on the same batches, and counts the bytes on every rank. A plan that works
+``n`` batches ahead may hold ``n`` batches more than the serial plan. The ratio for each step and rank is::
 
-    (most bytes of the plan in a step - most bytes of the serial plan in that step) / bytes of the n batches behind it
+    (peak bytes of the plan in a step - peak bytes of the serial plan in that step) / bytes of the n batches after it
 
-for each step and rank; the figure is the worst of them, with quartiles (aim: at most 1.1).
+The figure is the maximum of these ratios, with quartiles (aim: at most 1.1).
 
-Counted is what a process allocates for tensors: the storages that come out of an operation, once each, whatever views
-there are of them, from when the operation returns to when nothing holds them any more; on the main thread, the
-pipeline's own threads and in backward. Not counted are tensors that were there before: parameters and optimiser states,
-and the loader's batches, which a copy takes to the device (on a CPU it clones them, since nothing else would be the
-device's). Messages under way are tensors, and counted. The bytes of a batch are those of its dense features, labels,
-ids and lengths, and of its distributed form: ids and lengths that this rank has of it after TorchRec's own input dist;
-not of what is derived from these, such as offsets, and not of messages.
+The count includes the storages of tensors that operations return, on the main thread, on the pipeline's threads and in
+backward. A storage counts once, regardless of its views, from the end of the operation until its release. Messages in
+flight are tensors and are included. Existing tensors are not: parameters, optimiser states and the loader's batches,
+which are copied to the device (on a CPU they are cloned, so that the device's copy is counted). The bytes of a batch
+are those of its dense features, labels, ids and lengths, and of its ids and lengths on this rank after TorchRec's input
+dist, without derived tensors such as offsets, and without messages.
 
-All plans must lose the same, to the bit.
+The benchmark fails if the losses of the plans are not equal to the bit.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 PLANS = ("base", "prefetch", "early_prefetch", "fused_sparse_dist")
 LIMIT = 1.1
-WARM_UP = 4  # steps: the first ones resolve the model, fill the pipeline, and make gradients and optimiser states
+WARM_UP = 4  # steps that resolve the model, fill the pipeline, and create gradients and optimiser states
 
 
 class LiveStorages:
-    """Bytes of the storages that operations made, until they are gone.
+    """Bytes of the live storages that operations created.
 
     Attributes:
-        now: at present.
-        peak: the most since it was last set.
+        now: current bytes.
+        peak: maximum of the bytes since this attribute was last set.
     """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
-        self._lock = threading.RLock()  # a storage may go while one is being noted
+        self._lock = threading.RLock()  # a storage may be released while another is recorded
         self.now = 0
         self.peak = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in this thread, and in all that begin meanwhile, for as long as those live."""
+        """Count in this thread during the body, and in threads that start in the body until they end."""
         run = threading.Thread.run
 
         def counted(thread: threading.Thread) -> None:
@@ -76,7 +75,7 @@ class LiveStorages:
             yield
 
     def note(self, tensors: Iterable[Tensor], taken: Iterable[Tensor]) -> None:
-        """Of an operation: what it gave, and what it was given."""
+        """Record an operation's output *tensors*. Storages of its inputs *taken* are not new."""
         old = {one.untyped_storage()._cdata for one in taken}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -95,7 +94,7 @@ class LiveStorages:
 
 
 class _Mode(TorchDispatchMode):
-    """Tells a :class:`LiveStorages` of every operation of a thread."""
+    """Reports every operation of a thread to a :class:`LiveStorages`."""
 
     def __init__(self, storages: LiveStorages) -> None:
         super().__init__()
@@ -111,10 +110,10 @@ class _Mode(TorchDispatchMode):
 
 
 class Copied(Batch):
-    """A batch that is copied on a CPU too."""
+    """A batch that is also copied on a CPU."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """A copy."""
+        """Copy of the batch on *device*."""
         ids = self.sparse
         copies = (ids.values(), ids.lengths(), self.dense, self.label)
         values, lengths, dense, label = (one.to(device, non_blocking=non_blocking, copy=True) for one in copies)
@@ -123,19 +122,19 @@ class Copied(Batch):
 
 @dataclass
 class Run:
-    """Of each step what it lost, and the most bytes of live tensors in it."""
+    """Loss and peak bytes of live tensors of each step."""
 
     losses: list[float]
     most: list[int]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, once each."""
+    """Total bytes of the tensors' distinct storages."""
     return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def distributed_bytes(sharded: ShardedModel, data: list[Batch]) -> list[int]:
-    """Of each batch, the ids and lengths that this rank is sent by TorchRec's input dist."""
+    """Bytes of the ids and lengths of each batch that TorchRec's input dist sends to this rank."""
     (module,) = sharded.sharded_modules.values()
     found = []
     for batch in data:
@@ -145,7 +144,7 @@ def distributed_bytes(sharded: ShardedModel, data: list[Batch]) -> list[int]:
 
 
 def trained(plan: str, data: list[Batch], options: argparse.Namespace, device: torch.device) -> tuple[Run, int]:
-    """Under *plan*; and how many batches it works ahead."""
+    """Train under *plan*, and return the run and the number of batches that the plan works ahead."""
     sharded, optimizer = ours(options, device, None)
     live, run = LiveStorages(), Run([], [])
     with live.counting():
@@ -190,7 +189,7 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     made = batches(options, rank, on_gpu)
     copied = [Copied(one.dense, one.sparse, one.label) for one in made]
-    # A few more than are looked at: behind the last of those there are as many as a plan works ahead.
+    # More batches than measured steps, so that the last measured step has the batches that a plan works ahead.
     data = [copied[index % len(copied)] for index in range(WARM_UP + options.steps + 4)]
     sizes = batch_sizes(data, options, device)
     serial, _ = trained("serial", data, options, device)
@@ -198,7 +197,7 @@ def main() -> None:
     for plan in options.plans:
         run, ahead = trained(plan, data, options, device)
         if run.losses != serial.losses:
-            raise SystemExit(f"rank {rank}: under {plan} it lost {run.losses}, under serial {serial.losses}")
+            raise SystemExit(f"rank {rank}: expected serial's losses {serial.losses}, got {run.losses} under {plan}")
         steps = range(WARM_UP, WARM_UP + options.steps)
         more = [run.most[step] - serial.most[step] for step in steps]
         behind = [sum(sizes[step + 1 : step + 1 + ahead]) for step in steps]
@@ -212,7 +211,7 @@ def main() -> None:
 
 
 def batch_sizes(data: list[Batch], options: argparse.Namespace, device: torch.device) -> list[int]:
-    """Bytes of each batch, with its distributed form."""
+    """Bytes of each batch, including its part after the input dist."""
     sharded, _ = ours(options, device, None)
     given = [batch.to(device) for batch in data]
     itself = [bytes_of((one.dense, one.label, one.sparse.values(), one.sparse.lengths())) for one in given]
@@ -220,14 +219,14 @@ def batch_sizes(data: list[Batch], options: argparse.Namespace, device: torch.de
 
 
 def show(plan: str, ahead: int, everyone: list[Any], serial: float, on_gpu: bool) -> Figure:
-    """Prints a plan's line on rank 0; returns its figure."""
+    """Print a plan's line on rank 0, and return its figure."""
     ratios = [one / other for more, behind in everyone for one, other in zip(more, behind, strict=True)]
     low, high = quartiles(ratios)
     if dist.get_rank() == 0:
         more, behind = everyone[0]
         print(
             f"{plan:<18} {ahead} batches ahead: {statistics.median(more) / 1e6:7.3f} MB over serial's"
-            f" {serial / 1e6:.3f}; those batches {statistics.median(behind) / 1e6:7.3f}; ratio at worst"
+            f" {serial / 1e6:.3f}; these batches {statistics.median(behind) / 1e6:7.3f}; maximum ratio"
             f" {max(ratios):.3f} ({low:.3f} .. {high:.3f}), aim at most {LIMIT}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""The recommender that benchmarks train: pooled tables and an MLP, under this project's pipelines and TorchRec's."""
+"""The recommender of the benchmarks: pooled tables and an MLP, for this project's pipelines and TorchRec's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Batch(Pipelineable):
     label: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The batch on *device*."""
+        """Batch on *device*."""
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -37,18 +37,18 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that *stream* uses it."""
+        """Tell the allocator that *stream* uses the batch."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.label.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """The batch in pinned memory."""
+        """Batch in pinned memory."""
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory())
 
 
 class Model(nn.Module):
-    """Tables pooled by sum, and an MLP over them and the dense features; returns what TorchRec's pipelines expect."""
+    """Sum-pooled tables, and an MLP over them and the dense features, with the outputs that TorchRec expects."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Model(nn.Module):
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        # By name: in TorchRec's pipelines the columns of values() are in the order of the sharding.
+        # By name, because in TorchRec's pipelines the columns of values() are in the order of the sharding.
         pooled = self.tables(batch.sparse).to_dict()
         columns = [pooled[name] for name in self.features]
         logits = self.mlp(torch.cat([*columns, batch.dense], dim=1)).squeeze(1)
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 
 def batches(options: argparse.Namespace, rank: int, pin: bool) -> list[Batch]:
-    """A few batches, which every pipeline trains on again and again."""
+    """A few batches, which every pipeline trains on repeatedly."""
     generator = torch.Generator().manual_seed(rank)
     keys = [f"feature{index}" for index in range(options.tables)]
     made = []
@@ -104,7 +104,7 @@ RATE, EPS = 0.05, 1e-8
 def theirs(
     options: argparse.Namespace, device: torch.device, plan: Any = None, kind: type[Model] = Model
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """A model sharded and wrapped by TorchRec; without a sharding plan as its planner says."""
+    """Model sharded and wrapped by TorchRec, with the given sharding plan or that of TorchRec's planner."""
     torch.manual_seed(1)
     model = kind(options)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": RATE, "eps": EPS})
@@ -120,7 +120,7 @@ def theirs(
 def ours(
     options: argparse.Namespace, device: torch.device, plan: Any, kind: type[Model] = Model
 ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """The same sharded by this project, in the same way."""
+    """The same model with the same sharding plan, sharded by this project."""
     torch.manual_seed(1)
     optimizer = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}}
     assert dist.group.WORLD is not None
@@ -131,7 +131,7 @@ def ours(
 
 
 def seed_tables(model: nn.Module) -> None:
-    """The same values in every pipeline's tables."""
+    """Fill the tables with random values that are the same for every pipeline."""
     torch.manual_seed(2)
     for value in model.state_dict().values():
         for shard in getattr(value, "local_shards", list)():
@@ -139,6 +139,6 @@ def seed_tables(model: nn.Module) -> None:
 
 
 def forever(data: list[Batch]) -> Iterator[Batch]:
-    """The batches, again and again."""
+    """Endless repetition of the batches."""
     while True:
         yield from data

@@ -1,29 +1,30 @@
-"""Steps of a recommender over a slow link: this project's pipelines against TorchRec's, and against what is possible.
+"""Steps of a recommender over a slow link: this project's pipelines against TorchRec's, and against the lower bound.
 
-``python -m benchmarks.recsys_slow_link --rate 200mbit`` trains the model of :mod:`recsys_model` on two ranks
-that a rate-limited link joins (:mod:`slow_link`; root is needed), with so many ids that their exchange alone, X, takes
-0.5, 1 and 2 times as long as the rest of a step, F+B. No step can take less than the longer of the two.
+``python -m benchmarks.recsys_slow_link --rate 200mbit`` trains the model of :mod:`recsys_model` on two ranks joined by
+a rate-limited link (:mod:`slow_link`; requires root). The number of ids is set so that their exchange alone, X, takes
+0.5, 1 and 2 times as long as the rest of a step, F+B. No step can be shorter than the longer of the two.
 
-- X: the three tasks of the input exchange, batch after batch, and nothing else.
-- F+B: serial steps on batches whose ids were exchanged before, so it is measured, and no difference of two times. The
-  serial step less X, which should be about the same, is printed beside it.
+- X: the three tasks of the input exchange, batch after batch, without other work.
+- F+B: serial steps on batches whose ids were exchanged in advance, so that the time is measured and not a difference of
+  two times. The time of the serial step less X, which should be about the same, is also printed.
 - Ours: serial, base, prefetch, ``ids_behind_lookup.yaml``, and the best plan that the planner finds for the times of
-  the serial one's tasks, all of them exact.
-- TorchRec's: ``TrainPipelineBase``, ``TrainPipelineSparseDist`` and ``TrainPipelineSparseDistLite``; and the second of
-  them once more, which is noise.
+  the serial plan's tasks. All of these plans are exact.
+- TorchRec's: ``TrainPipelineBase``, ``TrainPipelineSparseDist`` and ``TrainPipelineSparseDistLite``, and
+  ``TrainPipelineSparseDist`` a second time, which shows the noise.
 
-All train the same batches, with tables sharded table-wise in the same way, and must lose the same to the bit. Ids are
-sent as int64 by all of them, and X is the exchange of int64. Two of ours run once more "as shipped": this project sends
-ids as int32 where that changes nothing, which is half the bytes. They have figures of their own, which may be below 0.
+All pipelines train the same batches with the same table-wise sharding, and the benchmark fails if their losses are not
+equal to the bit. All send ids as int64, and X is the exchange of int64. Two of our pipelines also run "as shipped":
+this project sends ids as int32 if all ids fit, which halves the bytes. Their separate figures may be below 0.
 
-They take turns in blocks of steps, in another order in every round. A block begins and ends with nothing in flight; the
-steps that fill and drain a pipeline are not timed. Behind a first round, which is not kept, pipelines that are far
-behind the fastest of their own sit out. Times are medians over rounds, of the slower rank; "ours" and "TorchRec's"
-are the fastest of each by its median. Intervals are a bootstrap over rounds, in which the fastest are chosen anew.
+The pipelines alternate in blocks of steps, in a different order in each round. No batch is in flight at the start and
+the end of a block, and the steps that fill and drain a pipeline are not timed. After a first round, which is discarded,
+pipelines that are much slower than the fastest of their family are left out. Times are those of the slower rank, as
+medians over rounds. "Ours" and "TorchRec's" are the pipelines with the smallest median in each family. Intervals come
+from a bootstrap over rounds, which selects the fastest pipelines again in each sample.
 
-Aims: (ours - bound) / (TorchRec's - bound), with bound = max(F+B, X), is at most 0.3 where X is 1 and 2 times F+B;
-where it is half, ours is no slower than TorchRec's but for the noise of the run. A size that the measured X / (F+B)
-misses by more than a quarter has no figure, and the exit status is 1.
+Aims: (ours - bound) / (TorchRec's - bound), with bound = max(F+B, X), is at most 0.3 if X is 1 or 2 times F+B. If X is
+half of F+B, ours is not slower than TorchRec's by more than the noise of the run. If the measured X / (F+B) differs
+from the requested one by more than a quarter, that size has no figure and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -61,21 +62,21 @@ BY_HAND: dict[str, str | Path] = {
 SHIPPED = (BEHIND_LOOKUP.stem, "base")
 THEIRS = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
 AGAIN = f"{TrainPipelineSparseDist.__name__} again"
-# A pipeline that is behind the fastest of its own by this factor in a first round sits out the others.
+# A pipeline that is slower than the fastest of its family by this factor in the first round is left out.
 BEHIND = 1.2
-# By how much X / (F+B) may be another than what was wanted for a figure to be one of that size.
+# Maximum relative difference between the measured and the requested X / (F+B) for a figure.
 OFF = 0.25
 
 
 class OtherSize(Exception):
-    """The exchange did not take as many times as long as the rest of a step as it was to: no figure comes of it."""
+    """The measured X / (F+B) differs too much from the requested one for a figure."""
 
 
 def calibrate(parts: Parts, wanted: float) -> None:
-    """Give the batches so many ids that X is about *wanted* times F+B.
+    """Set the number of ids in the batches so that X is about *wanted* times F+B.
 
     Raises:
-        OtherSize: no number was found for which it is.
+        OtherSize: no such number was found.
     """
     tried: dict[int, float] = {}
     pooling = 16
@@ -84,27 +85,27 @@ def calibrate(parts: Parts, wanted: float) -> None:
         found = tried[pooling] = exchange / rest
         if abs(found / wanted - 1) < 0.04:
             return
-        # Some of the exchange takes as long with few ids, and more of them make the rest longer too.
+        # The exchange has a constant part, and more ids also lengthen the rest.
         pooling = max(1, round(pooling * min(4.0, max(0.25, wanted / found))))
     pooling, found = min(tried.items(), key=lambda one: abs(math.log(one[1] / wanted)))
     if abs(found / wanted - 1) > OFF:
         raise OtherSize(
-            f"exchange {wanted:g} x the rest: of the numbers of ids tried, {pooling} came closest: {found:.2f}"
+            f"exchange {wanted:g} x the rest: the closest of the numbers of ids tried is {pooling}: {found:.2f}"
         )
     parts.give(pooling)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a race found.
+    """Result of a race.
 
     Args:
-        times: seconds of a step, by round and arm.
-        ours: names among them.
-        shipped: names among them, of ours as shipped.
-        theirs: names among them.
-        fastest: of ours.
-        serial: seconds of the serial plan's step in the round that is not kept.
+        times: seconds per step of each arm, by round.
+        ours: names of this project's pipelines.
+        shipped: names of this project's pipelines as shipped.
+        theirs: names of TorchRec's pipelines.
+        fastest: fastest of this project's pipelines.
+        serial: seconds per step of the serial plan in the discarded round.
     """
 
     times: dict[str, list[float]]
@@ -119,7 +120,7 @@ class Result:
         return len(self.times["X"])
 
     def median(self, name: str, of: Sequence[int] | None = None) -> float:
-        """Of an arm, over all rounds, or those."""
+        """Median time of an arm over the given rounds (default: all)."""
         times = self.times[name]
         return statistics.median(times if of is None else [times[one] for one in of])
 
@@ -127,11 +128,11 @@ class Result:
         return min(self.median(name, of) for name in names)
 
     def bound(self, of: Sequence[int] | None = None) -> float:
-        """No step can take less."""
+        """Lower bound on the time of a step."""
         return max(self.median("X", of), self.median("F+B", of))
 
     def over_bound(self, names: Sequence[str], of: Sequence[int] | None = None) -> float:
-        """What the fastest of *names* takes beyond the bound, as a part of what theirs do."""
+        """Excess over the bound of the fastest of *names*, as a share of the excess of TorchRec's fastest."""
         left = self.best(self.theirs, of) - self.bound(of)
         return (self.best(names, of) - self.bound(of)) / left if left > 0 else math.inf
 
@@ -139,12 +140,12 @@ class Result:
         return self.best(names, of) / self.best(self.theirs, of)
 
     def noise(self, of: Sequence[int] | None = None) -> float:
-        """One of theirs against the same again."""
+        """Ratio of one of TorchRec's pipelines to its second run."""
         return self.median(AGAIN, of) / self.median(TrainPipelineSparseDist.__name__, of)
 
     def show(self) -> None:
         bound = self.bound()
-        print(f"{'ms a step':<32}{'median':>9}{'middle half':>18}{'of the bound':>14}")
+        print(f"{'ms per step':<32}{'median':>9}{'quartiles':>18}{'/ bound':>14}")
         for name, times in self.times.items():
             low, high = quartiles(times)
             middle = self.median(name)
@@ -152,10 +153,10 @@ class Result:
 
 
 class Race:
-    """All that take turns.
+    """Runs all pipelines, alternating.
 
     Args:
-        workload: what they train.
+        workload: model and batches that they train.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -168,14 +169,14 @@ class Race:
         self._draw = random.Random(0)  # the same on every rank
         self._found: Ours | None = None
         for one in (*self._by_hand.values(), *self._shipped.values(), *self._theirs.values(), self._again):
-            one.turn()  # all find out in their first step what the tables are called with
+            one.turn()  # the first step of a pipeline finds out the inputs of the tables
 
     def run(self, wanted: float, rounds: int) -> Result:
-        """Let them take turns, with batches whose exchange takes *wanted* times as long as the rest of a step.
+        """Run all pipelines on batches whose exchange takes *wanted* times as long as the rest of a step.
 
         Args:
-            wanted: X / (F+B).
-            rounds: that are kept.
+            wanted: requested X / (F+B).
+            rounds: number of rounds that count.
         """
         calibrate(self._parts, wanted)
         theirs, again, shipped = dict(self._theirs), {AGAIN: self._again}, dict(self._shipped)
@@ -211,7 +212,7 @@ class Race:
         longest = max((one.losses for one in trained.values()), key=len)
         for name, one in trained.items():
             if one.losses != longest[: len(one.losses)]:
-                raise SystemExit(f"{name} trained to other losses: {one.losses} and not {longest}")
+                raise SystemExit(f"{name} has other losses: expected {longest}, got {one.losses}")
         times = {name: list(arm.times) for name, arm in arms.items()}
         return Result(times, list(ours), list(shipped), list(theirs), min(ours.values(), key=Arm.median), serial_step)
 
@@ -221,7 +222,7 @@ class Race:
                 arms[name].turn()
 
     def _find(self) -> Ours | None:
-        """The plan that is predicted to be the fastest, unless that is one of those by hand."""
+        """Plan that is predicted to be the fastest, or None if it is one of the handwritten plans."""
         serial = self._by_hand["serial"]
         own, beside = serial.own_times()
         tasks = list(serial.pipeline.pipeline.plan.tasks.values())
@@ -236,7 +237,7 @@ def measure(race: Race, wanted: float, options: argparse.Namespace) -> list[Figu
     """Run, print on rank 0, and return the figures.
 
     Raises:
-        OtherSize: X / (F+B) was another than *wanted*.
+        OtherSize: the measured X / (F+B) differs too much from *wanted*.
     """
     result = race.run(wanted, options.rounds)
     shown = dist.get_rank() == 0
@@ -244,7 +245,7 @@ def measure(race: Race, wanted: float, options: argparse.Namespace) -> list[Figu
     where = f"{options.rate}, exchange {wanted:g} x the rest"
     if shown:
         ids = options.tables * options.batch * options.pooling
-        print(f"\n{where}: {ids} ids a rank and step, X / (F+B) = {exchange / rest:.2f}")
+        print(f"\n{where}: {ids} ids per rank and step, X / (F+B) = {exchange / rest:.2f}")
         result.show()
         print(f"serial step less X: {1e3 * (result.serial - exchange):.2f}")
         plan = result.fastest.pipeline.pipeline.plan
@@ -273,7 +274,7 @@ def measure(race: Race, wanted: float, options: argparse.Namespace) -> list[Figu
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """What each of the two processes does."""
+    """Run one of the two processes."""
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -286,36 +287,38 @@ def run_rank(options: argparse.Namespace) -> None:
     for wanted in options.exchange:
         try:
             figures += measure(race, wanted, options)
-        except OtherSize as error:  # on both ranks: they decide by the same times
+        except OtherSize as error:  # raised on both ranks, because both compare the same times
             left_out.append(str(error))
-        if dist.get_rank() == 0:  # at once: what comes next may fail
+        if dist.get_rank() == 0:  # saved now, because a later size may fail
             save(figures, options.json)
     if left_out and dist.get_rank() == 0:
         print(
-            "no figures, for a quieter machine, a smaller --rate or other --times:", *left_out, sep="\n  ", flush=True
+            "no figures; try a quieter machine, a smaller --rate or other --times:", *left_out, sep="\n  ", flush=True
         )
     dist.barrier()
-    os._exit(1 if left_out and not figures else 0)  # threads still wait for more
+    os._exit(1 if left_out and not figures else 0)  # pipeline threads still wait for batches
 
 
 def main() -> None:
-    """Start two processes, or be one of them."""
+    """Start two processes, or run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of the link, each way, as tc takes it")
+    parser.add_argument("--rate", default="200mbit", help="rate of the link per direction, in tc's format")
     parser.add_argument("--exchange", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="X / (F+B)")
-    parser.add_argument("--ids", choices=("int64", "int32", "auto"), default="int64", help="what ours send ids as")
+    parser.add_argument(
+        "--ids", choices=("int64", "int32", "auto"), default="int64", help="type of ids that ours sends"
+    )
     for name, default, what in (
         ("tables", 4, ""),
-        ("rows", 2000, "of each table"),
-        ("width", 4, "of its rows"),
-        ("batch", 1024, "samples of a rank"),
-        ("dense", 16, "features"),
-        ("times", 100, "that a layer is used"),
-        ("steps", 5, "timed in a block"),
-        ("rounds", 6, "that are kept"),
+        ("rows", 2000, "rows per table"),
+        ("width", 4, "width of the rows"),
+        ("batch", 1024, "samples per rank"),
+        ("dense", 16, "number of dense features"),
+        ("times", 100, "number of times that the hidden layer is applied"),
+        ("steps", 5, "timed steps per block"),
+        ("rounds", 6, "rounds that count"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=what)
-    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="its width")
+    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="width of the MLP")
     add_options(parser)
     options = parser.parse_args()
     if "RANK" in os.environ:

@@ -1,19 +1,18 @@
-"""A recommender's step against TorchRec's own train pipelines, without a Trainer and through one.
+"""Step time of a recommender against TorchRec's train pipelines, without and with a Trainer.
 
-``OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.recsys_step`` trains one model (that of
-:mod:`recsys_model`), on the same batches, in four ways that take turns within the same processes: TorchRec's
-pipeline, the same once more (A/A: an object and a model of its own), this project's ``TrainPipeline``, and a
-``Trainer.fit`` under ``RecsysPipelineStrategy``, whose callback runs the others' turns while it stands still. A turn is
-a block of 20 steps; every round has them in another order, drawn at random. The peers are ``TrainPipelineSparseDist``
-for the base plan and ``TrainPipelineBase`` for the serial one; sizes go from a step that is nothing but calls to one
-that is nothing but computing.
+``OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.recsys_step`` trains the model of :mod:`recsys_model` on
+the same batches in four ways, which alternate in the same processes: TorchRec's pipeline, the same pipeline a second
+time (A/A: a separate object and model), this project's ``TrainPipeline``, and a ``Trainer.fit`` under
+``RecsysPipelineStrategy``, whose callback runs the blocks of the others between its own. A block has 20 steps, and the
+order is random in each round. The peers are ``TrainPipelineSparseDist`` for the base plan and ``TrainPipelineBase`` for
+the serial plan. The sizes range from a step dominated by call overhead to a step dominated by compute.
 
-For each size and plan three figures are left, each the median over rounds of a block's time over that of the peer's
-block in the same round, with the bootstrap's 95 % interval: the peer once more (what of the ratios is noise),
-``TrainPipeline``, and the Trainer, of whose step what this project's loop costs over a bare one is taken off
-before (as in :mod:`loop_cost`, without a ``self.log``, measured here in the same processes, each by itself). The aim of
-the last two: the upper end of their interval is not above that of the peer against itself. All four must have lost the
-same in every step, to the bit, or the comparison means nothing.
+Each size and plan has three figures. Each is the median over rounds of a block's time over that of the peer's block in
+the same round, with a 95 % bootstrap interval: the second peer (noise of the ratios), ``TrainPipeline``, and the
+Trainer. The framework cost of this project's loop over a bare loop is subtracted from the Trainer's step first (as in
+:mod:`loop_cost`, without a ``self.log``, measured in the same processes, each without the others). Aim of the last two:
+the upper end of the interval is not above that of the second peer. The benchmark fails if the losses of the four ways
+are not equal to the bit in every step.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ PEER, AGAIN, OURS, TRAINER = "peer", "peer again", "TrainPipeline", "Trainer"
 
 
 class Turns:
-    """Blocks of steps, in turns; the Trainer's are run by itself, between two calls of :meth:`others`.
+    """Alternating blocks of steps. The Trainer runs its own blocks, between two calls of :meth:`others`.
 
     Args:
-        arms: trains a batch, of every way but the Trainer.
-        steps: in a block.
-        rounds: in each of which every way has a block. One more goes before, which is not kept.
-        finished: waits until the device has done what it was given.
+        arms: function that trains a batch, for every way except the Trainer.
+        steps: steps per block.
+        rounds: number of rounds, with one block of every way in each. A first round is run in addition and discarded.
+        finished: function that waits for the work on the device.
 
     Attributes:
-        times: seconds of a step, of each way in each round.
-        done: whether all blocks are over.
+        times: seconds per step of each way, by round.
+        done: True after the last block.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Turns:
         self._since: float | None = None
 
     def others(self) -> None:
-        """End the Trainer's block, if it has one, run those up to its next, and begin that."""
+        """End the Trainer's current block, run the blocks before its next one, and start that block."""
         if self._since is not None:
             self._end(TRAINER)
         while self._blocks:
@@ -99,14 +98,14 @@ class Turns:
         self.done = True
 
     def _begin(self) -> None:
-        gc.collect()  # nobody tidies up behind the one before
+        gc.collect()  # so that no block collects the garbage of the previous one
         dist.barrier()
         self._since = time.perf_counter()
 
     def _end(self, name: str) -> None:
         assert self._since is not None
         self._finished()
-        dist.barrier()  # a block is over when it is over on all ranks
+        dist.barrier()  # a block ends when all ranks have ended it
         self.times[name].append((time.perf_counter() - self._since) / self._steps)
         self._since = None
 
@@ -124,12 +123,12 @@ class Trained(Model, pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # The strategy takes the tables out.
+        # The strategy removes the parameters of the tables.
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
 class Endless(IterableDataset[Batch]):
-    """The batches, again and again."""
+    """Endless repetition of the batches."""
 
     def __init__(self, data: list[Batch]) -> None:
         self._data = data
@@ -139,7 +138,7 @@ class Endless(IterableDataset[Batch]):
 
 
 class Between(pl.Callback):
-    """Runs the others' blocks between the Trainer's."""
+    """Runs the blocks of the others between those of the Trainer."""
 
     def __init__(self, turns: Turns, steps: int) -> None:
         self._turns = turns
@@ -159,10 +158,14 @@ class Between(pl.Callback):
 
 
 def measure(size: str, plan: str, framework: float, device: torch.device, options: argparse.Namespace) -> list[Figure]:
-    """All ways of *plan* in turns, on a model of *size*; prints what it found on rank 0, and returns it.
+    """Measure all ways of *plan* on a model of *size*, print the result on rank 0, and return the figures.
 
     Args:
-        framework: seconds of a step that are taken off the Trainer's.
+        size: name in ``SIZES``.
+        plan: name in ``PEERS``.
+        framework: seconds that are subtracted from each of the Trainer's steps.
+        device: device of this rank.
+        options: options of the command line.
     """
     sizes = argparse.Namespace(**SIZES[size])
     rank, on_gpu = dist.get_rank(), device.type == "cuda"
@@ -201,7 +204,7 @@ def measure(size: str, plan: str, framework: float, device: torch.device, option
     first = torch.stack(losses[PEER])
     for name, found in {**losses, TRAINER: module.losses}.items():
         if not torch.equal(torch.stack(found), first):
-            raise SystemExit(f"{size}, {plan} plan: the losses of {name!r} are not those of the peer")
+            raise SystemExit(f"{size}, {plan} plan: the losses of {name!r} differ from those of the peer")
     return _figures(size, plan, framework, {name: taken[1:] for name, taken in turns.times.items()}, on_gpu)
 
 
@@ -239,11 +242,11 @@ def _figures(size: str, plan: str, framework: float, times: dict[str, list[float
     return found
 
 
-# ------------------------------------------------------------------ what the framework costs
+# ------------------------------------------------------------------ framework cost
 
 
 def framework_cost(steps: int, rounds: int) -> float:
-    """Seconds a step that this project's loop takes over a bare one; before the ranks are joined."""
+    """Seconds per step that this project's loop takes over a bare one. Call this before the process group is made."""
     ways = {"bare": loop_cost.bare, "loop": loop_cost.trained(PipelineStrategy)}
     generator = torch.Generator().manual_seed(1)
     data = list(torch.randn(steps, 4, loop_cost.WIDTH, generator=generator))
@@ -262,7 +265,7 @@ def framework_cost(steps: int, rounds: int) -> float:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """In the body this process knows nothing of the others that torchrun has started."""
+    """Hide the variables of torchrun in the body, so that this process runs without the other ranks."""
     theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if name.startswith(theirs)}
     for name in kept:
@@ -283,8 +286,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--plans", nargs="+", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--steps", type=int, default=20, help="of a block")
-    parser.add_argument("--rounds", type=int, help=f"by default {ROUNDS}")
+    parser.add_argument("--steps", type=int, default=20, help="steps per block")
+    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -298,9 +301,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     framework = framework_cost(steps=200, rounds=7)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    gc.freeze()  # what was imported: it is not looked through before each block
+    gc.freeze()  # so that the collection before each block skips imported objects
     if not dist.get_rank():
-        print(f"the framework costs {1e3 * framework:.3f} ms a step", flush=True)
+        print(f"framework cost: {1e3 * framework:.3f} ms per step", flush=True)
     figures = []
     for size in options.sizes:
         for plan in options.plans:

@@ -1,6 +1,6 @@
-"""What takes turns in a benchmark of recsys pipelines: blocks of steps, timed by the slower of the ranks.
+"""Alternating blocks of steps for benchmarks of recsys pipelines, timed by the slower rank.
 
-A block begins and ends with nothing in flight; the steps that fill and drain a pipeline are not timed.
+No batch is in flight at the start and the end of a block. The steps that fill and drain a pipeline are not timed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 CPU = torch.device("cpu")
 EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
-# Steps of a block before and behind those that are timed: they fill and drain the pipeline.
+# Steps of a block before and after the timed ones, which fill and drain the pipeline.
 FILL, DRAIN = 2, 2
 BATCHES = 4
 
 
 class Arm:
-    """Something that takes turns.
+    """One of the alternating ways to run a step.
 
     Args:
-        block: runs a block and returns the seconds of one step of it.
+        block: function that runs a block and returns its seconds per step.
 
     Attributes:
-        times: of a step, by round.
+        times: seconds per step, by round.
     """
 
     def __init__(self, block: Callable[[], float]) -> None:
@@ -50,30 +50,30 @@ class Arm:
         self.times: list[float] = []
 
     def turn(self) -> None:
-        """Run a block; the time is the slower rank's."""
+        """Run a block, and record the time of the slower rank."""
         dist.barrier()
         slower = torch.tensor([self._block()], dtype=torch.float64)
         dist.all_reduce(slower, op=dist.ReduceOp.MAX)
         self.times.append(slower.item())
 
     def median(self, rounds: Sequence[int] | None = None) -> float:
-        """Seconds of a step; of all rounds, or of those."""
+        """Median seconds per step over the given rounds (default: all)."""
         return statistics.median(self.times if rounds is None else (self.times[one] for one in rounds))
 
 
 class Training(Arm):
-    """A pipeline.
+    """A train pipeline.
 
     Args:
-        model: is trained.
-        progress: trains a batch, and returns what the model returned beside the loss.
-        data: the batches, again and again.
-        steps: timed in a block.
-        reset: called when the data have ended.
+        model: model that the pipeline trains.
+        progress: function that trains a batch and returns the model's second output.
+        data: batches, which are repeated.
+        steps: timed steps per block.
+        reset: function to call at the end of the data (default: no action).
 
     Attributes:
-        model: as it was given.
-        losses: the last of each block.
+        model: as in Args.
+        losses: last loss of each block.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Training(Arm):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """The model becomes what it was."""
+        """Restore the initial values of the model, and clear times and losses."""
         for tensor, value in zip(self._tensors, self._values, strict=True):
             tensor.copy_(value)
         self.times.clear()
@@ -116,7 +116,7 @@ class Training(Arm):
 
 
 def _local(value: Any) -> Iterator[Tensor]:
-    """This rank's tensors, at any depth."""
+    """This rank's tensors in a nested value."""
     if isinstance(value, dict):
         for one in value.values():
             yield from _local(one)
@@ -131,10 +131,10 @@ class Ours(Training):
     """A pipeline of this project.
 
     Args:
-        sharded: the model.
-        pipeline: trains it.
-        data: see :class:`Training`.
-        steps: see there.
+        sharded: sharded model.
+        pipeline: pipeline that trains the model.
+        data: as in :class:`Training`.
+        steps: as in :class:`Training`.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Ours(Training):
         self.pipeline = pipeline
 
     def own_times(self) -> tuple[dict[str, float], float]:
-        """Seconds of each task in its thread, and those of a step beside all tasks; means of the ranks."""
+        """Seconds of each task in its thread, as means of the ranks, and seconds of a step outside all tasks."""
         self.pipeline.pipeline.start_trace()
         self.turn()
         times: dict[str, list[float]] = {name: [] for name in self.pipeline.pipeline.plan.tasks}
@@ -162,7 +162,7 @@ class Ours(Training):
 
 
 class Deep(Model):
-    """Layers of the MLP are used again and again: much to compute, and few gradients to send."""
+    """Model that applies one hidden layer many times, for much compute and few gradients to send."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -173,10 +173,10 @@ class Deep(Model):
 
 
 class Workload:
-    """The model and its batches, of as many ids as they are given.
+    """The model, and batches with a variable number of ids.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -189,26 +189,26 @@ class Workload:
         self._plan = ShardingPlan(plan={"tables": tables})
 
     def give(self, pooling: int) -> None:
-        """Each table and sample *pooling* ids, on average."""
+        """Create batches with an average of *pooling* ids per table and sample."""
         self.options.pooling = pooling
         self.data[:] = batches(self.options, dist.get_rank(), False)[:BATCHES]
 
     def of_ours(self, plan: str | Path | PipelinePlan, ids: IdsOnWire | None = None) -> Ours:
-        """A pipeline of this project.
+        """Create a pipeline of this project.
 
         Args:
-            plan: its own.
-            ids: what it sends ids as; by default what the options say.
+            plan: plan of the pipeline.
+            ids: type in which it sends ids (default: that of the options).
         """
         sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
         pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, options={"wire": {"ids": ids or self.options.ids}})
         return Ours(sharded, pipeline, self.data, self.options.steps)
 
     def of_theirs(self, kind: Any) -> Training:
-        """A pipeline of TorchRec's."""
+        """Create a pipeline of TorchRec."""
         model, optimizer = theirs(self.options, CPU, self._plan, Deep)
         pipeline = kind(model, optimizer, CPU)
-        # The others notice by themselves that there are data again.
+        # The other pipelines detect new data without a reset.
         ended = [pipeline.reset] if kind is TrainPipelineBase else []
         return Training(model, pipeline.progress, self.data, self.options.steps, *ended)
 
@@ -217,17 +217,17 @@ class Parts:
     """The input exchange alone, and the rest of a step alone.
 
     Args:
-        workload: whose.
+        workload: model and batches.
 
     Attributes:
-        exchange: turns of the one.
-        rest: turns of the other.
+        exchange: arm of the input exchange.
+        rest: arm of the rest of a step.
     """
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         one = workload.of_ours("serial")
-        one.turn()  # what the tables are called with is found out in the first step
+        one.turn()  # the first step finds out the inputs of the tables
         one.restart()
         self._tasks = one.pipeline.pipeline.plan.tasks
         self._exchanged: dict[int, dict[str, Any]] = {}
@@ -235,7 +235,7 @@ class Parts:
         self.rest = Training(one.model, self._train_rest, workload.data, workload.options.steps)
 
     def give(self, pooling: int) -> tuple[float, float]:
-        """Other batches; seconds of the exchange and of the rest with them."""
+        """Create new batches, and return the seconds of the exchange and of the rest with them."""
         self._workload.give(pooling)
         self._exchanged.clear()
         self.exchange.times.clear()

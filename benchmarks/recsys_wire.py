@@ -1,9 +1,10 @@
-"""Bytes that a step sends, and the time it takes, by what embeddings, gradients and ids travel as.
+"""Bytes sent and time per step, for different types of embeddings, gradients and ids in messages.
 
-``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_model`, its tables
-sharded table-wise, in turns within one run; ``python -m benchmarks.slow_link --rate 1gbit benchmarks.recsys_wire``
-does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs. Wires of
-fp32 must lose the same to the bit. No figure has an aim: whether it is worth it depends on the network.
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_model` with table-wise
+sharding, alternating between the types in one run. ``python -m benchmarks.slow_link --rate 1gbit
+benchmarks.recsys_wire`` does so over a link of that rate (requires root). It also prints the cost of converting an id
+to int32 and back. The benchmark fails if losses with fp32 messages are not equal to the bit. The figures have no aim,
+because the benefit depends on the network.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding.shard import shard_model
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
-# Embeddings and gradients, ids.
+# Types of embeddings and gradients, and of ids.
 WIRES = {
     "fp32, int64 ids": (None, "int64"),
     "fp32, int32 ids": (None, "int32"),
@@ -38,7 +39,7 @@ WIRES = {
 
 
 def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Callable[[Iterator[Any]], Any]:
-    """The ``progress`` of one of them."""
+    """Function ``progress`` of a pipeline with these types."""
     torch.manual_seed(1)
     model = Model(options)
     sharded = shard_model(
@@ -55,7 +56,7 @@ def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Ca
 
 
 def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:
-    """Nanoseconds an id to int32 and back, of each repetition."""
+    """Nanoseconds per id of the conversions to int32 and back, for each repetition."""
     features = KeyedJaggedTensor(["feature"], ids, lengths=torch.tensor([ids.numel()]))
     narrow = SentAsInt32.of(features).values()
     found = []
@@ -89,7 +90,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mlp", type=int, nargs="*", default=[256, 128])
-    parser.add_argument("--plan", default="serial", help="so that what travels is waited for")
+    parser.add_argument("--plan", default="serial", help="serial waits for all messages")
     add_options(parser)
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -101,7 +102,7 @@ def main() -> None:
     losses: dict[str, float] = {}
     for turn in range(options.rounds):
         for place in range(len(runs)):
-            # Whoever comes first in a round is faster than the others: each does in turn.
+            # The first one of a round is faster than the others, so each comes first in turn.
             name = list(runs)[(turn + place) % len(runs)]
             progress, endless = runs[name]
             dist.barrier()
@@ -109,17 +110,17 @@ def main() -> None:
             with recorded_traffic() as traffic:
                 for _ in range(options.steps):
                     losses[name] = float(progress(endless)[0])
-            if turn:  # the first round warms up, and the model is resolved in it
+            if turn:  # the first round warms up and resolves the model
                 times[name].append((time.perf_counter() - start) / options.steps * 1000)
                 sent[name] = sum(one.bytes for one in traffic if one.kind == "all_to_all") / options.steps
     exact = {losses[name] for name, (precision, _) in WIRES.items() if precision is None}
     if len(exact) != 1:
-        raise SystemExit(f"ids that travel as int32 trained to another loss than int64: {losses}")
+        raise SystemExit(f"the loss with int32 ids differs from that with int64 ids: {losses}")
     if rank == 0:
         figures = []
         plain = next(iter(runs))
         most, slowest = sent[plain], statistics.median(times[plain])
-        print(f"{'':<18}{'MB a step':>10}{'ratio':>7}{'ms a step':>11}{'ratio':>7}{'loss':>10}")
+        print(f"{'':<18}{'MB/step':>10}{'ratio':>7}{'ms/step':>11}{'ratio':>7}{'loss':>10}")
         for name in runs:
             taken = times[name]
             middle = statistics.median(taken)
@@ -132,11 +133,11 @@ def main() -> None:
                 figures.append(Figure(f"recsys bytes sent, {name} / {plain}", ratio, "ratio", (ratio, ratio)))
                 figures.append(Figure(f"recsys step, {name} / {plain}", *_of(taken, times[plain])))
         for way, took in zip(("to int32", "back to int64"), conversion(data[0].sparse.values()), strict=True):
-            print(f"an id's way {way} takes {statistics.median(took):.2f} ns")
+            print(f"conversion of an id {way}: {statistics.median(took):.2f} ns")
             figures.append(Figure(f"an id's way {way}", statistics.median(took), "ns an id", quartiles(took)))
         save(figures, options.json)
     dist.barrier()
-    os._exit(0)  # threads still wait for more
+    os._exit(0)  # pipeline threads still wait for batches
 
 
 if __name__ == "__main__":

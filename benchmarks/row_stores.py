@@ -1,18 +1,17 @@
-"""What a store of rows costs a cache in front of it: the project's, in RocksDB, against LMDB used in the barest way.
+"""Cost of a row store for its cache: the project's RocksDB store against a minimal use of LMDB.
 
-``python -m benchmarks.row_stores`` loads as many records as asked for into each, then plays what a cache of a
-twentieth of them does: batches of ids drawn from a Zipf distribution, of which those that a cache has are left out, are
-read; as many records, of batches long past, are written back; a commit now and then. It prints medians over the rounds,
-with the least and the most, for
+``python -m benchmarks.row_stores`` loads the given number of records into each store, and then issues the operations of
+a cache for a twentieth of them: it reads batches of ids from a Zipf distribution without the cached ones, writes the
+same number of records back, and commits from time to time. It prints medians over rounds, with minimum and maximum, of
 
-- hot reads: the system has the files in memory; and cold ones: the store was closed and the files were dropped from
-  the system's memory (``posix_fadvise``), which is all that can be done without owning the machine;
+- hot reads, with the files in the system's page cache, and cold reads, after the store was closed and the files were
+  dropped from the page cache (``posix_fadvise``, the most that is possible without control of the machine);
 - writes, commits, a scan, and the size on disk;
-- the same reads and writes beside a thread that computes, in many small kernels or in large ones, and what that
-  thread loses.
+- the same reads and writes concurrent with a computing thread, with many small or with large kernels, and the slowdown
+  of that thread.
 
-The contenders take turns in each round. LMDB has it easier: its transaction is the overlay, its commit has one phase
-instead of two, and its pages have no checksums.
+The stores alternate in each round. LMDB does less: its transaction is the overlay, its commit has one phase instead of
+two, and its pages have no checksums.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Rocks:
 
 
 class Lmdb:
-    """One transaction from commit to commit, calls for many keys at once, keys in order."""
+    """LMDB with one transaction from commit to commit, batched calls and sorted keys."""
 
     def __init__(self, folder: Path, width: int) -> None:
         self._width = width
@@ -117,7 +116,7 @@ class Lmdb:
 
 
 class Workload:
-    """Which ids miss a cache of the most frequent ones."""
+    """Random ids that miss a cache of the most frequent ids."""
 
     def __init__(self, records: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -131,7 +130,7 @@ class Workload:
         return self._ids
 
     def misses(self, count: int) -> Keys:
-        """That many different ids."""
+        """*count* distinct ids that miss the cache."""
         found = np.empty(0, np.int64)
         while len(found) < count:
             drawn = np.searchsorted(self._sums, self._rng.random(2 * count)).clip(max=len(self._ids) - 1)
@@ -143,7 +142,7 @@ class Workload:
 
 
 def drop(folder: Path) -> None:
-    """The system forgets what it has in memory of the files."""
+    """Drop the files of *folder* from the system's page cache."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -153,16 +152,16 @@ def drop(folder: Path) -> None:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes; files with several names count once."""
+    """Size of the files in bytes, in which hard links to the same file count once."""
     found = {file.stat().st_ino: file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()}
     return sum(found.values())
 
 
 def beside(body: Callable[[], None], size: int, seconds: float) -> tuple[float, float]:
-    """Runs *body* over and over beside a thread that multiplies matrices of that size.
+    """Run *body* repeatedly, concurrent with a thread that multiplies matrices of that size.
 
     Returns:
-        the thread's multiplications a second, and the seconds that *body* takes.
+        The thread's multiplications per second, and the seconds per call of *body*.
     """
     matrix = torch.ones(size, size) / size
     done, end = 0, threading.Event()
@@ -196,13 +195,13 @@ def timed(body: Callable[..., object], *args: Any) -> float:
 def one_round(
     name: str, make: Callable[[], Contender], folder: Path, work: Workload, options: argparse.Namespace, into: Figures
 ) -> None:
-    """All the figures of one contender, once."""
+    """Measure all figures of one store once."""
 
     def add(what: str, value: float) -> None:
         into[what, name].append(value)
 
     for batch in options.batches:
-        drop(folder)  # closed since the last measurement
+        drop(folder)  # the store was closed after the last measurement
         contender = make()
         keys = work.misses(batch)
         add(f"read cold, {batch} keys, ns a record", timed(contender.read, keys) / batch * 1e9)
@@ -225,8 +224,8 @@ def one_round(
         alone, _ = beside(lambda: time.sleep(0.05), size, options.seconds)
         store_alone = statistics.median(timed(read_and_write) for _ in range(5))
         together, store_together = beside(read_and_write, size, options.seconds)
-        add(f"beside {size} x {size} products: the thread's speed, of that alone", together / alone)
-        add(f"beside {size} x {size} products: the store's time, of that alone", store_together / store_alone)
+        add(f"with {size} x {size} products: speed of the thread / alone", together / alone)
+        add(f"with {size} x {size} products: time of the store / alone", store_together / store_alone)
     contender.commit()
     contender.close()
     add("size on disk, MB", size_on_disk(folder) / 1e6)
@@ -235,12 +234,12 @@ def one_round(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=2_000_000)
-    parser.add_argument("--width", type=int, default=136, help="bytes of a record")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1000, 5000, 20000], help="keys of a batch")
-    parser.add_argument("--commit-every", type=int, default=4, help="batches")
+    parser.add_argument("--width", type=int, default=136, help="bytes per record")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1000, 5000, 20000], help="keys per batch")
+    parser.add_argument("--commit-every", type=int, default=4, help="batches per commit")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement beside a computing thread")
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; a temporary one")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement with a computing thread")
+    parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure (default: temporary)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(dir=options.folder))
@@ -259,11 +258,11 @@ def main() -> None:
                 one_round(name, make, root / name, work, options, figures)
     finally:
         shutil.rmtree(root)
-        show(figures, list(makers))  # of an interrupted run, too
+        show(figures, list(makers))  # also after an interrupt
 
 
 def load(make: Callable[[], Contender], work: Workload, options: argparse.Namespace) -> None:
-    """All records, in one commit."""
+    """Load all records in one commit."""
     contender = make()
     for begin in range(0, options.records, 20000):
         keys = work.all[begin : begin + 20000]

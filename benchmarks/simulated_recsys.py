@@ -1,17 +1,18 @@
-"""What the simulator says a recommender's step takes under four plans, and what it takes: two ranks on one machine.
+"""Simulated and measured step times of a recommender under four plans, on two ranks of one machine.
 
-``python -m benchmarks.simulated_recsys`` trains a DLRM-like model (that of ``recsys_model.py``) in two
-processes over loopback; with ``--link 200mbit`` each is in a network namespace of its own, and the link between the two
-carries so much each way (needs root, see ``slow_link.py``). Plans take turns, round by round: serial, base, prefetch,
-and the best one that the planner finds. At the begin of a round the serial one runs once more, and what its tasks take,
-wait for and send is recorded; costs are made of that and of nothing else, and each plan is simulated with them.
+``python -m benchmarks.simulated_recsys`` trains a DLRM-like model (that of ``recsys_model.py``) in two processes over
+loopback. With ``--link 200mbit``, each process is in a separate network namespace, and the link between them has that
+rate in each direction (requires root, see ``slow_link.py``). The plans alternate in each round: serial, base, prefetch,
+and the best plan that the planner finds. At the start of a round, the serial plan runs in addition, and the times,
+waits and messages of its tasks are recorded. The costs are derived from this record alone, and each plan is simulated
+with them.
 
-Printed for each size of the model and each plan: predicted and measured milliseconds of a step, and their ratio.
-Medians over the rounds in which other processes had the least of the machine: rounds go on until so many were quiet
-(at most 3 % for others, where the system tells), or three times as many are done.
+The output for each model size and plan is the predicted and the measured milliseconds per step, and their ratio, as
+medians over the quietest rounds. Rounds continue until ``--rounds`` of them were quiet (other processes used at most 3
+% of the machine, if the system reports it), or until three times as many are done.
 
-``--save FOLDER`` writes for each size the costs with sizes of messages, which ``lightning-pipe plan simulate --costs``
-reads, with the latency and bandwidth that its own messages had.
+``--save FOLDER`` writes the costs of each size with message sizes, latency and bandwidth, for
+``lightning-pipe plan simulate --costs``.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "large": {"tables": 16, "rows": 50_000, "width": 64, "pooling": 10, "batch": 2048, "dense": 16, "mlp": [512, 256]},
 }
 CPU = torch.device("cpu")
-DISTURBED = 0.03  # of the machine, for other processes
+DISTURBED = 0.03  # share of the machine used by other processes
 
 
 def main() -> None:
-    """Start two ranks, or be one of them."""
+    """Start two ranks, or run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--link", metavar="RATE", help="a link of this rate between the ranks, such as 200mbit")
+    parser.add_argument("--link", metavar="RATE", help="rate of the link between the ranks, such as 200mbit")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--steps", type=int, default=15, help="of a plan in a round")
+    parser.add_argument("--steps", type=int, default=15, help="steps of a plan per round")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write costs there")
-    parser.add_argument("--store", help=argparse.SUPPRESS)  # where the ranks meet: given to those that are started
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the costs to this folder")
+    parser.add_argument("--store", help=argparse.SUPPRESS)  # rendezvous file of the started ranks
     add_options(parser)
     options = parser.parse_args()
     if options.store:
@@ -80,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.simulated_recsys", *sys.argv[1:], "--store", f"{folder}/store"]
         if options.link:
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # namespaces are to go
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so the namespaces are removed
             with slow_link(options.link) as link:
                 link.run(command)
             return
@@ -89,7 +90,7 @@ def main() -> None:
         ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
         codes = [rank.wait() for rank in ranks]
         if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+            raise SystemExit(f"the ranks ended with the exit statuses {codes}")
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -99,7 +100,7 @@ def run_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=rank, world_size=2)
     if rank == 0:
         where = f"a link of {options.link}" if options.link else "loopback"
-        print(f"two ranks over {where}, {os.cpu_count()} cores; ms a step, medians of rounds")
+        print(f"two ranks over {where}, {os.cpu_count()} cores; ms per step, medians over rounds")
         print(f"{'size':<8}{'plan':<10}{'predicted':>10}{'measured':>10}{'ratio':>8}{'quiet rounds':>16}", flush=True)
     found = [measure_size(options, size, rank) for size in options.sizes]
     apart = [one for of_size, _ in found for one in of_size]
@@ -112,7 +113,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def measure_size(options: argparse.Namespace, size: str, rank: int) -> tuple[list[float], list[Figure]]:
-    """Print a row for each plan; returns how far predictions are off, as parts of what was measured, and figures."""
+    """Print a row for each plan, and return the relative errors of the predictions and the figures."""
     model = argparse.Namespace(**SIZES[size])
     data = batches(model, rank, pin=False)
     sharding: Any = None
@@ -133,7 +134,7 @@ def measure_size(options: argparse.Namespace, size: str, rank: int) -> tuple[lis
     for turn in range(3 * options.rounds + 1):
         one, others = record(plans["serial"], sources["serial"], options.steps)
         for name, trained in plans.items():
-            run(trained, sources[name], 4)  # until it is full
+            run(trained, sources[name], 4)  # fills the pipeline
             one.seconds[name], busy = run(trained, sources[name], options.steps)
             others = max(others, busy)
         if turn:
@@ -169,14 +170,14 @@ def measure_size(options: argparse.Namespace, size: str, rank: int) -> tuple[lis
 
 @dataclass
 class Round:
-    """What was recorded and measured in one.
+    """Record and measurements of one round.
 
     Args:
-        runs: of the serial plan's tasks, by rank.
-        helpers: processor seconds of a step of threads that run no tasks, the mean of both ranks.
-        recorded: seconds of a step of that run.
-        exchanges: this rank's messages of that run.
-        seconds: of a step under each plan, the mean of both ranks.
+        runs: runs of the serial plan's tasks, by rank.
+        helpers: processor seconds per step of threads that run no tasks, as the mean of both ranks.
+        recorded: seconds per step of the recorded run.
+        exchanges: this rank's messages of the recorded run.
+        seconds: seconds per step under each plan, as the mean of both ranks.
     """
 
     runs: list[list[TaskRun]]
@@ -187,7 +188,7 @@ class Round:
 
 
 def record(serial: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[Round, float]:
-    """A round's begin, and the part of the machine that other processes had meanwhile."""
+    """Record the serial plan for a round, and return the share of the machine that other processes used."""
     with recorded_traffic() as exchanges:
         serial.pipeline.start_trace()
         process, own = time.process_time(), time.thread_time()
@@ -200,29 +201,30 @@ def record(serial: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[Ro
 
 
 def times_of(rounds: Sequence[Round], *, here: bool = True) -> tuple[SerialTimes, float]:
-    """What tasks take, and an iteration beside them.
+    """Times of the tasks, and the time of an iteration outside all tasks.
 
     Args:
-        rounds: recorded.
-        here: on this machine, whose cores move the messages too; else on one that has a network card for that.
+        rounds: recorded rounds.
+        here: True for this machine, whose cores also move the messages (default); False for a machine with a network
+            card.
     """
-    # Iterations are counted on from round to round, on both ranks.
+    # The iteration numbers continue from round to round, equally on both ranks.
     ranks = [[run for one in rounds for run in one.runs[rank]] for rank in (0, 1)]
-    spare = (os.cpu_count() or 1) >= 4  # a core for each rank's tasks, and one for what moves its messages
+    spare = (os.cpu_count() or 1) >= 4  # a core for each rank's tasks, and one for the threads that move its messages
     helpers = statistics.median(one.helpers for one in rounds) if here and not spare else 0.0
     times = serial_times(ranks, helpers=helpers)
     return times, max(0.0, statistics.median(one.recorded for one in rounds) - sum(times.own.values()))
 
 
 def costs_of(rounds: Sequence[Round]) -> tuple[dict[str, TaskCost], Machine]:
-    """What the simulator is given."""
+    """Costs and machine for the simulator."""
     times, beside = times_of(rounds)
     costs = recsys_costs(times.own, peers=True, device=CPU, waits=times.waits)
     return costs, Machine(cores=max(1.0, (os.cpu_count() or 1) / 2), between_periods=beside)
 
 
 def run(pipeline: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[float, float]:
-    """Seconds of a step, the mean of both ranks, and the part of the machine that other processes had meanwhile."""
+    """Run steps, and return seconds per step (mean of both ranks) and the share of the machine used by others."""
     dist.barrier()
     used, own, begin = all_busy(), time.process_time(), time.perf_counter()
     for _ in range(steps):
@@ -231,14 +233,14 @@ def run(pipeline: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[flo
     own, used = time.process_time() - own, all_busy() - used
     sums = torch.tensor([seconds, own, used], dtype=torch.float64)
     dist.all_reduce(sums)
-    # The system counts in ticks: one of them on each core says nothing.
+    # The system counts in ticks, so a difference of one tick per core is not significant.
     others = max(0.0, float(sums[2] / 2 - sums[1]) - (os.cpu_count() or 1) / os.sysconf("SC_CLK_TCK"))
-    # Every rank comes to the same, so that all make as many rounds.
+    # The sums are equal on all ranks, so that all run the same number of rounds.
     return float(sums[0]) / 2 / steps, others / (float(sums[0]) / 2) / (os.cpu_count() or 1)
 
 
 def all_busy() -> float:
-    """Seconds for which processes had the machine's cores so far; 0 where the system does not say."""
+    """Total busy seconds of the machine's cores since boot, or 0 if the system does not report them."""
     try:
         user, nice, system, *_ = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
     except OSError:
@@ -247,7 +249,7 @@ def all_busy() -> float:
 
 
 def choose(costs: dict[str, TaskCost], machine: Machine) -> PipelinePlan:
-    """The best plan that the planner finds for these costs; the same on both ranks, whose costs are the same."""
+    """Best plan that the planner finds for these costs. Both ranks have equal costs, and so find the same plan."""
     tasks = recsys_tasks()
     limits = recsys_limits(3, CPU)
     (best,) = find_plans(tasks, costs, limits, machine, hand_written=hand_written_plans(tasks), keep=1)
@@ -255,13 +257,13 @@ def choose(costs: dict[str, TaskCost], machine: Machine) -> PipelinePlan:
 
 
 def save(path: Path, rounds: Sequence[Round]) -> None:
-    """Costs with sizes, and a network fitted to the all-to-alls: what the smallest and the largest took."""
+    """Write costs with message sizes, and a network model fitted to the smallest and the largest all-to-all."""
     times, beside = times_of(rounds, here=False)
     sizes: dict[int, list[float]] = {}
     for exchange in (exchange for one in rounds for exchange in one.exchanges):
         if exchange.kind == "all_to_all" and exchange.waited:
             sizes.setdefault(exchange.bytes, []).append(exchange.waited[1] - exchange.submitted)
-    # Most take longer: the other rank is late.
+    # A low quantile, because most all-to-alls also wait for the other rank.
     small, large = min(sizes), max(sizes)
     least = {size: statistics.quantiles(sizes[size], n=10)[0] for size in (small, large)}
     latency, bandwidth = least[small], (large - small) / 2 / max(1e-9, least[large] - least[small])
