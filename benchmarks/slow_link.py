@@ -1,13 +1,13 @@
 """Two ranks on one machine with a slow network between them.
 
-Each rank has a network namespace of its own; a pair of virtual devices joins the two, and ``tc tbf`` limits the rate in
-both directions::
+Each rank runs in a separate network namespace. A pair of virtual devices joins the two, and ``tc tbf`` limits the rate
+in both directions::
 
     rank 0   lp-a  10.77.0.1 ---- tbf ----> <---- tbf ---- 10.77.0.2  lp-b   rank 1
 
-``python -m benchmarks.slow_link --rate 200mbit -- SCRIPT ARGUMENTS`` runs a script so, as ``torchrun`` would on two
-nodes with a process each. Needs root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2. Namespaces are gone afterwards,
-whatever happens.
+``python -m benchmarks.slow_link --rate 200mbit -- SCRIPT ARGUMENTS`` runs a script on both ranks, as ``torchrun`` does
+on two nodes with one process each. Requires root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2. The namespaces are
+always removed at the end.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from types import FrameType
 
 __all__ = ["SlowLink", "slow_link"]
 
-# Bytes: jumbo frames. A network card takes and hands over larger pieces still; with Ethernet's 1500 bytes a rank's only
-# core is taken off its computing hundreds of times for half a megabyte.
+# Packet size in bytes: jumbo frames. Network cards exchange even larger pieces with the system. With Ethernet's 1500
+# bytes, half a megabyte would interrupt the compute on a rank's only core hundreds of times.
 _PACKET = 9000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Two joined namespaces.
+    """Two joined network namespaces.
 
     Args:
-        namespaces: a name for each rank.
-        devices: the virtual device in each.
-        addresses: of the devices.
-        rate: bits a second in each direction.
+        namespaces: name of each rank's namespace.
+        devices: virtual device in each namespace.
+        addresses: addresses of the devices.
+        rate: bits per second in each direction.
     """
 
     namespaces: tuple[str, str]
@@ -51,7 +51,7 @@ class SlowLink:
     rate: float
 
     def environment(self, rank: int, port: int = 29500) -> dict[str, str]:
-        """What ``torchrun`` would set for *rank*, and the device that Gloo is to use."""
+        """Environment variables that ``torchrun`` sets for *rank*, and the network device for Gloo."""
         return {
             "RANK": str(rank),
             "NODE_RANK": str(rank),
@@ -66,15 +66,15 @@ class SlowLink:
         }
 
     def run(self, command: Sequence[str], timeout: float = 600, more: Mapping[str, str] | None = None) -> None:
-        """Run *command* on both ranks; what rank 0 prints is printed, what rank 1 does only if something fails.
+        """Run *command* on both ranks. The output of rank 0 is printed, that of rank 1 only after a failure.
 
         Args:
-            command: with its arguments.
-            timeout: in seconds.
-            more: environment variables beside the present ones and :meth:`environment`.
+            command: command with its arguments.
+            timeout: time limit in seconds (default 600).
+            more: environment variables in addition to the current ones and :meth:`environment`.
 
         Raises:
-            SystemExit: a rank failed, or it took too long; the others are ended then.
+            SystemExit: a rank failed or the time limit was exceeded. The remaining processes are then terminated.
         """
         with ExitStack() as stack:
             other = stack.enter_context(tempfile.TemporaryFile())
@@ -98,36 +98,37 @@ class SlowLink:
             codes = [one.poll() for one in ranks]
             if codes == [0, 0]:
                 return
-            # The rank that fails first often ends the other, whose own words say more.
+            # The first failure often causes that of the other rank, whose output may be more informative.
             until = time.monotonic() + 5
             while any(one.poll() is None for one in ranks) and time.monotonic() < until:
                 time.sleep(0.05)
             other.seek(0)
             print("\n---- rank 1 printed:", other.read().decode(errors="replace"), sep="\n", file=sys.stderr)
-            said = ["runs on" if code is None else f"exit status {code}" for code in codes]
+            said = ["still running" if code is None else f"exit status {code}" for code in codes]
             late = f" after {timeout:.0f} s" if codes.count(None) == 2 else ""
             raise SystemExit(f"slow_link: rank 0: {said[0]}; rank 1: {said[1]}{late} ({' '.join(command)})")
 
 
 @contextmanager
 def slow_link(rate: str = "200mbit") -> Iterator[SlowLink]:
-    """Two namespaces whose link carries *rate* each way; they are removed at the end, which SIGTERM brings about too.
-    For the main thread.
+    """Create two namespaces with a link of *rate* in each direction, and remove them at the end, also after SIGTERM.
+
+    Only the main thread can use this.
 
     Args:
-        rate: as ``tc`` takes it: ``200mbit``, ``1gbit``.
+        rate: rate in the format of ``tc``, such as ``200mbit`` or ``1gbit``.
 
     Raises:
-        SystemExit: no root, no iproute2, or a kernel that has not what is needed.
+        SystemExit: the process is not root, iproute2 is missing, or the kernel lacks veth or sch_tbf.
     """
     bits = _bits(rate)
     _check_machine()
     own = f"lp{os.getpid()}"
     link = SlowLink((f"{own}a", f"{own}b"), (f"{own}-a", f"{own}-b"), ("10.77.0.1", "10.77.0.2"), bits)
-    # What may be sent at once: a millisecond of the rate, and never less than some packets.
+    # Maximum burst: a millisecond at the full rate, but at least two packets.
     burst = max(2 * _PACKET, int(bits / 8 / 1000))
     with ExitStack() as stack:
-        # By default it ends this process on the spot.
+        # By default, SIGTERM ends this process without running the callbacks.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         for namespace in link.namespaces:
             stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
@@ -147,7 +148,7 @@ def slow_link(rate: str = "200mbit") -> Iterator[SlowLink]:
 def _bits(rate: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if match is None or not float(match[1]):
-        raise SystemExit(f"slow_link: the rate is {rate!r}; needed is a number and a unit, such as 200mbit or 1gbit")
+        raise SystemExit(f"slow_link: the rate is {rate!r}; expected a number and a unit, such as 200mbit or 1gbit")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -155,24 +156,24 @@ def _check_machine() -> None:
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         raise SystemExit(
-            f"slow_link: there is no {' and no '.join(missing)}; install iproute2 (apt install iproute2, dnf install"
-            " iproute)"
+            f"slow_link: this machine has no {' and no '.join(missing)}. Install iproute2 (apt install iproute2, dnf"
+            " install iproute)"
         )
     if os.geteuid() != 0:
-        raise SystemExit("slow_link: network namespaces need root, and this is not root; run it with sudo")
+        raise SystemExit("slow_link: network namespaces need root, and this process is not root. Run it with sudo")
 
 
 def _do(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"slow_link: `{' '.join(command)}` failed: {done.stderr.strip()}. Needed are CAP_NET_ADMIN and"
+            f"slow_link: `{' '.join(command)}` failed: {done.stderr.strip()}. This needs CAP_NET_ADMIN and"
             " CAP_SYS_ADMIN (in a container: --privileged), and a kernel with veth and sch_tbf"
         )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and all that it started: a namespace lives as long as what runs in it."""
+    """Terminate a process and its children, because a namespace exists as long as processes run in it."""
     for sign, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, sign)
@@ -191,9 +192,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run a script on two ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="each way, as tc takes it")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds")
-    parser.add_argument("script", help="a file, or the name of a module")
+    parser.add_argument("--rate", default="200mbit", help="rate per direction, in tc's format")
+    parser.add_argument("--timeout", type=float, default=600, help="time limit in seconds")
+    parser.add_argument("script", help="file or module name")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     with slow_link(options.rate) as link:

@@ -1,4 +1,4 @@
-"""A store whose reads take longer, as those of a slower disk would: to see what hides them."""
+"""A store with slow reads, as on a slower disk, to measure how well they are overlapped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["SlowStore"]
 
 
 class SlowStore(RowStore):
-    """Reads wait, with the interpreter let go of, and are then those of another store.
+    """Wraps a store and waits before each read, without holding the interpreter lock.
 
     Args:
-        store: does all else.
-        per_read: seconds that each read waits, however many keys it has.
-        per_record: seconds that it waits for each key.
-        wait: what waits that many seconds.
+        store: wrapped store.
+        per_read: seconds to wait for each read, regardless of the number of keys (default 0).
+        per_record: seconds to wait for each key (default 0).
+        wait: function that waits for a number of seconds (default ``time.sleep``).
     """
 
     def __init__(

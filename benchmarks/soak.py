@@ -1,11 +1,11 @@
-"""A long training of a small recommender under the prefetch plan: memory must stay flat, and threads as many.
+"""Long training of a small recommender under the prefetch plan: memory and the number of threads must not grow.
 
-``python -m benchmarks.soak`` (or ``torchrun --nproc-per-node 2 -m benchmarks.soak``) prints for every rank how its
-resident memory went with the iterations, after a warm-up: the slope of a least-squares line, in bytes an iteration, and
-that slope's standard error, for which neighbouring measurements are averaged, since they depend on each other. A leak
-of one small tensor an iteration is a slope of some hundred bytes. It ends with exit code 1 where the slope is more than
-three standard errors above zero and more than ``--allowed`` bytes an iteration, or there came to be more threads. There
-comes to be one fewer: Lightning's launcher watches for five seconds for processes of its own.
+``python -m benchmarks.soak`` (or ``torchrun --nproc-per-node 2 -m benchmarks.soak``) prints the growth of each rank's
+resident memory after a warm-up: the slope of a least-squares line in bytes per iteration, and its standard error.
+Neighbouring measurements are correlated, so they are averaged for the standard error. A leak of one small tensor per
+iteration has a slope of a few hundred bytes. The exit status is 1 if the slope is more than three standard errors above
+zero and more than ``--allowed`` bytes per iteration, or if the number of threads grew. It falls by one, because a
+thread of Lightning's launcher watches its processes only for the first five seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrateg
 
 KEYS = ("user", "item")
 IDS, WIDTH = 1000, 16
-# Averages that the slope is computed from.
+# Number of averages from which the slope is computed.
 BLOCKS = 20
 
 
 @dataclass
 class Batch:
-    """``dense`` is batch x 4, ``label`` batch."""
+    """A batch of B samples: ``dense`` has the shape [B, 4], ``label`` [B]."""
 
     dense: Tensor
     sparse: KeyedJaggedTensor
@@ -48,7 +48,7 @@ class Batch:
 
 
 class Stream(IterableDataset[Batch]):
-    """Random batches of eight, of 0 to 3 ids a feature, without an end."""
+    """Endless stream of random batches of eight samples with 0 to 3 ids per feature."""
 
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
@@ -85,11 +85,11 @@ class Model(pl.LightningModule):
 
 @dataclass
 class Measure(Callback):
-    """Reads the process's resident memory and its number of threads.
+    """Records the process's resident memory and number of threads.
 
     Args:
-        every: iterations between readings.
-        warm_up: iterations that do not count.
+        every: iterations between two readings.
+        warm_up: iterations before the first reading.
     """
 
     every: int
@@ -107,14 +107,14 @@ class Measure(Callback):
 
 
 def _status(name: str) -> int:
-    """A line of Linux's account of this process; sizes are in KiB."""
+    """Value of a line in ``/proc/self/status``. Sizes are in KiB."""
     with open("/proc/self/status", encoding="ascii") as lines:
         found = next(line for line in lines if line.startswith(f"{name}:"))
     return int(found.split()[1])
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The least-squares slope of *y* over *x*, and its standard error, from averages over BLOCKS neighbours."""
+    """Least-squares slope of *y* over *x* and its standard error, from the averages of BLOCKS blocks of neighbours."""
     size = len(x) // BLOCKS
     xs = [sum(x[start : start + size]) / size for start in range(0, BLOCKS * size, size)]
     ys = [sum(y[start : start + size]) / size for start in range(0, BLOCKS * size, size)]
@@ -129,14 +129,14 @@ def main() -> None:
     """Train, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=20_000)
-    parser.add_argument("--epoch", type=int, default=1_000, help="iterations in an epoch")
-    parser.add_argument("--warm-up", type=int, default=4_000, help="iterations that do not count")
+    parser.add_argument("--epoch", type=int, default=1_000, help="iterations per epoch")
+    parser.add_argument("--warm-up", type=int, default=4_000, help="iterations before the first reading")
     parser.add_argument("--every", type=int, default=20, help="iterations between two readings")
-    parser.add_argument("--allowed", type=float, default=16.0, help="slope that is allowed, in bytes an iteration")
+    parser.add_argument("--allowed", type=float, default=16.0, help="maximum slope in bytes per iteration")
     add_options(parser)
     options = parser.parse_args()
     if options.iterations < options.warm_up + BLOCKS * options.every:
-        parser.error(f"--iterations must be --warm-up and {BLOCKS} times --every, or more")
+        parser.error(f"--iterations must be at least --warm-up plus {BLOCKS} times --every")
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -167,7 +167,7 @@ def main() -> None:
     line = (
         f"rank {trainer.global_rank}: {trainer.global_step} iterations in {seconds:.0f} s; resident memory"
         f" {measure.resident[0] / 2**20:.1f} MiB after {measure.iterations[0]} and {measure.resident[-1] / 2**20:.1f}"
-        f" MiB in the end: {found:+.1f} bytes an iteration, standard error {error:.1f}; threads:"
+        f" MiB at the end: {found:+.1f} bytes per iteration, standard error {error:.1f}; threads:"
         f" {', '.join(map(str, threads))}"
     )
     lines: list[Any] = [line] * world_size

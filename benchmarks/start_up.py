@@ -1,25 +1,25 @@
-"""How long it takes until training goes: the import, and the first step, against Lightning's and TorchRec's.
+"""Start-up time: the import and the first step, against those of Lightning and TorchRec.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.start_up`` measures in new processes, in turns within one run:
+``OMP_NUM_THREADS=1 python -m benchmarks.start_up`` measures in new processes, alternating in one run:
 
-- the import: ``import lightning.pytorch`` against ``import lightning.pytorch, lightning_pipe``, from the beginning of a
-  script to the end of that line. The figure is the median of the differences of two processes that ran one after the
-  other (aim: at most 0.3 s), with its 95 % interval;
-- the first step of the recommender of :mod:`recsys_model`, on two ranks, from the unsharded model on:
+- the import: ``import lightning.pytorch`` against ``import lightning.pytorch, lightning_pipe``, from the start of a
+  script to the end of that line. The figure is the median difference of two consecutive processes (aim: at most 0.3 s),
+  with its 95 % interval;
+- the first step of the recommender of :mod:`recsys_model` on two ranks, starting from the unsharded model:
 
   torchrec
       ``DistributedModelParallel``, which plans and shards; ``TrainPipelineSparseDist``; its first ``progress``;
   pipeline
-      the same without Lightning: ``shard_model``, ``TrainPipeline`` under the plan base, its first ``progress``;
+      this project without Lightning: ``shard_model``, ``TrainPipeline`` under plan base, its first ``progress``;
   fit
-      the same under Lightning: from the call of ``Trainer.fit`` with ``RecsysPipelineStrategy`` under the plan base to
-      the first ``on_train_batch_end``. All that Lightning does for a ``fit`` is in it.
+      this project under Lightning: from the call of ``Trainer.fit`` with ``RecsysPipelineStrategy`` under plan base to
+      the first ``on_train_batch_end``. This includes all work of Lightning for a ``fit``.
 
-  All plan by themselves, make values for their tables, and hold the batches already; the world is there, the Trainer
-  is made, and what a user's script imports at its top is imported. The figures are the medians over rounds of *fit* /
-  *torchrec* and *pipeline* / *torchrec* (aim of both: at most 1.1), of the slower rank's seconds. The processes are
-  forks of one that has imported everything and done nothing else. For the same losses, tables are given the same
-  values after they were sharded, while the clock stands still.
+  Each of them plans its own sharding and initialises its tables. The batches, the process group, the Trainer and the
+  imports of a user's script exist in advance. The figures are the medians over rounds of *fit* / *torchrec* and
+  *pipeline* / *torchrec* (aim of both: at most 1.1), for the slower rank. The processes are forked from one that has
+  only imported the modules. To get equal losses, the tables are filled with the same values after sharding, which is
+  not timed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 
 
 
 def imports(rounds: int) -> Figure:
-    """Prints what it takes; returns the figure."""
+    """Measure the import, print the result and return the figure."""
     taken: dict[str, list[float]] = {what: [] for what in IMPORTS}
     for turn in range(rounds + 1):
         for what in IMPORTS if turn % 2 else reversed(IMPORTS):
             command = [sys.executable, "-c", TIMED_IMPORT.format(what)]
             seconds = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-            if turn:  # in the first, files come from the disk, and may be compiled
+            if turn:  # the first round reads files from the disk, and may compile them
                 taken[what].append(seconds)
     plain, with_ours = taken.values()
     more = [one - other for one, other in zip(with_ours, plain, strict=True)]
@@ -92,14 +92,14 @@ def imports(rounds: int) -> Figure:
 
 
 class Clock:
-    """Seconds since it was made, but those in which tables are filled."""
+    """Seconds since this object was created, without the time spent filling tables."""
 
     def __init__(self) -> None:
         dist.barrier()
         self._begun = time.perf_counter()
 
     def fill(self, model: nn.Module) -> None:
-        """The same values for a table, however it is sharded."""
+        """Fill the tables with values that do not depend on the sharding."""
         begun = time.perf_counter()
         for value in model.state_dict().values():
             for shard in getattr(value, "local_shards", list)():
@@ -113,7 +113,7 @@ class Clock:
 
 
 def torchrec(model: Model, data: list[Batch]) -> tuple[float, float]:
-    """Seconds and loss of TorchRec's."""
+    """Seconds and loss of TorchRec's first step."""
     clock = Clock()
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": RATE, "eps": EPS})
     dmp = DistributedModelParallel(model, device=CPU)
@@ -128,7 +128,7 @@ def torchrec(model: Model, data: list[Batch]) -> tuple[float, float]:
 
 
 def pipeline(model: Model, data: list[Batch]) -> tuple[float, float]:
-    """Of this project's, without Lightning."""
+    """Seconds and loss of this project's first step without Lightning."""
     clock = Clock()
     world = dist.group.WORLD
     assert world is not None
@@ -140,7 +140,7 @@ def pipeline(model: Model, data: list[Batch]) -> tuple[float, float]:
 
 
 class Recommender(pl.LightningModule):
-    """The model under a Trainer; notes when its first step is over."""
+    """The model under a Trainer. Records the end of its first step."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -164,14 +164,14 @@ class Recommender(pl.LightningModule):
 
 
 def fit(model: Model, data: list[Batch]) -> tuple[float, float]:
-    """Of this project's, under Lightning."""
+    """Seconds and loss of this project's first step under Lightning."""
     module = Recommender(model)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=RecsysPipelineStrategy("base", sparse_optimizer=OPTIMIZER),
         max_epochs=1,
-        use_distributed_sampler=False,  # every rank has batches of its own
+        use_distributed_sampler=False,  # every rank has different batches
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -188,7 +188,7 @@ WAYS = {"torchrec": torchrec, "pipeline": pipeline, "fit": fit}
 
 
 def rank_of(rank: int, way: str, options: argparse.Namespace, folder: str) -> None:
-    """One rank; the first one leaves seconds and losses of all."""
+    """Run one rank. The first rank writes the seconds and losses of all ranks."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": options.ranks}
     os.environ |= {name: str(value) for name, value in {**ranks, "LOCAL_WORLD_SIZE": options.ranks}.items()}
     torch.set_num_threads(1)
@@ -203,11 +203,11 @@ def rank_of(rank: int, way: str, options: argparse.Namespace, folder: str) -> No
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
-    os._exit(0)  # pipelines still have batches in flight, and threads that wait for more
+    os._exit(0)  # the pipelines still have batches in flight and waiting threads
 
 
 def first_steps(options: argparse.Namespace) -> list[Figure]:
-    """Prints what it takes; returns the figures."""
+    """Measure the first steps, print the results and return the figures."""
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: Sequence[float] = ()
     for turn in range(options.rounds + 1):
@@ -216,7 +216,7 @@ def first_steps(options: argparse.Namespace) -> list[Figure]:
                 mp.start_processes(rank_of, (way, options, folder), nprocs=options.ranks, start_method="fork")
                 seconds, lost = zip(*json.loads(Path(folder, "found").read_text(encoding="utf-8")), strict=True)
             losses = losses or lost
-            torch.testing.assert_close(lost, losses, rtol=0, atol=1e-5, msg=f"{way} lost {lost}, others {losses}")
+            torch.testing.assert_close(lost, losses, rtol=0, atol=1e-5, msg=f"{way} has losses {lost}, others {losses}")
             if turn:
                 taken[way].append(max(seconds))
     figures = []
@@ -234,7 +234,7 @@ def first_steps(options: argparse.Namespace) -> list[Figure]:
 
 
 def main() -> None:
-    """Print all of it."""
+    """Run both measurements and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("ranks", 2),

@@ -1,10 +1,10 @@
-"""Benchmarks, one after the other, and one table of what they found: ``make bench`` and ``make bench-all``.
+"""Runs benchmarks one after the other and prints one table of their figures: ``make bench`` and ``make bench-all``.
 
-``python -m benchmarks.table`` runs each of :data:`QUOTED`, whose figures the docs quote; ``--all`` those of
-:data:`REST`, too, and ``--only WORD`` those of both that have the word in their title. Each has processes of its own
-and ``--json``, and what all of them found is written to ``benchmarks/results/latest.json`` after each: a list of {name,
-value, unit, spread, target, met, of}. A benchmark that fails is named below the table, and the exit status is 1; a
-target that is missed is no failure, it is a figure.
+``python -m benchmarks.table`` runs the benchmarks in :data:`QUOTED`, whose figures the docs quote. ``--all`` also runs
+those in :data:`REST`, and ``--only WORD`` runs those of both lists whose titles contain the word. Each benchmark runs
+in separate processes with ``--json``. After each one, all figures so far are written to
+``benchmarks/results/latest.json`` as a list of {name, value, unit, spread, target, met, of}. If a benchmark fails, it
+is listed below the table and the exit status is 1. A missed target is not a failure.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-# In the environment of all that a benchmark starts.
+# Environment variable that marks all processes of a benchmark.
 _MARK = "LIGHTNING_PIPE_BENCHMARK"
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark as it is run for the table: a minute or so on two cores that nobody else uses.
+    """A benchmark with its arguments for the table. It takes about a minute on two idle cores.
 
     Attributes:
-        title: what it is about.
-        module: in ``benchmarks/``.
-        arguments: its own.
-        ranks: processes, joined by torchrun; 0 where the script starts its own.
-        root: whether it makes network namespaces.
+        title: title in the table.
+        module: name of the module in ``benchmarks/``.
+        arguments: arguments of the command line.
+        ranks: number of processes that torchrun starts (default 0: the script starts its own).
+        root: True if it creates network namespaces (default False).
     """
 
     title: str
@@ -62,7 +62,7 @@ class Run:
 _STEP = ("--length", "64", "--steps", "6")
 _SLOW = ("--times", "60", "--rounds", "4")
 
-# Meant for 12 minutes on two quiet cores.
+# Together these should take 12 minutes on two idle cores.
 QUOTED: tuple[Run, ...] = (
     Run("engine cost", "engine_cost"),
     Run("trace cost", "trace_cost"),
@@ -91,7 +91,7 @@ QUOTED: tuple[Run, ...] = (
     Run("in-process pipe", "pipe_speed", ("--rounds", "8", "--chunks", "4")),
 )
 
-# What QUOTED leaves out: other sizes, links and numbers of micro-batches, and what no page quotes.
+# Benchmarks that are not in QUOTED: other sizes, links and numbers of micro-batches, and figures that no page quotes.
 REST: tuple[Run, ...] = (
     Run("recsys step, serial", "recsys_step", ("--sizes", "tiny", "large", "--plans", "serial"), ranks=2),
     Run("recsys step, other sizes", "recsys_step", ("--sizes", "small", "medium"), ranks=2),
@@ -135,11 +135,11 @@ REST: tuple[Run, ...] = (
 
 
 def main() -> int:
-    """Run and print; returns the exit status."""
+    """Run the benchmarks, print the table, and return the exit status."""
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    options.add_argument("--all", action="store_true", help="those whose figures no page quotes from here, too")
-    options.add_argument("--only", default="", help="a word of the titles of those to run, of all there are")
-    options.add_argument("--limit", type=float, default=600.0, help="seconds that one may take")
+    options.add_argument("--all", action="store_true", help="also run benchmarks that no page quotes")
+    options.add_argument("--only", default="", help="run all benchmarks whose titles contain this word")
+    options.add_argument("--limit", type=float, default=600.0, help="time limit of a benchmark in seconds")
     given = options.parse_args()
     console = Console(width=max(120, Console().width))
     figures: list[dict[str, object]] = []
@@ -150,7 +150,7 @@ def main() -> int:
         if given.only not in run.title:
             continue
         if run.root and os.geteuid():
-            failed.append(f"{run.title}: makes network namespaces, which needs root")
+            failed.append(f"{run.title}: needs root to create network namespaces")
             continue
         begun = time.monotonic()
         error = _run(run, given.limit, figures)
@@ -162,14 +162,14 @@ def main() -> int:
     console.print(_table(figures))
     console.print(f"{(time.monotonic() - started) / 60:.1f} minutes")
     if not everything:
-        console.print(f"make bench-all gives the rest: {'; '.join(run.title for run in REST)}")
+        console.print(f"make bench-all also runs: {'; '.join(run.title for run in REST)}")
     for line in failed:
         console.print(line, style="red", markup=False)
     return 1 if failed else 0
 
 
 def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None:
-    """Adds what it found to *figures*; returns what went wrong."""
+    """Run a benchmark and add its figures to *figures*. Returns the reason of a failure, or None."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark}
     with tempfile.TemporaryDirectory() as folder:
@@ -192,18 +192,18 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
         return f"took more than {limit:g} s\n{last}"
     if code:
         return f"exit status {code}\n{last}"
-    return None if found else f"left no figures\n{last}"
+    return None if found else f"wrote no figures\n{last}"
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a benchmark and all that it started, in whatever session that is, and remove its network namespaces."""
+    """Terminate all processes of a benchmark, in any session, and remove its network namespaces."""
     if process.poll() is None:
-        process.terminate()  # slow_link removes its namespaces then
+        process.terminate()  # slow_link then removes its namespaces
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
     sought = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        # Of other users, or gone.
+        # The process may belong to another user or have ended.
         with suppress(OSError):
             if sought in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
@@ -214,18 +214,18 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _table(figures: list[dict[str, object]]) -> Table:
-    """A row for each figure, and a column for each kind of device that there is one of."""
+    """Table with a row for each figure and a column for each device type among them."""
     devices = ["cpu", *sorted({_device(figure) for figure in figures} - {"cpu"})]
     cores = len(os.sched_getaffinity(0))
     table = Table(
         title=f"{cores} cores of {platform.machine()}, torch {torch.__version__}",
         caption="medians, with quartiles or the 95 % interval in parentheses",
     )
-    table.add_column("what, against what")
+    table.add_column("figure")
     for device in devices:
         table.add_column(device, justify="right")
     table.add_column("unit")
-    table.add_column("must reach")
+    table.add_column("target")
     table.add_column("met")
     rows: dict[tuple[str, str], dict[str, dict[str, object]]] = {}
     for figure in figures:

@@ -1,12 +1,12 @@
-"""What recording costs a task: with the trace off, and with it on, measured in the same run.
+"""Overhead of the trace per task, with the trace off and on, measured in the same run.
 
 ``python -m benchmarks.trace_cost`` prints microseconds per task, on the main thread and on a worker:
 
-- off, against an engine that has no trace at all (limit: 1 µs more);
-- on, against off (limit: 5 µs more), with a ring buffer that has long been full.
+- trace off, against an engine without trace code (limit: 1 µs more);
+- trace on, against trace off (limit: 5 µs more), with a full ring buffer.
 
-The three take turns, round by round, and the fastest rounds are compared, since what else the machine does can only
-add. Exits with 1 where a limit is passed, but not with ``--json``.
+The three alternate in each round. The fastest rounds are compared, because other work on the machine can only add time.
+Exits with status 1 if a limit is exceeded, except with ``--json``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OFF_LIMIT, ON_LIMIT = 1.0, 5.0
 
 
 def empty(ctx: IterContext) -> None:
-    """The task: nothing, so that what is left is the engine."""
+    """An empty task, so that only the engine takes time."""
 
 
 class Untraced(Executor):
-    """Runs a task without a thought of traces and profilers."""
+    """An executor without code for traces and profilers."""
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: int | None) -> None:
         if ticket is not None:
@@ -59,7 +59,7 @@ def engine(group: str, executor: type[Executor] = Executor) -> SWPipeline:
 
 
 def measure(group: str) -> tuple[float, float, float]:
-    """Microseconds per task: without a trace, with it off, with it on."""
+    """Microseconds per task without trace code, with the trace off, and with the trace on."""
     pipelines = engine(group, Untraced), engine(group), engine(group)
     pipelines[2].start_trace(KEEP)
     data = repeat(None)
@@ -77,8 +77,8 @@ def measure(group: str) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    """Print the table; returns the exit status."""
-    options = argparse.ArgumentParser(description="what recording costs a task")
+    """Print the table, and return the exit status."""
+    options = argparse.ArgumentParser(description="overhead of the trace per task")
     add_options(options)
     given = options.parse_args()
     figures = []

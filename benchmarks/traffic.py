@@ -1,11 +1,11 @@
-"""What tasks send to other ranks, and how long they wait for it: recorded while a pipeline runs serially.
+"""Record of the messages and waits of tasks while a pipeline runs serially.
 
-A trace says how long a task took. How much of that it waited for other ranks, and for how many bytes, is known here
-only: collectives are noted when they are submitted, and when they are waited for::
+A trace contains the duration of each task, but not the time that it waited for other ranks, nor the bytes that it sent.
+This module records the times at which collectives are submitted and waited for::
 
     EmbInputDistWait │ work ... wait ▒▒▒▒▒▒ work ... submit ┐
     EmbPrefetch                                             │ work ... wait ▒▒▒▒▒▒▒▒ work ...
-                                                            └── all-to-all, so many bytes ──┘
+                                                            └──── all-to-all, n bytes ──────┘
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_pipe.engine.planning.network import CollectiveKind, Message
 
 __all__ = ["Exchange", "SerialTimes", "TaskRun", "recorded_traffic", "serial_times", "task_runs"]
 
-# Which argument is the buffer of this rank, by name and by place.
+# Name and position of the argument that is this rank's buffer, by collective.
 _COLLECTIVES: dict[str, tuple[CollectiveKind, str, int]] = {
     "all_to_all_single": ("all_to_all", "input", 1),
     "all_reduce": ("all_reduce", "tensor", 0),
@@ -37,13 +37,13 @@ _COLLECTIVES: dict[str, tuple[CollectiveKind, str, int]] = {
 
 @dataclass
 class Exchange:
-    """One collective. Times are those of ``time.perf_counter``, in seconds.
+    """One collective. Times are in seconds, from ``time.perf_counter``.
 
     Args:
-        kind: which.
-        bytes: of this rank's buffer.
-        submitted: when it was handed to the process group.
-        waited: begin and end of the wait for it; None while nobody has waited.
+        kind: kind of the collective.
+        bytes: size of this rank's buffer.
+        submitted: time of the submission to the process group.
+        waited: start and end of the wait (None before the wait has ended).
     """
 
     kind: CollectiveKind
@@ -54,10 +54,10 @@ class Exchange:
 
 @contextmanager
 def recorded_traffic() -> Iterator[list[Exchange]]:
-    """In the body, notes every all-to-all and all-reduce that goes through ``torch.distributed`` in this process.
+    """Record every all-to-all and all-reduce of ``torch.distributed`` in this process during the body.
 
     Yields:
-        What was noted, in the order of the submissions; it grows in the body.
+        The recorded collectives, in the order of submission. The list grows during the body.
     """
     found: list[Exchange] = []
 
@@ -71,7 +71,7 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
             exchange = Exchange(kind, buffer.nbytes, time.perf_counter())
             found.append(exchange)
             work = collective(*args, **kwargs)
-            if work is None:  # it was waited for inside
+            if work is None:  # a synchronous call, which waits itself
                 exchange.waited = (exchange.submitted, time.perf_counter())
                 return None
             return _NotedWork(work, exchange)
@@ -85,7 +85,7 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
 
 
 class _NotedWork(dist.Work):
-    """A collective under way. TorchRec waits for nothing that is no ``Work``."""
+    """A collective in flight. Derives from ``Work`` because TorchRec only waits for instances of it."""
 
     def __init__(self, work: dist.Work, exchange: Exchange) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class TaskRun:
     """One run of a task on one rank.
 
     Args:
-        task: its name.
-        iteration: of which.
-        own: seconds from its begin to its end.
-        wait: seconds of these that it waited for other ranks.
-        kind: of the largest collective that it submitted; None if it submitted none.
-        bytes: of all that it submitted.
+        task: name of the task.
+        iteration: iteration of the run.
+        own: seconds from start to end.
+        wait: part of *own* in which the task waited for other ranks, in seconds.
+        kind: kind of the largest collective that the task submitted, or None without one.
+        bytes: total bytes that the task submitted.
     """
 
     task: str
@@ -126,7 +126,7 @@ class TaskRun:
 
 
 def task_runs(spans: Iterable[TaskSpan], exchanges: Sequence[Exchange]) -> list[TaskRun]:
-    """What each task waited for and sent, of a serial run, in which one task runs at a time."""
+    """Waits and messages of each task in a serial run, in which one task runs at a time."""
     runs = []
     for span in spans:
         sent = [one for one in exchanges if span.start <= one.submitted <= span.end]
@@ -147,12 +147,12 @@ def task_runs(spans: Iterable[TaskSpan], exchanges: Sequence[Exchange]) -> list[
 
 @dataclass(frozen=True)
 class SerialTimes:
-    """What tasks take when they run one after the other, by task, in serial order.
+    """Times and messages of tasks that run one after the other, by task, in serial order.
 
     Args:
-        own: seconds from begin to end.
-        waits: seconds of these for which messages were on their way.
-        sent: what each submits.
+        own: seconds from start to end.
+        waits: part of *own* in which messages were in flight, in seconds.
+        sent: message that each task submits.
     """
 
     own: Mapping[str, float]
@@ -161,18 +161,19 @@ class SerialTimes:
 
 
 def serial_times(ranks: Sequence[Sequence[TaskRun]], *, helpers: float = 0.0) -> SerialTimes:
-    """One rank's times, of what all ranks have recorded of the same iterations.
+    """Times of one rank, from the records of all ranks for the same iterations.
 
-    Of a wait only the part counts that all ranks had: who comes last waits for the message alone, the others wait for
-    that rank too, and work ahead does not make it faster. So that part stays in *own* as if it were work.
+    Only the part of a wait that all ranks had counts as a wait. The last rank waits for the message alone; the others
+    also wait for that rank, which working ahead does not shorten. This additional time stays in *own* as if it were
+    work.
 
     Args:
-        ranks: the runs of each.
-        helpers: of an iteration, processor seconds of threads that move messages, where no core is to spare for them.
-            So much of the waits is work too, which takes a core from the tasks whenever it is done.
+        ranks: task runs of each rank.
+        helpers: processor seconds per iteration of the threads that move messages, if they have no spare core (default
+            0). This part of the waits is work too, because it takes a core from the tasks.
 
     Raises:
-        PlanError: nothing was recorded.
+        PlanError: the record is empty.
     """
     by_run: dict[tuple[str, int], list[TaskRun]] = {}
     for runs in ranks:

@@ -1,8 +1,8 @@
 """Checks the layout of the package: sizes of folders, files and constructors, and names of classes.
 
-    python scripts/check_layout.py           # part of `make lint`; ends with status 1 and a line for each fault
+    python scripts/check_layout.py    # part of `make lint`; prints a line per fault and exits with status 1
 
-Layers and cycles are contracts of import-linter in ``pyproject.toml``.
+Layers and import cycles are checked by import-linter, whose contracts are in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lightning_pipe"
-MOST_MODULES = 18  # of a folder, without __init__.py
-MOST_LINES = 400  # of a file
-MOST_ARGUMENTS = 12  # of a constructor, without self
+MOST_MODULES = 18  # per folder, without __init__.py
+MOST_LINES = 400  # per file
+MOST_ARGUMENTS = 12  # per constructor, without self
 
 
 def faults(package: Path) -> Iterator[str]:
-    """Each fault of the package in one line."""
+    """Faults of the package, one line each."""
     classes: dict[str, list[str]] = defaultdict(list)
     for folder in sorted({package, *(path.parent for path in package.rglob("*.py"))}):
         modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
@@ -47,7 +47,7 @@ def faults(package: Path) -> Iterator[str]:
 
 
 def arguments(node: ast.ClassDef) -> int:
-    """Number of arguments of a class's constructor; of a dataclass or named tuple, of its fields."""
+    """Number of arguments of a class's constructor, or of fields of a dataclass or named tuple."""
     for member in node.body:
         if isinstance(member, ast.FunctionDef) and member.name == "__init__":
             given = member.args

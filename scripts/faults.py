@@ -1,11 +1,11 @@
-"""Faults made by hand, of a line each, that the tests nearest to them have to notice.
+"""Mutation tests: handwritten one-line faults, each of which a given test must detect.
 
-    python scripts/faults.py                   # all of them, some minutes
-    python scripts/faults.py ledger exchanges  # those of files with one of these words in their names
+    python scripts/faults.py                   # all faults, takes some minutes
+    python scripts/faults.py ledger exchanges  # faults of files whose names contain one of these words
 
-The tree is copied to a temporary folder, where the tests have to pass; then each fault is put in, its test is run, and
-the file is put back. Ends with status 1 if a fault survives, or if a test fails without one. Code that is not in its
-file exactly once is an error: change the entry along with the code.
+The tree is copied to a temporary folder, where the tests must pass. Then each fault is inserted, its test is run, and
+the file is restored. Exits with status 1 if a fault survives or if a test fails without a fault. If the code of an
+entry does not occur exactly once in its file, the script stops: change the entry together with the code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds for a test: for a fault that makes one hang.
+# Time limit of a test in seconds, for faults that make it hang.
 TIMEOUT = 600
 
 
 class Fault(NamedTuple):
-    """Code that is replaced.
+    """A replacement of code.
 
     Attributes:
-        file: below ``lightning_pipe/``.
-        old: code that is there once.
-        new: what comes in its place.
-        test: below ``tests/``, a file or a test in it, which has to fail.
+        file: path below ``lightning_pipe/``.
+        old: code that occurs exactly once in the file.
+        new: faulty code that replaces it.
+        test: file or test below ``tests/`` that must fail.
     """
 
     file: str
@@ -152,7 +152,7 @@ FAULTS = [
         "self._to_host)",
         "llm/run/test_optimizer_offload.py::test_state_that_is_moved_off_the_device_is_on_the_host_whole",
     ),
-    # Those that a mutation tester found.
+    # Faults that a mutation tester found.
     Fault(
         "loops/data/random_streams.py",
         "torch.randint(2**63 - 1, ()",
@@ -187,11 +187,11 @@ FAULTS = [
 
 
 def main(words: Sequence[str]) -> int:
-    """Try the faults of files whose names have one of the words, all if there are none; returns the exit status."""
+    """Try the faults of files whose names contain one of the words (default: all), and return the exit status."""
     faults = [fault for fault in FAULTS if not words or any(word in fault.file for word in words)]
     for fault in faults:
         if (times := (ROOT / "lightning_pipe" / fault.file).read_text().count(fault.old)) != 1:
-            raise SystemExit(f"{fault.file} has {fault.old!r} {times} times; expected it once")
+            raise SystemExit(f"{fault.file} has {fault.old!r} {times} times, expected once. Change the entry")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -199,7 +199,7 @@ def main(words: Sequence[str]) -> int:
         for test in dict.fromkeys(fault.test for fault in faults):
             if not _passes(tree, test):
                 failed += 1
-                print(f"FAILS     {test}: without any fault", flush=True)
+                print(f"FAILS     {test}: without a fault", flush=True)
         for fault in faults:
             path = tree / "lightning_pipe" / fault.file
             code = path.read_text()
@@ -222,7 +222,7 @@ def _passes(tree: Path, test: str) -> bool:
         ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return False
-    if ended.returncode > 1:  # no such test, or none that could be collected
+    if ended.returncode > 1:  # the test does not exist or cannot be collected
         raise SystemExit(f"pytest ended with status {ended.returncode} for {test}:\n{ended.stdout.decode()}")
     return ended.returncode == 0
 

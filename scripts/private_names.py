@@ -1,13 +1,13 @@
-"""Private names of other projects that the package uses outside of ``_compat``, each with the files that use it.
+"""Uses of private names of other projects outside ``_compat``.
 
-``python -m scripts.private_names > tests/private_names.txt`` shortens the list that ``tests/test_private_names.py``
-holds the package to. Prints a line for each file and name, with the number of uses. A use is
+``python -m scripts.private_names > tests/private_names.txt`` updates the list that ``tests/test_private_names.py``
+enforces as an upper limit. Prints one line per file and name, with the number of uses. A use is
 
-- an import from a module, or of a name, whose name begins with ``_``, of one of :data:`PROJECTS`;
-- an attribute ``one._name``, also by ``getattr``, that the package does not define, or of ``super()``.
+- an import of a module or name of one of :data:`PROJECTS` whose name begins with ``_``;
+- an attribute ``one._name``, also via ``getattr``, that the package does not define, or an attribute of ``super()``.
 
-Names with two leading and trailing underscores are Python's. An attribute that the package happens to define as well is
-taken for the package's own, so the count is a lower bound.
+Names with two leading and trailing underscores belong to Python. An attribute whose name the package also defines
+counts as the package's own, so the count is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PROJECTS = ("fbgemm_gpu", "lightning", "torch", "torchmetrics", "torchrec", "transformers")
-# Of named tuples, and of ``os``.
+# Public names that begin with an underscore: of named tuples, and of ``os``.
 PUBLIC = ("_", "_asdict", "_exit", "_fields", "_replace")
 PACKAGE = Path(__file__).parent.parent / "lightning_pipe"
 
@@ -27,10 +27,10 @@ def private_names(package: Path = PACKAGE) -> dict[str, Counter[str]]:
     """Uses of private names of other projects.
 
     Args:
-        package: a folder of Python files.
+        package: folder of Python files (default: this package).
 
     Returns:
-        For each file that has uses, by its path in *package*, the number of uses of each name.
+        Number of uses of each name, by path in *package*. Files without uses are left out.
     """
     trees = {
         file.relative_to(package).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
@@ -46,14 +46,14 @@ def _is_private(name: str) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Private names that a file defines: functions, classes, variables, arguments, and attributes that it assigns."""
+    """Names that a file defines: functions, classes, variables, and attributes that it assigns."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            # What is assigned to another object may be that object's.
+            # An attribute assigned on another object may belong to that object's class.
             yield from [node.attr] * (node.value.id in ("self", "cls"))
 
 
@@ -84,7 +84,7 @@ def _is_super(node: ast.AST) -> bool:
 
 
 def main() -> None:
-    """Print all."""
+    """Print all uses."""
     for path, names in private_names().items():
         for name, count in sorted(names.items()):
             print(path, name, count)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A smoke test of the oldest supported versions (torch 2.11 with torchrec and fbgemm 1.6) in an environment of its own,
+# Smoke test of the oldest supported versions (torch 2.11 with torchrec and fbgemm 1.6) in a separate environment,
 # .venv-oldest: the engine, the loops, the pipe, and recommenders under every plan. Language models need a newer torch.
 #
-# There is no CPU build of torch 2.11 on the package index: pip takes the default one, with several GB of CUDA packages.
+# The package index has no CPU build of torch 2.11, so pip installs the default one with several GB of CUDA packages.
 #
 # Environment:
-#   PYTHON  the interpreter to make it from (default: python3.11, else python3)
+#   PYTHON  interpreter for .venv-oldest (default: python3.11, else python3)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-$(command -v python3.11 || command -v python3)}
@@ -15,9 +15,9 @@ if ! [ -e "$there/.complete" ]; then
     "$python" -m venv --clear "$there"
     pip() { "$there/bin/python" -m pip "$@"; }
     pip install -q "torch==2.11.0"
-    # --no-deps: torchrec asks for fbgemm-gpu, whose files would take the place of fbgemm-gpu-cpu's.
+    # --no-deps: torchrec requires fbgemm-gpu, whose files would overwrite those of fbgemm-gpu-cpu.
     pip install -q --no-deps "torchrec==1.6.1" "fbgemm-gpu-cpu==1.6.0" "iopath" "portalocker"
-    # Of the pinned packages those that do not come with torch.
+    # The pinned packages without those that torch installs.
     sed -n 's/ \\$//p' requirements/pinned.txt | grep "==" |
         grep -v -i -E "^(#|torch|pip|transformers|tokenizers|huggingface|hf-xet|safetensors|sympy|mpmath|networkx|filelock|fsspec|typing|setuptools|triton)" \
             > "$there/pinned.txt"
