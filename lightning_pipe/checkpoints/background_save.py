@@ -76,7 +76,7 @@ class BackgroundSave:
 
     @property
     def under_way(self) -> bool:
-        """True if a save was started and :meth:`wait` has not returned since."""
+        """True from the start of a save until :meth:`wait` has collected its result."""
         return self._saving is not None
 
     def wait(self) -> None:
