@@ -24,7 +24,7 @@ from a bootstrap over rounds, which selects the fastest pipelines again in each 
 
 Aims: (ours - bound) / (TorchRec's - bound), with bound = max(F+B, X), is at most 0.3 if X is 1 or 2 times F+B. If X is
 half of F+B, ours is not slower than TorchRec's by more than the noise of the run. If the measured X / (F+B) differs
-from the requested one by more than a quarter, that size has no figure and the exit status is 1.
+from the requested one by more than a quarter, that size has no figure. The exit status is 1 if no size has a figure.
 """
 
 from __future__ import annotations
