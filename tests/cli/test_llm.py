@@ -107,7 +107,7 @@ def test_a_schedule_with_more_stages_than_layers_is_shown_without_figures_and_wi
     out = capsys.readouterr().out
     assert "\n1f1b " in out  # four stages of six layers; the others have eight
     assert [line.split() for line in out.splitlines() if line.startswith("dualpipev ")] == [["dualpipev", "-"]]
-    reason = "zbv_zero_bubble, dualpipev: 6 layers cannot go to 8 stages; needed is 1 to 6 stage(s)"
+    reason = "zbv_zero_bubble, dualpipev: 6 layers cannot go to 8 stages; expected 1 to 6 stage(s)"
     assert " ".join(out.split()).count(reason) == 1
 
 

@@ -525,7 +525,7 @@ def test_an_error_of_one_ranks_data_ends_both_processes_with_a_message_each_and_
     result = run_command(folder, "--model.odd_keys_on_rank", "1")
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
-    message = "lightning-pipe: rank 1: sharded module 'tables' got the features ['user', 'shop']"
+    message = "lightning-pipe: rank 1: sharded module 'tables' expected the features of its first batch"
     lines = result.stderr.splitlines()
     for prefix in ("", "[rank1]: "):
         assert [line for line in lines if line.startswith(prefix + message)], result.stderr

@@ -50,8 +50,8 @@ def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
     ("text", "said"),
     [
         ("tasks: [", "not valid YAML"),
-        ("- 5", "is a mapping of .*; found list"),
-        ("", "is a mapping of .*; found NoneType"),
+        ("- 5", "must be a mapping of .*; found list"),
+        ("", "must be a mapping of .*; found NoneType"),
         ("cores: 2", "'tasks' of the costs must be a mapping from tasks to costs, got None"),
         ("tasks: {}", "'tasks' of the costs must be a mapping"),
         ("tasks: {Train: 5}\ntask: {}", "unknown key 'task'; known keys are between_ms"),

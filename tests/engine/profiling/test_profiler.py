@@ -219,7 +219,7 @@ def test_a_task_that_cannot_be_replayed_has_its_own_time_alone(clock: Clock) -> 
 
 def test_what_cannot_be_profiled_is_refused(clock: Clock) -> None:
     pipeline = chain(clock)
-    with pytest.raises(PlanError, match="over 0 batches"):
+    with pytest.raises(PlanError, match="a profile has 0 batches"):
         TaskProfiler(pipeline, [])
     with pytest.raises(PlanError, match="in 0 rounds"):
         TaskProfiler(pipeline, [0], rounds=0)

@@ -420,7 +420,7 @@ def test_a_train_pipeline_refuses_to_clip_what_it_cannot(one_rank: dist.ProcessG
     optimizer = torch.optim.SGD([parameter for _, parameter in model.dense_parameters()], lr=0.5)
     with pytest.raises(SetupError, match="must be a number above 0"):
         TrainPipeline(model, optimizer, "cpu", max_norm=0.0)
-    with pytest.raises(SetupError, match=r"give the model that shard_model\(\) returns"):
+    with pytest.raises(SetupError, match=r"Pass the model that shard_model\(\) returns"):
         TrainPipeline(model.dmp, optimizer, "cpu", max_norm=1.0)
 
 

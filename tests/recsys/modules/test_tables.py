@@ -94,7 +94,7 @@ def test_a_table_shared_with_a_dense_layer_is_refused() -> None:
     model = Model()
     model.tied = nn.Linear(8, 24)
     model.tied.weight = model.pooled.embedding_bags["users"].weight
-    with pytest.raises(SetupError, match=rf"table {USERS} and parameter tied.weight are one and the same"):
+    with pytest.raises(SetupError, match=rf"table {USERS} and parameter tied.weight are the same tensor"):
         find_tables(model)
 
 
@@ -113,7 +113,7 @@ def test_one_module_at_two_places_is_found_once() -> None:
 def test_one_module_under_two_names_of_its_parent_is_refused() -> None:
     model = Model()
     model.other = model.pooled
-    with pytest.raises(SetupError, match=r"pooled and other are one EmbeddingBagCollection.*hold it under one name"):
+    with pytest.raises(SetupError, match=r"pooled and other are one EmbeddingBagCollection.*Hold it under one name"):
         find_tables(model)
 
 

@@ -235,7 +235,7 @@ def test_a_first_batch_without_features_says_what_it_holds(errors: list[dict[str
         for method in ("direct", "fx"):
             text = of_rank[f"first batch, {method}"]
             assert text.startswith("InputError: ")
-            assert "a batch of type dict holds no KeyedJaggedTensor" in text
+            assert "a batch must hold a KeyedJaggedTensor for the sharded modules a, b, got a dict" in text
             assert "batch['dense'] (Tensor)" in text
 
 

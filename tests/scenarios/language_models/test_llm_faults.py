@@ -218,14 +218,14 @@ def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> No
         ({"activation_checkpoint": "full"}, "expected a mapping of mode, every"),
         (
             {"parallel": {"cp": 2}, "batching": {"variable_lengths": False, "max_length": 13}},
-            "max_length is 13.*multiple of 2 .*and 2 for context parallelism.*such as 14",
+            "max_length is 13.*multiple of 2 .*and 2 for context parallelism.*Set it to 14",
         ),
         (
             {
                 "parallel": {"cp": 2, "cp_method": "ring"},
                 "batching": {"variable_lengths": False, "max_length": 14, "pad_to_multiple_of": 2},
             },
-            "max_length is 14.*multiple of 4 .*and 4 for context parallelism.*such as 16",
+            "max_length is 14.*multiple of 4 .*and 4 for context parallelism.*Set it to 16",
         ),
     ],
     ids=str,

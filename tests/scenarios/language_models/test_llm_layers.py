@@ -235,7 +235,7 @@ def test_offloaded_states_are_in_checkpoints(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("no example", ["the split is by time", "example_micro_batch()", "balance='layers'"]),
+        ("no example", ["split.balance is 'time'", "example_micro_batch()", "split.balance to 'layers'"]),
         ("no example to trace", ["split.split_spec or split.split_policy is given", "example_micro_batch()"]),
         ("no such module", ["layers.9", "middle"]),
         ("no such point", ["'centre'", "'beginning' or 'end'"]),

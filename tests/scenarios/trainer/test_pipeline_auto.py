@@ -273,7 +273,7 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], kind: typ
     ("text", "said"),
     [
         ("name: [", "not valid YAML"),
-        ("- a", "a plan is a mapping"),
+        ("- a", "a plan must be a mapping"),
         (GOOD.replace("H2D", "Copy"), "unknown task 'Copy'; the tasks are H2D, TrainBatch"),
         (GOOD.replace("stage: 1", "stage: -1"), "stages are whole numbers from 0"),
         (GOOD.replace("stage: 1", "stage: 1, thread_group: loader"), "'loader', but the task calls the user's"),

@@ -132,7 +132,7 @@ def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
 
 
 def test_a_batch_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the batch is a tensor.*needed is a mapping"):
+    with pytest.raises(InputError, match=r"the batch is a tensor.*expected a mapping"):
         built().run_batch(torch.zeros(2, 3))
 
 

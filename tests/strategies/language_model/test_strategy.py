@@ -260,22 +260,22 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
     "too few micro-batches": (
         (lambda _: llm("1f1b", 1), Tiny, lambda _: GOOD),
         SetupError,
-        ["num_microbatches is 1", "at least one for each of the 2 stages", "use 2 or more"],
+        ["num_microbatches is 1", "at least one for each of the 2 stages", "Use 2 or more"],
     ),
     "too few micro-batches of DualPipeV": (
         (lambda _: llm("dualpipev", 3), Tiny, lambda _: GOOD),
         SetupError,
-        ["num_microbatches is 3", "4 stages", "use 4 or more"],
+        ["num_microbatches is 3", "4 stages", "Use 4 or more"],
     ),
     "micro-batches that make no rounds": (
         (lambda _: llm("interleaved_1f1b", 5), Tiny, lambda _: GOOD),
         SetupError,
-        ["num_microbatches is 5", "use 4 or 6"],
+        ["num_microbatches is 5", "Use 4 or 6"],
     ),
     "fewer layers than stages": (
         (lambda _: llm("zbv_zero_bubble", 4), partial(Tiny, 3), lambda _: GOOD),
         SetupError,
-        ["3 layers cannot go to 4 stages", "lower parallel.pp"],
+        ["3 layers cannot go to 4 stages", "Lower parallel.pp"],
     ),
     "a world that is no product": (
         (lambda _: llm(pp=3), Tiny, lambda _: GOOD),
@@ -380,7 +380,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
 }
 # What the rank says whose own mistake it is; the others say that it made one.
 OF_ONE_RANK = {
-    "one rank's batch that is none": (1, ["the batch is a str", "needed is a mapping"], ["rank(s) 1"]),
+    "one rank's batch that is none": (1, ["the batch is a str", "expected a mapping"], ["rank(s) 1"]),
     "one rank's batch of two lengths": (1, ["the lengths", "expected one length"], ["rank(s) 1"]),
     "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: ", "sum over its tokens"]),
     "a token outside the vocabulary": (0, ["index out of range"], ["rank 0: ", "could not be run: IndexError: index"]),
