@@ -5,6 +5,7 @@ A process with threads must not be forked: a lock that another thread holds is n
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import warnings
@@ -39,3 +40,6 @@ with warnings.catch_warnings():
         importlib.import_module(name)
 if threads() > 1:
     raise RuntimeError(f"an import of {', '.join(MODULES)} has started threads: expected 1, got {threads()}")
+# A collection in a rank would otherwise visit, and so copy, the memory of everything imported here.
+gc.collect()
+gc.freeze()

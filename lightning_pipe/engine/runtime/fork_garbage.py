@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from functools import cache
 
 __all__ = ["keep_garbage_from_forks"]
@@ -18,23 +19,37 @@ __all__ = ["keep_garbage_from_forks"]
 def keep_garbage_from_forks() -> None:
     """Exclude the parent's objects from garbage collection in all processes forked later.
 
-    Before a fork, ``gc.freeze`` moves all objects to a generation that is never collected. The parent moves them back
-    after the fork. Does nothing if the program itself has frozen objects. Installed once per process.
+    A forked process first calls ``gc.freeze``, which moves all objects to a generation that is never collected. No
+    collection runs between the fork and this call. The parent is unaffected. Installed once per process.
     """
     if hasattr(os, "register_at_fork"):
-        freezer = _Freezer()
-        os.register_at_fork(before=freezer.freeze, after_in_parent=freezer.unfreeze)
+        forks = _Forks()
+        os.register_at_fork(before=forks.begin, after_in_parent=forks.end_in_parent, after_in_child=forks.end_in_child)
 
 
-class _Freezer:
+class _Forks:
+    """Forks under way, which several threads may start at the same time."""
+
     def __init__(self) -> None:
-        self._has_frozen = False
+        self._lock = threading.Lock()
+        self._count = 0
+        self._collects = False  # True if the collector was enabled before the forks
 
-    def freeze(self) -> None:
-        self._has_frozen = not gc.get_freeze_count()
-        if self._has_frozen:
-            gc.freeze()
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._count += 1
 
-    def unfreeze(self) -> None:
-        if self._has_frozen:
-            gc.unfreeze()
+    def end_in_parent(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._collects:
+                gc.enable()
+
+    def end_in_child(self) -> None:
+        self._lock, self._count = threading.Lock(), 0  # another thread of the parent may have held the lock
+        gc.freeze()
+        if self._collects:
+            gc.enable()
