@@ -75,9 +75,7 @@ def test_inverse_indices_alone_in_another_order_are_re_ordered() -> None:
 
 
 def test_missing_and_extra_keys_are_named() -> None:
-    with pytest.raises(
-        InputError, match=r"'m' expected .* got \['a', 'c'\]: missing \['b'\], extra \['c'\]"
-    ):
+    with pytest.raises(InputError, match=r"'m' expected .* got \['a', 'c'\]: missing \['b'\], extra \['c'\]"):
         conform("m", kjt(["a", "c"], [[1], [2]]), FeatureForm.of(FIRST))
     with pytest.raises(InputError, match=r"missing \[\], extra \['c'\]"):
         conform("m", kjt(["a", "b", "c"], [[1], [2], []]), FeatureForm.of(FIRST))
