@@ -23,7 +23,10 @@ class DeferredBatchNorm(_BatchNorm):
     Golub and LeVeque, 1979), in double precision. After the last micro-batch they update the running statistics, and
     ``num_batches_tracked`` is incremented by one. Outside of a pipe, the layer behaves like PyTorch's batch
     normalisation. State dict and arguments equal those of ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` and
-    ``nn.BatchNorm3d``.
+    ``nn.BatchNorm3d``. Unlike these, it accepts inputs with any number of dimensions from two, (rows, channels, ...).
+
+    Raises:
+        ValueError: In training within a pipe, if an input has fewer than two dimensions.
     """
 
     running_mean: Tensor | None

@@ -139,6 +139,10 @@ class PipelinePlan:
     def from_spec(cls, spec: PlanSpec, tasks: Iterable[PipelineTask]) -> PipelinePlan:
         """Build a plan for *tasks* (in serial order) from its data.
 
+        Args:
+            spec: schedule of all tasks by name, with edges and depth.
+            tasks: tasks that the spec names, each once.
+
         Raises:
             PlanError: unknown task, a missing task, or a plan that the constructor refuses.
         """
@@ -168,7 +172,11 @@ class PipelinePlan:
         return plan_table(self.spec, self.dependencies, self.stale)
 
     def timeline(self, iterations: int = 4) -> str:
-        """Table of the iteration that each task runs for, period by period, from filling to draining."""
+        """Table of the iteration that each task runs for, period by period, from filling to draining.
+
+        Args:
+            iterations: number of iterations that the table shows (default 4).
+        """
         return plan_timeline(self.spec, iterations)
 
     def __str__(self) -> str:

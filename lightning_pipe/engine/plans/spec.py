@@ -137,7 +137,7 @@ class PlanSpec:
         return self._with(lambda *tasks: not any(task in names for task in tasks))
 
     def only(self, names: Collection[str]) -> PlanSpec:
-        """Remove all other tasks, and all edges and entries of ``stale`` that name them."""
+        """Keep the tasks in *names*. Remove all others, with the edges and entries of ``stale`` that name them."""
         return self._with(lambda *tasks: all(task in names for task in tasks))
 
     def _with(self, keeps: Callable[..., bool]) -> PlanSpec:

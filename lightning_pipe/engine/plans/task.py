@@ -50,11 +50,11 @@ class IterContext:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def take(self, name: str) -> Any:
-        """Remove a field and return its value; None if the field does not exist."""
+        """Remove the field *name* and return its value; None if the field does not exist."""
         return self.__dict__.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Return True if the field exists."""
+        """Return True if the field *name* exists."""
         return name in self.__dict__
 
     def __getattr__(self, name: str) -> Any:

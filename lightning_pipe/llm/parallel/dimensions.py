@@ -71,6 +71,9 @@ class ParallelDims:
     def fit(self, world_size: int) -> ParallelDims:
         """The same dimensions with the size of the pipeline filled in.
 
+        Args:
+            world_size: number of ranks of the run.
+
         Raises:
             SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """

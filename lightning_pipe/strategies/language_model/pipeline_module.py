@@ -104,6 +104,9 @@ class PipelineModule(pl.LightningModule):
 
         The default passes ``input_ids`` as the only argument, and all other entries except ``labels`` as keywords.
 
+        Args:
+            micro_batch: rows of the batch for one micro-batch, on the device; token tensors are (rows, tokens).
+
         Raises:
             InputError: If the micro-batch has no ``input_ids``.
         """
@@ -119,16 +122,24 @@ class PipelineModule(pl.LightningModule):
         """Return the loss summed over the tokens of a micro-batch, a scalar.
 
         The default is the cross-entropy of logits and ``labels``.
+
+        Args:
+            output: output of the last stage; logits are (rows, tokens, vocabulary).
+            micro_batch: the micro-batch that the output belongs to; ``labels`` are (rows, tokens).
         """
         return summed_cross_entropy(output, labels_of(micro_batch), self.ignore_index)
 
     def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
-        """Return the number of tokens that the loss sums over. It is 0 without labels, which prediction may omit."""
+        """Return the number of tokens of a micro-batch that :meth:`summed_loss` sums over.
+
+        The default counts the ``labels`` that are not ``ignore_index``. It is 0 without labels, which prediction may
+        omit.
+        """
         labels = micro_batch.get("labels")
         return 0 if labels is None else count_tokens(labels, self.ignore_index)
 
     def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
-        """Return a bool mask of the tokens over which routers are balanced; None for all tokens.
+        """Return a bool mask (rows, tokens) of a micro-batch's tokens over which routers are balanced; None for all.
 
         The default selects the tokens whose label is not ``ignore_index``.
         """
@@ -155,6 +166,10 @@ class PipelineModule(pl.LightningModule):
         """Return the prediction of ``predict_step`` for a micro-batch, with its rows in dimension 0.
 
         The default returns the model's output.
+
+        Args:
+            output: output of the last stage, as in :meth:`summed_loss`.
+            micro_batch: the micro-batch that the output belongs to.
         """
         return output
 
