@@ -1,8 +1,8 @@
 # Two commands on a fresh machine with Python 3.11, pip and make: `make train` and `make test`.
-# PYTHON=... and TORCH_INDEX=... are handed on to scripts/setup.sh, which says what they do.
+# PYTHON=... and TORCH_INDEX=... are passed to scripts/setup.sh, which documents them.
 
 BIN := .venv/bin
-# Newer than all it is made from: a second call has nothing to do.
+# Newer than the files that the environment is made from, so that a second call does nothing.
 STAMP := .venv/.setup-complete
 
 .PHONY: setup train train-llm test test-all test-oldest bench bench-all docs lint format clean
@@ -19,12 +19,12 @@ train: setup
 train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
-# test is for every change; test-all adds the tests marked "exhaustive", such as those in a browser. FILE=tests/... runs
-# all tests of one file. WORKERS processes run files side by side, each with one thread: a test's ranks are
-# processes, too.
+# Run test after every change; test-all also runs the tests marked "exhaustive", such as those in a browser.
+# FILE=tests/... runs all tests of one file. WORKERS processes run files in parallel, each with one thread, because the
+# ranks of a test are processes too.
 WORKERS ?= 2
 test test-all: export OMP_NUM_THREADS = 1
-# Processes that tests start would compile the package each time where this is set.
+# If this is set, each process that a test starts compiles the package again.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
@@ -32,12 +32,12 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest --exhaustive $(or $(FILE),-n $(WORKERS) --dist loadfile)
 
-# The oldest supported versions, of which the package index has CUDA builds alone: several GB.
+# The oldest supported versions. The package index only has their CUDA builds (several GB).
 test-oldest:
 	scripts/test_oldest.sh
 
-# One table, and benchmarks/results/latest.json. bench runs what the docs quote and aims at 12 minutes on two quiet cores;
-# bench-all runs every benchmark.
+# One table, and benchmarks/results/latest.json. bench measures the figures of the docs, in about 12 minutes on two quiet
+# cores; bench-all runs every benchmark.
 bench bench-all: export OMP_NUM_THREADS = 1
 bench: setup
 	$(BIN)/python -m benchmarks.table

@@ -8,12 +8,12 @@ sources = sorted(str(path) for path in Path("lightning_pipe/recsys/kernels/csrc"
 setup(
     ext_modules=[
         Extension(
-            # Beside its sources, where nobody looks for Python modules: it is none.
+            # Next to its sources, because it is not a Python module.
             "lightning_pipe.recsys.kernels.csrc._native",
             sources,
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],
-            # Where there is no compiler, the package installs without.
+            # Without a compiler, the package is installed without this library.
             optional=True,
         )
     ]

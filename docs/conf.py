@@ -29,10 +29,10 @@ extensions = [
 ]
 exclude_patterns = ["_build", "**.ipynb"]
 
-# Headings can be linked to as on a forge: page.md#the-heading.
+# Headings have anchors as on GitHub: page.md#the-heading.
 myst_heading_anchors = 3
 
-# Strategies and modules have Lightning's and PyTorch's methods too: those that say something of their own are shown.
+# Of the methods inherited from Lightning and PyTorch, only those with a docstring in this project are shown.
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"

@@ -1,8 +1,8 @@
-"""Draws the pictures of the docs anew: ``python docs/draw_pictures.py [NAME ...]``, from a clone, on a quiet machine.
+"""Draws the pictures of the docs: ``python docs/draw_pictures.py [NAME ...]``, in a clone, on a quiet machine.
 
-Each is of an example in training: what the callback PipelineTrace recorded, or the top of the report that
-PipelineProfiler wrote, as Chromium shows it; or it is what a benchmark drew. The tables and timelines in text are
-checked by the tests, which run the command that is written in front of each of them.
+A picture shows the timeline of an example that PipelineTrace recorded, the top of a PipelineProfiler report in
+Chromium, or the plot of a benchmark. Tables and timelines in text are checked by tests, which run the command above
+each of them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The example, its first batch that is drawn, and how many.
+# Example, first batch of the picture, and number of batches.
 TIMELINES = {
     "serial_timeline": ("recsys_movielens/serial.yaml", 40, 4),
     "prefetch_timeline": ("recsys_movielens/prefetch.yaml", 40, 4),
     "stages_timeline": ("llm_text/1f1b.yaml", 12, 1),
     "pipe_timeline": ("in_process/transformer.yaml", 9, 2),
 }
-# The benchmark, and its arguments.
+# Benchmark and its arguments.
 BENCHMARKS = {"rows_timeline": ("dynamic_embeddings", "--rows", "200000", "--latency", "60e-6", "--rounds", "2")}
-# The example, the step after which it is profiled, and the height that is shown (pixels).
+# Example, step after which it is profiled, and visible height in pixels.
 REPORTS = {"profile_report": ("recsys_movielens/prefetch.yaml", 40, 972)}
 WIDTH = 1000  # of a report (pixels)
 
 
 def main(names: list[str]) -> None:
-    """Draw these, or all of them."""
+    """Draw the pictures with these names; all pictures without names."""
     for name in names or [*TIMELINES, *BENCHMARKS, *REPORTS]:
         picture = ROOT / "docs" / "pictures" / f"{name}.png"
         with tempfile.TemporaryDirectory() as folder:
@@ -66,9 +66,9 @@ def _draw_report(example: str, step: int, height: int, folder: Path, picture: Pa
     _fit(example, step + 2, folder, options)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.exit("there is no chromium and no google-chrome on the PATH; needed is one of them to show the report")
+        sys.exit("neither chromium nor google-chrome is on the PATH; install one to take a picture of a report")
     shown = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}"]
-    # Plotly draws when the page is there: time for that, by the page's own clock.
+    # Plotly draws after the page is loaded, so the page's virtual clock gets time for it.
     shown += ["--virtual-time-budget=10000", f"--screenshot={picture}", report.as_uri()]
     subprocess.run([browser, *shown], cwd=folder, check=True)
 
