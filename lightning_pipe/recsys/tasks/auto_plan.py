@@ -29,7 +29,9 @@ _NOT_THERE = 0.05
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
 
-def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) -> list[PipelinePlan]:
+def hand_written_plans(
+    tasks: Sequence[PipelineTask], *, on_disk: bool = False, max_in_flight: int | None = None
+) -> list[PipelinePlan]:
     """Return the serial plan and the plans that run ahead without stale tables.
 
     Plans that look up ahead are included only if lookups read nothing but tables.
@@ -38,6 +40,7 @@ def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) 
         tasks: the tasks of the model.
         on_disk: True if rows of tables are read from disk (default False). Without that, an early prefetch has no
             advantage over a prefetch and is left out.
+        max_in_flight: largest number of batches in flight; plans with more are left out (default None: no limit).
     """
     only_tables = not read_beyond_tables(tasks)
     names = [
@@ -45,7 +48,8 @@ def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) 
         for name, plan in PLANS.items()
         if not plan.stale and (only_tables or not looks_ahead(plan)) and (on_disk or name != "early_prefetch")
     ]
-    return [recsys_plan(name, tasks) for name in names]
+    plans = [recsys_plan(name, tasks) for name in names]
+    return [plan for plan in plans if max_in_flight is None or plan.pipeline_depth <= max_in_flight]
 
 
 def recsys_costs(

@@ -131,7 +131,7 @@ class TableTraining:
             device=session.device,
             keep=exploration.found + 3,  # the hand-written plans may be among them
         )
-        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows))
+        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         self.program = AutoProgram(
             by_hand, propose, session.device, session.world, exploration, self._chosen, **arguments
         )
