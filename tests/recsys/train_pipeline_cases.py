@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from tests.recsys.pipeline_cases import (
     STEPS,
     Case,
     Feed,
+    Outcome,
     Paired,
     adam,
     difference,
@@ -49,10 +50,6 @@ from tests.recsys.sharding_cases import CPU
 
 POOLED = CASES["pooled, table_wise"]
 EVERYTHING = CASES["everything"]
-
-
-def plans(check: Callable[[str], Any]) -> dict[str, Any]:
-    return {plan: check(plan) for plan in DEPTHS}
 
 
 @contextmanager
@@ -146,8 +143,14 @@ def like_torchrec(build: Callable[[], nn.Module], kinds: str) -> dict[str, bool]
 # detach, attach, reset, close, and the end of the data.
 
 
+@cache
+def whole_run() -> Outcome:
+    """An undisturbed training: every plan leaves what the serial one leaves, so that it is run once for all of them."""
+    return outcome(EVERYTHING, "serial")
+
+
 def detached(plan: str) -> dict[str, bool]:
-    whole = outcome(EVERYTHING, plan)
+    whole = whole_run()
     model = sharded(EVERYTHING)
     optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
@@ -195,16 +198,24 @@ def reset(plan: str) -> dict[str, bool]:
         pipeline.reset()
         nothing = len(pipeline.pipeline.in_flight)
         rest, _ = train(pipeline, data[STEPS:])
-    other = sharded(EVERYTHING)
-    expected_optimizer = adam(other)
-    torch.manual_seed(13)
-    with pipeline_of(other, plan, expected_optimizer) as pipeline:
-        expected, _ = train(pipeline, [*data[:3], *data[STEPS:]])
+    expected, values = without_what_was_lost()
     return {
         "gives up": (lost, nothing) == (DEPTHS[plan] - 1, 0),
         "goes on": same_outputs([*outputs, *rest], expected),
-        "ends the same": not difference(values_of(model, optimizer), values_of(other, expected_optimizer)),
+        "ends the same": not difference(values_of(model, optimizer), values),
     }
+
+
+@cache
+def without_what_was_lost() -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The serial training of those batches that a reset after the third one leaves."""
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    data = EVERYTHING.data(2 * STEPS)
+    torch.manual_seed(13)
+    with pipeline_of(model, "serial", optimizer) as pipeline:
+        outputs, _ = train(pipeline, [*data[:3], *data[STEPS:]])
+    return outputs, values_of(model, optimizer)
 
 
 def closed(plan: str) -> dict[str, bool]:
@@ -232,20 +243,28 @@ def closed(plan: str) -> dict[str, bool]:
 
 def end_of_data(plan: str) -> dict[str, bool]:
     data = POOLED.data(STEPS)
-    one, two = sharded(POOLED), sharded(POOLED)
-    with pipeline_of(one, plan) as pipeline:
+    model = sharded(POOLED)
+    with pipeline_of(model, plan) as pipeline:
         epochs, stops = [], []
         for part in (data[:3], [], data[3:]):
             feed = Feed(part)
             outputs, _ = train(pipeline, feed)
             epochs += outputs
             stops.append("StopIteration" in error_of(lambda: pipeline.progress(feed))[0])  # noqa: B023
-    with pipeline_of(two, plan) as pipeline:
-        expected, _ = train(pipeline, data)
+    expected, values = one_epoch()
     return {
         "stops each time": stops == [True] * 3,
-        "epochs": same_outputs(epochs, expected) and not difference(values_of(one), values_of(two)),
+        "epochs": same_outputs(epochs, expected) and not difference(values_of(model), values),
     }
+
+
+@cache
+def one_epoch() -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The serial training of all batches at once."""
+    model = sharded(POOLED)
+    with pipeline_of(model, "serial") as pipeline:
+        outputs, _ = train(pipeline, POOLED.data(STEPS))
+    return outputs, values_of(model)
 
 
 # What goes wrong on one rank.
@@ -385,24 +404,34 @@ def without_losses(batches_without: dict[int, tuple[int, ...]], skip: bool = Fal
     return [batch for index, batch in enumerate(data) if not (skip and len(batches_without.get(index, ())) == 2)]
 
 
+# Ranks that have no loss, by batch.
+WITHOUT = {0: (1,), 2: (0,), 3: (0, 1), 5: (1,)}
+
+
 def missing_losses(plan: str) -> dict[str, bool]:
     """Losses missing on one rank, on the other and on both, against losses of zero and one batch fewer."""
-    where = {0: (1,), 2: (0,), 3: (0, 1), 5: (1,)}
     found = {}
     for kind in ("table_wise", "data_parallel"):
-        model, expected = (sharded(Case(build, kinds=kind)) for build in (SometimesNone, ZeroInstead))
+        model = sharded(Case(SometimesNone, kinds=kind))
         with pipeline_of(model, plan, checks={"detect_nan": True}) as pipeline:
-            outputs, _ = train(pipeline, without_losses(where))
-        with pipeline_of(expected, plan) as pipeline:
-            train(pipeline, without_losses(where, skip=True))
+            outputs, _ = train(pipeline, without_losses(WITHOUT))
         missing = [output is None for output in outputs]
-        found[f"{kind} outputs"] = missing == [dist.get_rank() in where.get(index, ()) for index in range(STEPS)]
-        found[f"{kind} values"] = not difference(values_of(model), values_of(expected))
+        found[f"{kind} outputs"] = missing == [dist.get_rank() in WITHOUT.get(index, ()) for index in range(STEPS)]
+        found[f"{kind} values"] = not difference(values_of(model), with_losses_of_zero(kind))
     return found
 
 
+@cache
+def with_losses_of_zero(kind: str) -> dict[str, torch.Tensor]:
+    """What a serial training leaves in which the missing losses are zeros."""
+    model = sharded(Case(ZeroInstead, kinds=kind))
+    with pipeline_of(model, "serial") as pipeline:
+        train(pipeline, without_losses(WITHOUT, skip=True))
+    return values_of(model)
+
+
 def evaluated_in_between(plan: str) -> dict[str, bool]:
-    whole = outcome(EVERYTHING, plan)
+    whole = whole_run()
     model = sharded(EVERYTHING)
     optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
@@ -484,6 +513,7 @@ def accumulated(plan: str) -> dict[str, torch.Tensor]:
     return values_of(model, optimizer)
 
 
+@cache
 def accumulated_by_hand() -> dict[str, torch.Tensor]:
     model = sharded(EVERYTHING)
     optimizer = adam(model)
@@ -503,9 +533,8 @@ def accumulated_by_hand() -> dict[str, torch.Tensor]:
     return values_of(model, optimizer)
 
 
-def accumulation() -> dict[str, bool]:
-    by_hand = accumulated_by_hand()
-    return {plan: not difference(accumulated(plan), by_hand) for plan in DEPTHS}
+def accumulation(plan: str) -> bool:
+    return not difference(accumulated(plan), accumulated_by_hand())
 
 
 # Evaluation with training batches in flight.
@@ -552,8 +581,15 @@ def trained_and_evaluated(plan: str, drains: bool) -> tuple[list[Any], list[list
     return outputs, evaluated, {**values_of(model, optimizer), "steps": torch.tensor(steps_of(model))}
 
 
+@cache
+def drained_and_evaluated() -> tuple[list[Any], list[list[Any]], dict[str, torch.Tensor]]:
+    return trained_and_evaluated("serial", drains=True)
+
+
 def evaluated(plan: str) -> dict[str, bool]:
-    drained, ours = trained_and_evaluated("serial", drains=True), trained_and_evaluated(plan, drains=False)
+    if plan == "semi_sync":
+        return stale_evaluated()
+    drained, ours = drained_and_evaluated(), trained_and_evaluated(plan, drains=False)
     return {
         "training": same_outputs(drained[0], ours[0]),
         "evaluations": len(ours[1]) == len(AFTER) and all(map(same_outputs, drained[1], ours[1])),
@@ -655,32 +691,40 @@ def processors_under_ddp() -> str:
     return text if not replaced(model) else "still replaced"
 
 
+# Parts that are tried as a whole.
 PARTS: dict[str, Callable[[], Any]] = {
     "like torchrec": lambda: {
         f"{build.__name__}, {kinds}": like_torchrec(build, kinds)
         for build, kinds in ((Bags, "table_wise"), (Bags, "column_wise"), (Sequences, "row_wise"))
     },
     "processors": processors_under_ddp,
-    "detached": lambda: plans(detached),
-    "reset": lambda: plans(reset),
-    "closed": lambda: plans(closed),
-    "end of data": lambda: plans(end_of_data),
-    "wrong": lambda: {f"{name}, {place}": wrong(name, *place) for name in WRONG for place in PLACES},
     # Of the second two, one sends ids in a process group more than the other.
     "differing plans": lambda: {plans: differing_plans(*plans) for plans in (("base", "prefetch"), ("serial", "base"))},
-    "failed step": lambda: plans(failed_step),
-    "missing losses": lambda: plans(missing_losses),
-    "evaluated": lambda: plans(evaluated_in_between),
-    "evaluation": lambda: {**plans(evaluated), "semi_sync": stale_evaluated()},
     "schedules": schedules,
-    "accumulation": accumulation,
     "waits": waits,
+}
+# Parts of a case for each plan; of bad batches, for each name and place.
+OF_CASES: dict[str, Callable[[Any], Any]] = {
+    "detached": detached,
+    "reset": reset,
+    "closed": closed,
+    "end of data": end_of_data,
+    "wrong": lambda case: wrong(case[0], *case[1]),
+    "failed step": failed_step,
+    "missing losses": missing_losses,
+    "evaluated": evaluated_in_between,
+    "evaluation": evaluated,
+    "accumulation": accumulation,
 }
 
 
-def on_rank(rank: int, world_size: int, part: str, apart: bool) -> Any:
-    """A part, with both ranks on one machine or each on one of its own."""
+def on_rank(rank: int, world_size: int, part: str, cases: Sequence[Any], apart: bool) -> Any:
+    """A part and these of its cases, with both ranks on one machine or each on one of its own."""
+
+    def run() -> Any:
+        return PARTS[part]() if part in PARTS else {case: OF_CASES[part](case) for case in cases}
+
     if not apart:
-        return PARTS[part]()
+        return run()
     with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
-        return PARTS[part]()
+        return run()

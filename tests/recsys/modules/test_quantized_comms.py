@@ -13,8 +13,9 @@ than the format, and results are off by at most six times as much as then (see `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,7 @@ from tests.recsys.sharding_cases import (
     tables_of,
 )
 from tests.rounding import SEEDS, Reference
+from tests.tiers import sampled, sampled_rows, wanted
 
 BITS = {"fp16": 11, "bf16": 8}
 PRECISIONS = ["fp16", "bf16", "int8"]
@@ -67,6 +69,11 @@ TWO_NODES = [
     ("table_column_wise", "row_wise", "int8"),
 ]
 POSSIBLE = [(*pair, one) for pair in ONE_NODE for one in PRECISIONS if one != "int8" or pair[0] not in ADDED_UP]
+# Of feature-processed tables: int8 is refused as for other pooled tables.
+KINDS = ("table_wise", "row_wise", "column_wise")
+PROCESSED = [*product(KINDS, PRECISIONS)]
+MODELS = (Bags, Sequences)
+UNEVEN = [*product([kind.__name__ for kind in MODELS], PRECISIONS)]
 RATE = 0.5  # SGD's
 # A sum of errors that are spread evenly is off by more with a probability below 3e-8 (see tests/rounding.py).
 DEVIATIONS = 6
@@ -75,6 +82,24 @@ LAST_PLACE = torch.finfo(torch.float32).eps
 
 def both(precision: str, **options: Any) -> dict[str, Any]:
     return {"forward": precision, "backward": precision, **options}
+
+
+def often(case: tuple[str, ...]) -> bool:
+    """Each kind of tables in one format."""
+    *kind, precision = case
+    formats = {
+        ("table_wise", "table_wise"): "int8",
+        ("column_wise", "row_wise"): "bf16",
+        ("table_column_wise", "column_wise"): "fp16",
+        ("row_wise", "table_wise"): "fp16",
+        ("data_parallel", "table_wise"): "bf16",
+        ("table_wise",): "fp16",
+        ("row_wise",): "bf16",
+        ("column_wise",): "int8",
+    }
+    if kind[0] in [model.__name__ for model in MODELS]:
+        return (kind[0] == "Bags") == (precision != "bf16")
+    return formats[tuple(kind)] == precision
 
 
 # ---------------------------------------------------------------------- how far off
@@ -388,10 +413,11 @@ def refusals(rank: int) -> dict[str, str]:
 # ---------------------------------------------------------------------- what the ranks run
 
 
-def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def on_two_ranks(rank: int, world_size: int, cases: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    models = {kind.__name__: kind for kind in MODELS}
     chosen = shard(make_model(), quantized_comms=both("int8"))
     return {
-        "off": {case: off_by(case, rank, world_size) for case in POSSIBLE},
+        "off": {case: off_by(case, rank, world_size) for case in POSSIBLE if case in cases},
         "bytes": {precision: bytes_sent(precision) for precision in ["fp32", *PRECISIONS]},
         "reduced": {precision: reduced_bytes(precision) for precision in ["fp32", "fp16", "bf16"]},
         "small": {scale: moved_by_small_gradients(scale) for scale in (None, 1024.0)},
@@ -399,14 +425,13 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         "processed": {
             # Sums of two ranks' parts are rounded as well.
             (kind, precision): beside_32_bits(precision, partial(processed, kind, rank), 2 if kind in ADDED_UP else 1)
-            for kind in ("table_wise", "row_wise", "column_wise")
-            for precision in PRECISIONS
-            if kind != "row_wise" or precision != "int8"
+            for kind, precision in PROCESSED
+            if (kind, precision) in cases and (kind != "row_wise" or precision != "int8")
         },
         "uneven": {
-            (kind.__name__, precision): beside_32_bits(precision, partial(uneven, kind, rank))
-            for kind in (Bags, Sequences)
-            for precision in PRECISIONS
+            (kind, precision): beside_32_bits(precision, partial(uneven, models[kind], rank))
+            for kind, precision in UNEVEN
+            if (kind, precision) in cases
         },
         "refusals": refusals(rank),
         "chosen": {table.sharding_type for table in chosen.tables.values() if table.module_name == "pooled"},
@@ -419,8 +444,8 @@ def on_two_nodes(rank: int, world_size: int) -> dict[Any, dict[str, bool]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, wanted(request.config, [*POSSIBLE, *PROCESSED, *UNEVEN], often))
 
 
 @pytest.fixture(scope="module")
@@ -428,7 +453,7 @@ def two_nodes() -> list[dict[Any, dict[str, bool]]]:
     return run_ranks(on_two_nodes, 4)
 
 
-@pytest.mark.parametrize("case", POSSIBLE, ids="-".join)
+@pytest.mark.parametrize("case", sampled(POSSIBLE, often, "-".join))
 def test_embeddings_and_gradients_are_off_by_no_more_than_their_format(
     two_ranks: list[dict[str, Any]], case: tuple[str, str, str]
 ) -> None:
@@ -451,8 +476,7 @@ def test_embeddings_and_gradients_between_nodes_are_off_by_no_more_than_their_fo
         assert all(found[case].values()), found[case]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize(("kind", "precision"), sampled_rows(PROCESSED, often))
 def test_feature_processed_tables_travel_so_too(two_ranks: list[dict[str, Any]], kind: str, precision: str) -> None:
     if (kind, precision) == ("row_wise", "int8"):
         return  # refused as for other pooled tables
@@ -460,8 +484,7 @@ def test_feature_processed_tables_travel_so_too(two_ranks: list[dict[str, Any]],
         assert found["processed"][kind, precision] == (True, [])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", ["Bags", "Sequences"])
+@pytest.mark.parametrize(("kind", "precision"), sampled_rows(UNEVEN, often))
 def test_batches_of_any_size_can_be_cut_into_rows(two_ranks: list[dict[str, Any]], kind: str, precision: str) -> None:
     for found in two_ranks:
         assert found["uneven"][kind, precision] == (True, [])

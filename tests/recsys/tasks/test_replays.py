@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,12 +15,35 @@ from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, Case, Feed, same_outputs, sharded, values_of
 from tests.recsys.sharding_cases import CPU
-from tests.tiers import sampled
+from tests.tiers import sampled, sampled_rows, wanted
 
 TASKS = [task.name for task in recsys_tasks()]
 # Not those that look batches up before it is their turn: not in the tables that are put back in between.
 PLANS = ("serial", "base", "prefetch")
 ON = ("pooled, row_wise", "sequences, row_wise", "processed features, table_wise", "everything")
+CLIPPED = ("pooled, row_wise", "everything")
+# Case, plan, and whether gradients are clipped.
+TRIALS = [*product(ON, PLANS, (False,)), *product(CLIPPED, PLANS, (True,))]
+
+
+def often(trial: tuple[Any, ...]) -> bool:
+    """Each case under one plan, the largest under two, all plans with and without clipping."""
+    name, plan, clip = trial
+    plans = {
+        "pooled, row_wise": ("serial", "base") if clip else ("serial",),
+        "sequences, row_wise": ("base",),
+        "processed features, table_wise": ("prefetch",),
+        "everything": ("prefetch",) if clip else ("base", "prefetch"),
+    }
+    return plan in plans[name]
+
+
+def parameters(clip: bool, *tasks: str) -> list[Any]:
+    """Of a test: case, plan and, where there are some, a task."""
+    rows = [(*trial[:2], *task) for trial in TRIALS if trial[2] == clip for task in product(*[tasks] if tasks else [])]
+    return sampled_rows(rows, lambda row: often((*row[:2], clip)), "-".join)
+
+
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
 
 
@@ -107,35 +132,31 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in other if not torch.equal(one[name], other[name])]
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+def run_cases(rank: int, world_size: int, trials: Sequence[tuple[str, str, bool]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in ON:
-        for plan in PLANS:
-            for clip in (False, True):
-                if clip and name not in ("pooled, row_wise", "everything"):
-                    continue
-                trial = Trial(CASES[name], plan, clip)
-                for _ in range(3):
-                    output, changes = trial.iteration()
-                trial.count_runs()
-                for task in TASKS:
-                    trial.runs[task] = 0
-                    trial.pipeline.pipeline.enable_shortcut(task)
-                    found = [trial.iteration() for _ in range(6)]
-                    ran = trial.runs[task]
-                    replayed, differences = found[-1]
-                    results[f"{name}, {plan}, {task}{', clipped' if clip else ''}"] = (
-                        same_outputs([replayed], [output]),
-                        differing(differences, expected(trial, task, changes)),
-                        ran,
-                    )
-                    trial.pipeline.pipeline.disable_shortcut()
-                after = [trial.iteration() for _ in range(4)][-1]
-                results[f"{name}, {plan}, clipped {clip}, run again"] = (
-                    same_outputs([after[0]], [output]),
-                    differing(after[1], changes),
-                )
-                trial.pipeline.close()
+    for name, plan, clip in trials:
+        trial = Trial(CASES[name], plan, clip)
+        for _ in range(3):
+            output, changes = trial.iteration()
+        trial.count_runs()
+        for task in TASKS:
+            trial.runs[task] = 0
+            trial.pipeline.pipeline.enable_shortcut(task)
+            found = [trial.iteration() for _ in range(6)]
+            ran = trial.runs[task]
+            replayed, differences = found[-1]
+            results[f"{name}, {plan}, {task}{', clipped' if clip else ''}"] = (
+                same_outputs([replayed], [output]),
+                differing(differences, expected(trial, task, changes)),
+                ran,
+            )
+            trial.pipeline.pipeline.disable_shortcut()
+        after = [trial.iteration() for _ in range(4)][-1]
+        results[f"{name}, {plan}, clipped {clip}, run again"] = (
+            same_outputs([after[0]], [output]),
+            differing(after[1], changes),
+        )
+        trial.pipeline.close()
     if world_size > 1:
         trial = Trial(CASES["pooled, row_wise"], "prefetch")
         trial.iteration()
@@ -149,12 +170,10 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=sampled([1, 2], lambda ranks: ranks == 1, "{}_ranks".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, request.param)
+    return run_ranks(run_cases, request.param, wanted(request.config, TRIALS, often))
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("case", ON)
+@pytest.mark.parametrize(("case", "plan", "task"), parameters(False, *TASKS))
 def test_what_comes_later_finds_the_captured_values_and_other_gradients_are_the_same(
     ranks: list[dict[str, Any]], case: str, plan: str, task: str
 ) -> None:
@@ -165,9 +184,7 @@ def test_what_comes_later_finds_the_captured_values_and_other_gradients_are_the_
         assert runs == 1  # the one that was captured
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("case", ["pooled, row_wise", "everything"])
+@pytest.mark.parametrize(("case", "plan", "task"), parameters(True, *TASKS))
 def test_so_it_is_where_the_tables_wait_for_the_norm_of_all_gradients(
     ranks: list[dict[str, Any]], case: str, plan: str, task: str
 ) -> None:
@@ -179,8 +196,7 @@ def test_so_it_is_where_the_tables_wait_for_the_norm_of_all_gradients(
             assert different == []
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("case", ON)
+@pytest.mark.parametrize(("case", "plan"), parameters(False))
 def test_tasks_that_run_again_do_what_they_did(ranks: list[dict[str, Any]], case: str, plan: str) -> None:
     assert [results[f"{case}, {plan}, clipped False, run again"] for results in ranks] == [(True, [])] * len(ranks)
 

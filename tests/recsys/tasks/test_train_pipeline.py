@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,16 +42,54 @@ from tests.recsys.train_pipeline_cases import (
     pipeline_of,
     replaced,
 )
-from tests.tiers import sampled
+from tests.tiers import sampled, sampled_rows, wanted
 
 # A part of what is tried on two ranks, to what it found on each.
 TwoRanks = Callable[[str], list[Any]]
 
 
+# Cases of each part: plans, and names and places of bad batches.
+CASES_OF: dict[str, list[Any]] = {
+    **{
+        part: [*DEPTHS]
+        for part in ("detached", "reset", "closed", "end of data", "failed step", "missing losses", "evaluated")
+    },
+    "evaluation": [*DEPTHS, "semi_sync"],
+    "accumulation": [*DEPTHS],
+    "wrong": [*product(WRONG, PLACES)],
+}
+# The plans of `make test`: for each part two that differ.
+OFTEN = {
+    "detached": ("base", "fused_sparse_dist"),
+    "reset": ("serial", "prefetch"),
+    "closed": ("serial", "prefetch"),
+    "end of data": ("base", "fused_sparse_dist"),
+    "failed step": ("base", "prefetch"),
+    "missing losses": ("prefetch", "fused_sparse_dist"),
+    "evaluated": ("serial", "fused_sparse_dist"),
+    "evaluation": ("prefetch", "fused_sparse_dist", "semi_sync"),
+    "accumulation": ("base", "prefetch"),
+}
+
+
+def often(part: str) -> Callable[[Any], bool]:
+    """Whether a case of this part is one that ``make test`` runs."""
+    if part != "wrong":
+        return OFTEN[part].__contains__
+    # Each bad batch in one place, and so that each place has one.
+    names = list(WRONG)
+    return lambda case: case[1] == PLACES[names.index(case[0]) % len(PLACES)]
+
+
 @pytest.fixture(scope="module", params=sampled(["one machine", "two machines"], lambda name: name == "one machine"))
 def two_ranks(request: pytest.FixtureRequest) -> TwoRanks:
     """What holds on each rank in a part, wherever they are: ids travel in another way between machines."""
-    return cache(lambda part: run_ranks(on_rank, 2, part, request.param == "two machines"))
+
+    def run(part: str) -> list[Any]:
+        cases = wanted(request.config, CASES_OF[part], often(part)) if part in CASES_OF else []
+        return run_ranks(on_rank, 2, part, cases, request.param == "two machines")
+
+    return cache(run)
 
 
 def holds(two_ranks: TwoRanks, name: str, part: str) -> None:
@@ -68,35 +107,36 @@ def test_trained_feature_processors_inside_ddp_are_refused(two_ranks: TwoRanks) 
     assert all("model.a hold trained feature processors" in found for found in two_ranks("processors"))
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["detached"], often("detached")))
 def test_a_detached_model_can_be_evaluated_and_training_goes_on_with_the_batches_in_flight(
     two_ranks: TwoRanks, plan: str
 ) -> None:
     holds(two_ranks, "detached", plan)
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["reset"], often("reset")))
 def test_reset_gives_up_what_is_in_flight_and_training_goes_on(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "reset", plan)
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["closed"], often("closed")))
 def test_close_leaves_no_thread_no_forward_and_no_hook_behind(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "closed", plan)
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["end of data"], often("end of data")))
 def test_the_end_of_the_data_stops_each_time_and_another_iterator_goes_on(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "end of data", plan)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("name", "place"), sampled_rows(CASES_OF["wrong"], often("wrong"), lambda case: f"{case[0]}-{case[1]}")
+)
 def test_a_batch_that_is_wrong_on_one_rank_is_an_input_error_on_every_rank(
     two_ranks: TwoRanks, name: str, place: tuple[str, int, str]
 ) -> None:
     for found in two_ranks("wrong"):
-        kinds, text, clean = found[f"{name}, {place}"]
+        kinds, text, clean = found[name, place]
         assert kinds[0] == "InputError"
         assert WRONG[name][2] in text
         assert clean
@@ -109,22 +149,22 @@ def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(two_ranks: T
             assert f"rank 0 has 'name' = '{first}', but rank 1 has 'name' = '{second}'" in text
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["failed step"], often("failed step")))
 def test_a_step_that_raises_closes_the_pipeline_and_another_can_follow(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "failed step", plan)
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["missing losses"], often("missing losses")))
 def test_a_rank_without_a_loss_keeps_nobody_waiting_and_counts_as_zero(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "missing losses", plan)
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["evaluated"], often("evaluated")))
 def test_in_evaluation_mode_progress_trains_nothing(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "evaluated", plan)
 
 
-@pytest.mark.parametrize("plan", [*DEPTHS, "semi_sync"])
+@pytest.mark.parametrize("plan", sampled(CASES_OF["evaluation"], often("evaluation")))
 def test_an_evaluation_in_between_leaves_batches_in_flight_and_gives_what_a_drained_run_gives(
     two_ranks: TwoRanks, plan: str
 ) -> None:
@@ -138,7 +178,7 @@ def test_learning_rates_set_between_batches_reach_tables_and_layers_under_every_
         assert [what for what, is_true in found.items() if not is_true] == []
 
 
-@pytest.mark.parametrize("plan", DEPTHS)
+@pytest.mark.parametrize("plan", sampled(CASES_OF["accumulation"], often("accumulation")))
 def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(two_ranks: TwoRanks, plan: str) -> None:
     assert [found[plan] for found in two_ranks("accumulation")] == [True, True]
 

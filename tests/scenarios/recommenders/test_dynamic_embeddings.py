@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
 from tests.strategies.cases import ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
+from tests.tiers import sampled_rows
 
 
 class Dynamic(nn.Module):
@@ -104,8 +106,14 @@ def resumed(rank: int, world_size: int, path: Path, sparse: Any) -> dict[str, An
     return results
 
 
-@pytest.mark.parametrize("sparse", [ROW_WISE_ADAGRAD, ADAM], ids=["row-wise adagrad", "adam"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "sparse"),
+    sampled_rows(
+        product((1, 2), (ROW_WISE_ADAGRAD, ADAM)),
+        lambda case: (case[0] == 1) == (case[1] is ROW_WISE_ADAGRAD),
+        lambda case: f"{case[0]}-{'adam' if case[1] is ADAM else 'row-wise adagrad'}",
+    ),
+)
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     world_size: int, sparse: Any, tmp_path: Path
 ) -> None:

@@ -188,38 +188,42 @@ def train_dynamic(store: Path, plan: str, world_size: int) -> Cell:
     return Cell(losses, None, state)
 
 
-def train_all(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> dict[tuple[str, str], Cell]:
-    found = {
-        (name, plan): train(feature, plan, world_size)
-        for name, feature in FEATURES.items()
-        if name in names and world_size in feature.ranks
-        for plan in feature.plans
+def train_all(
+    rank: int, world_size: int, folder: Path, cases: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], Cell]:
+    return {
+        (name, plan): train_dynamic(folder / plan, plan, world_size)
+        if name == DYNAMIC
+        else train(FEATURES[name], plan, world_size)
+        for name, plan in cases
     }
-    if DYNAMIC in names and world_size < 4:
-        found |= {(DYNAMIC, plan): train_dynamic(folder / plan, plan, world_size) for plan in PLANS}
-    return found
 
 
-# What differs most; on two ranks.
-OFTEN = ("pooled", "sequences", "several modules", "16 bits on the wire", "a scaled loss that overflows", DYNAMIC)
+# What differs most, on two ranks, with the plans beside the serial one.
+OFTEN: dict[str, tuple[str, ...]] = {
+    "pooled": ("prefetch",),
+    "sequences": ("fused_sparse_dist",),
+    "several modules": ("base", "prefetch", "fused_sparse_dist"),
+    "16 bits on the wire": ("base",),
+    "a scaled loss that overflows": ("prefetch",),
+    DYNAMIC: ("fused_sparse_dist",),
+}
 
 
-def often(ranks: int, name: str) -> bool:
-    return ranks == 2 and name in OFTEN
+def often(ranks: int, name: str, plan: str) -> bool:
+    return ranks == 2 and plan in ("serial", *OFTEN[name]) if name in OFTEN else False
+
+
+def cells_on(ranks: int) -> list[tuple[str, str]]:
+    """Name and plan of each cell of a number of ranks."""
+    names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
+    return [(name, plan) for name, (on, plans) in names.items() if ranks in on for plan in plans]
 
 
 def cells() -> list[Any]:
-    """Name, plan and ranks of each cell but the serial plan's, those of one number of ranks together."""
-    names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
-    rows = [
-        (ranks, name, plan)
-        for ranks in RANKS
-        for name, (on, plans) in names.items()
-        if ranks in on
-        for plan in plans
-        if plan != "serial"
-    ]
-    return sampled_rows(rows, lambda row: often(*row[:2]), "{0[1]}, {0[2]}, {0[0]} ranks".format)
+    """Ranks, name and plan of each cell but the serial plan's, those of one number of ranks together."""
+    rows = [(ranks, *cell) for ranks in RANKS for cell in cells_on(ranks) if cell[1] != "serial"]
+    return sampled_rows(rows, lambda row: often(*row), "{0[1]}, {0[2]}, {0[0]} ranks".format)
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +233,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def on(ranks: int) -> list[dict[tuple[str, str], Cell]]:
         if ranks not in found:
-            names = wanted(request.config, [*FEATURES, DYNAMIC], lambda name: often(ranks, name))
-            found[ranks] = run_ranks(train_all, ranks, tmp_path_factory.mktemp(f"stores of {ranks}"), names)
+            cases = wanted(request.config, cells_on(ranks), lambda cell: often(ranks, *cell))
+            found[ranks] = run_ranks(train_all, ranks, tmp_path_factory.mktemp(f"stores of {ranks}"), cases)
         return found[ranks]
 
     return on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
+from tests.tiers import sampled, wanted
 
 # Below the norms of every step but a few.
 CLIP = 0.05
@@ -105,7 +106,15 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, st
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+def often_alone(name: str) -> bool:
+    return name in ("SGD", "row-wise Adagrad")
+
+
+def often_by_two(name: str) -> bool:
+    return name in ("Adagrad", "sequences")
+
+
+@pytest.mark.parametrize("name", sampled(TRAININGS, often_alone))
 def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) -> None:
     network, optimizer, kinds = TRAININGS[name]
     reference = unsharded(network, optimizer, 4)
@@ -115,10 +124,11 @@ def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) 
     assert len(reference.differences(state_of(unclipped))) == len(reference.values)
 
 
-def two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def two_ranks(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
     """States after each training."""
     found: dict[str, Any] = {}
-    for name, (network, optimizer, kinds) in TRAININGS.items():
+    for name in names:
+        network, optimizer, kinds = TRAININGS[name]
         module = Clicks(network)
         strategy = recsys("prefetch", kinds, optimizer)
         found[name] = state_of(fit(module, strategy, loader(in_order=True), gradient_clip_val=CLIP))
@@ -126,11 +136,11 @@ def two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained_by_two() -> list[dict[str, Any]]:
-    return run_ranks(two_ranks, 2)
+def trained_by_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2, wanted(request.config, TRAININGS, often_by_two))
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", sampled(TRAININGS, often_by_two))
 def test_two_ranks_train_as_lightning_trains_the_unsharded_module(name: str, trained_by_two: Any) -> None:
     network, optimizer, _ = TRAININGS[name]
     reference = unsharded(network, optimizer, 8)

@@ -5,6 +5,7 @@ One spawn of two ranks runs every case; each test looks at one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
+from tests.tiers import sampled_rows, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
 EARLY: dict[str, Any] = {"free_features_early": True}
@@ -38,6 +40,15 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "accumulation": ({"accumulate_grad_batches": 2}, ("prefetch",)),
     "clipping": ({"gradient_clip_val": 0.05}, ("prefetch",)),
 }
+CELLS = [(name, plan) for name, (_, plans) in CASES.items() for plan in plans]
+
+
+def often(cell: tuple[str, str]) -> bool:
+    """The serial plan and the prefetches run with the options of the trainer."""
+    name, plan = cell
+    return name != "as it is" or plan in ("base", "fused_sparse_dist")
+
+
 copies = partial(loader, collate_fn=lambda rows: Copying(collate(rows)))
 
 
@@ -80,28 +91,26 @@ def profiled(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     return module.losses, state_of(fit(module, recsys(**EARLY), copies(), **options))
 
 
-def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def on_two_ranks(rank: int, world_size: int, cells: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
-        "trained": {
-            name: {"plain": trained("serial", options), **{plan: trained(plan, options, **EARLY) for plan in plans}}
-            for name, (options, plans) in CASES.items()
-        },
+        "plain": {name: trained("serial", options) for name, (options, _) in CASES.items()},
+        "trained": {(name, plan): trained(plan, CASES[name][0], **EARLY) for name, plan in cells},
         "error": error_of_a_callback(),
         "profiled": [profiled(), profiled(callbacks=[Profiles()])],
     }
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, wanted(request.config, CELLS, often))
 
 
-@pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, (_, plans) in CASES.items() for plan in plans])
+@pytest.mark.parametrize(("name", "plan"), sampled_rows(CELLS, often))
 def test_training_logging_validation_and_prediction_are_the_same_to_the_bit(
     ranks: list[dict[str, Any]], name: str, plan: str
 ) -> None:
     for of_rank in ranks:
-        expected, found = of_rank["trained"][name]["plain"], of_rank["trained"][name][plan]
+        expected, found = of_rank["plain"][name], of_rank["trained"][name, plan]
         assert len(found["losses"]) == 9
         assert found["losses"] == expected["losses"]
         assert found["logged"] == expected["logged"]

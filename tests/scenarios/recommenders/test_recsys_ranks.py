@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,15 +40,20 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
-from tests.tiers import sampled, wanted
+from tests.tiers import sampled_rows, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise"}
 BAD_RANK = 1
 BAD_BATCHES = (0, 3)  # the first one trains alone, with recorders on
 
 
-def often(batch: int) -> bool:
-    return batch == 3
+# Of a step without a loss: batches of an optimizer step, and whether no rank has one.
+WITHOUT = [*product((1, 2), (True, False))]
+
+
+def often_without(case: tuple[int, bool]) -> bool:
+    accumulate, everywhere = case
+    return everywhere == (accumulate == 1)
 
 
 # ---------------------------------------------------------------------- bad input
@@ -83,6 +89,17 @@ BAD: dict[str, tuple[Callable[[Batch], Batch], dict[str, Any], str]] = {
     "an id out of range": (_out_of_range, {"validate_ids": True}, r"the id 10\d\d, but .* table 'people'"),
     "a loss that is not a number": (_not_a_number, {"detect_nan": True}, r"not finite on rank\(s\) \[1\]"),
 }
+
+
+HOOK = "a transfer hook"
+# What is wrong, with which batch, and the plan.
+BAD_CASES = [*product([*BAD, HOOK], BAD_BATCHES, PLANS)]
+
+
+def often(case: tuple[str, int, str]) -> bool:
+    """Each bad batch under one of the plans, and each plan with one at least."""
+    name, at, plan = case
+    return at == 3 and plan == PLANS[[*BAD, HOOK].index(name) % len(PLANS)]
 
 
 class Spoiling:
@@ -216,24 +233,31 @@ def first_words(rank: int) -> tuple[str, bool]:
         return file.read(), "LOCAL_WORLD_SIZE" in os.environ
 
 
-def run_plan(rank: int, world_size: int, plan: str, bad_batches: Sequence[int]) -> dict[str, Any]:
+def run_plan(
+    rank: int,
+    world_size: int,
+    plan: str,
+    bad: Sequence[tuple[str, int, str]],
+    without: Sequence[tuple[int, bool]],
+) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for at in bad_batches:
-        for name, (spoil, arguments, _) in BAD.items():
-            train = loader(48, collate_fn=Spoiling(spoil, at))
-            results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
-        results[f"a transfer hook, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
+    for name, at, _ in [case for case in bad if case[2] == plan]:
+        if name == HOOK:
+            results[f"{name}, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
+            continue
+        spoil, arguments, _ = BAD[name]
+        train = loader(48, collate_fn=Spoiling(spoil, at))
+        results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
     results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
     shorter = Clicks()
     fit(shorter, recsys(plan, KINDS), Endless((20, 16)[rank]), max_epochs=2)
     results[f"uneven, {plan}"] = len(shorter.losses)
     refusing = recsys(plan, KINDS, uneven_batches="error")
     results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
-    for accumulate in (1, 2):
-        for everywhere in (True, False):
-            module = Without(everywhere)
-            used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
-            results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
+    for accumulate, everywhere in without:
+        module = Without(everywhere)
+        used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
+        results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
     accumulating = Accumulating()
     fit(accumulating, recsys(plan, KINDS), loader(48), accumulate_grad_batches=3, max_epochs=1)
     results[f"accumulating, {plan}"] = accumulating.gradients
@@ -321,7 +345,8 @@ def ranks(request: pytest.FixtureRequest) -> Results:
     @cache
     def of(plan: str) -> list[dict[str, Any]]:
         if plan in PLANS:
-            return run_ranks(run_plan, 2, plan, wanted(request.config, BAD_BATCHES, often))
+            bad = wanted(request.config, BAD_CASES, often)
+            return run_ranks(run_plan, 2, plan, bad, wanted(request.config, WITHOUT, often_without))
         return run_ranks(run_others, 2)
 
     def named(name: str) -> list[Any]:
@@ -346,14 +371,12 @@ def test_the_first_training_says_nothing_of_torchrecs_workings() -> None:
     assert "`Trainer.fit` stopped" in said[0][0]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("at", sampled(BAD_BATCHES, often, "batch_{}".format))
-@pytest.mark.parametrize("name", [*BAD, "a transfer hook"])
+@pytest.mark.parametrize(("name", "at", "plan"), sampled_rows(BAD_CASES, often, "{0[0]}-batch_{0[1]}-{0[2]}".format))
 def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(ranks: Results, name: str, at: int, plan: str) -> None:
     message = BAD[name][2] if name in BAD else "no such column"
     for rank, outcome in enumerate(ranks(f"{name}, {at}, {plan}")):
         # What a user's hook raised keeps its type where it did.
-        kind = "KeyError" if name == "a transfer hook" and rank == BAD_RANK else "InputError"
+        kind = "KeyError" if name == HOOK and rank == BAD_RANK else "InputError"
         assert kind in outcome["kinds"], outcome
         assert re.search(message, outcome["message"]), outcome
         assert f"of iteration {at}" in outcome["notes"]
@@ -385,8 +408,10 @@ def test_every_rank_names_the_tables_without_an_optimiser(ranks: Results) -> Non
         assert outcome["groups"] == 0
 
 
-@pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulate", "everywhere"),
+    sampled_rows(WITHOUT, often_without, lambda case: f"{case[0]}-{'every' if case[1] else 'one'} rank"),
+)
 def test_a_step_may_have_no_loss(ranks: Results, accumulate: int, everywhere: bool) -> None:
     serial = ranks(f"without {accumulate} {everywhere} serial")
     (_, state), (_, other) = serial

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
-from tests.tiers import sampled
+from tests.tiers import sampled, sampled_rows, wanted
 
 BATCH = 3
 KINDS = {"people": "row_wise", "things": "table_wise"}
@@ -42,6 +44,13 @@ SHARDS: dict[int, list[tuple[int, ...]]] = {2: [(7, 0), (0, 7), (1, 10), (7, 10)
 # Rows of all ranks together, which Lightning's sampler shares out.
 TOTALS = (1, 7, 10)
 FORMS = ("files", "streams")
+CASES = [*product(range(4), FORMS)]
+
+
+def often(case: tuple[int, str]) -> bool:
+    """Each distribution of rows in one form."""
+    number, form = case
+    return form == FORMS[number % 2]
 
 
 class Scored(Clicks):
@@ -118,9 +127,22 @@ def alone(loaders: Any, network: Any = Pooled) -> dict[str, Any]:
     return {"metrics": found, "seen": module.seen, "predicted": used.predict(module, loaders)}
 
 
-def check(ranks: list[dict[str, Any]], loaders: Any, network: Any = Pooled) -> None:
-    reference = Reference.of(lambda: numbers(alone(loaders(), network)))
-    rows = sorted(alone(loaders(), network)["seen"])
+@cache
+def expected_of(network: Any, *loaders: tuple[int, int]) -> tuple[Reference, list[float]]:
+    """What one process finds, and the rows that it sees; of loaders that have so many rows from a first one on."""
+    seen: list[list[float]] = []
+
+    def run() -> dict[str, torch.Tensor]:
+        made = [rows_of(first, count) for first, count in loaders]
+        found = alone(made if len(made) > 1 else made[0], network)
+        seen.append(found["seen"])
+        return numbers(found)
+
+    return Reference.of(run), sorted(seen[0])
+
+
+def check(ranks: list[dict[str, Any]], *loaders: tuple[int, int], network: Any = Pooled) -> None:
+    reference, rows = expected_of(network, *loaders)
     for found in ranks:
         assert reference.differences(numbers({**found, "predicted": joined(ranks)})) == []
         assert found["hooks"] == ["start", "end"]
@@ -162,11 +184,15 @@ def joined(ranks: list[dict[str, Any]]) -> list[Any]:
 # ---------------------------------------------------------------------- cases
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+def counts_of(world_size: int, number: int) -> tuple[int, ...]:
+    cases = SHARDS[world_size]
+    return cases[number % len(cases)]
+
+
+def run_cases(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for counts in SHARDS[world_size]:
-        for form in FORMS:
-            results[f"{counts}, {form}"] = evaluated(shard(counts, form))
+    for counts, form in dict.fromkeys((counts_of(world_size, number), form) for number, form in cases):
+        results[f"{counts}, {form}"] = evaluated(shard(counts, form))
     for total in TOTALS:
         results[f"{total} in all"] = evaluated(rows_of(0, total), own_loaders=False)
     return results
@@ -179,17 +205,24 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "a balancer": {"balancer": True},
     "dynamic tables": {},
 }
-SPLITS = ((5, 6), (1, 10), (0, 11))
+EVEN, *SPLITS = ((5, 6), (1, 10), (0, 11))
+OTHER_CASES = [*product(OTHER_WAYS, SPLITS)]
 
 
-def run_other_ways(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def often_other(case: tuple[str, tuple[int, int]]) -> bool:
+    name, counts = case
+    return counts == SPLITS[[*OTHER_WAYS].index(name) % 2]
+
+
+def run_other_ways(
+    rank: int, world_size: int, folder: Path, cases: Sequence[tuple[str, tuple[int, int]]]
+) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, options in OTHER_WAYS.items():
-        for counts in SPLITS:
-            network: Any = Pooled
-            if name == "dynamic tables":
-                network = partial(Dynamic, folder / str(counts))
-            results[f"{name}, {counts}"] = evaluated(shard(counts), network, **options)
+    for name, counts in [*product(OTHER_WAYS, [EVEN]), *cases]:
+        network: Any = Pooled
+        if name == "dynamic tables":
+            network = partial(Dynamic, folder / str(counts))
+        results[f"{name}, {counts}"] = evaluated(shard(counts), network, **OTHER_WAYS[name])
     return results
 
 
@@ -260,7 +293,7 @@ class Unsynced(Clicks):
 
 @pytest.fixture(scope="module", params=sampled([2, 4], lambda ranks: ranks == 2, "{}_ranks".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, request.param)
+    return run_ranks(run_cases, request.param, wanted(request.config, CASES, often))
 
 
 @pytest.fixture(scope="module")
@@ -272,37 +305,35 @@ def named(results: list[dict[str, Any]], name: str) -> list[Any]:
     return [of_rank[name] for of_rank in results]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize(("case", "form"), sampled_rows(CASES, often))
 def test_metrics_are_those_of_one_process_over_all_rows(ranks: list[dict[str, Any]], case: int, form: str) -> None:
-    cases = SHARDS[len(ranks)]
-    counts = cases[case % len(cases)]
-    check(named(ranks, f"{counts}, {form}"), lambda: rows_of(0, sum(counts)))
+    counts = counts_of(len(ranks), case)
+    check(named(ranks, f"{counts}, {form}"), (0, sum(counts)))
 
 
 @pytest.mark.parametrize("total", TOTALS)
 def test_lightnings_sampler_repeats_no_row(ranks: list[dict[str, Any]], total: int) -> None:
-    check(named(ranks, f"{total} in all"), lambda: rows_of(0, total))
+    check(named(ranks, f"{total} in all"), (0, total))
 
 
 @pytest.mark.parametrize("network", [Sequenced, Mixed, Processed, Dlrm])
 def test_every_kind_of_sharded_module_is_joined(two: list[dict[str, Any]], network: Any) -> None:
-    check(named(two, network.__name__), lambda: rows_of(0, 11), network)
+    check(named(two, network.__name__), (0, 11), network=network)
 
 
 @pytest.fixture(scope="module")
-def other_ways(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(run_other_ways, 2, tmp_path_factory.mktemp("stores"))
+def other_ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cases = wanted(request.config, OTHER_CASES, often_other)
+    return run_ranks(run_other_ways, 2, tmp_path_factory.mktemp("stores"), cases)
 
 
-@pytest.mark.parametrize("counts", SPLITS[1:], ids=str)
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize(("name", "counts"), sampled_rows(OTHER_CASES, often_other, "{0[0]}-{0[1]}".format))
 def test_uneven_ranks_find_what_even_ones_find(
     other_ways: list[dict[str, Any]], name: str, counts: tuple[int, int]
 ) -> None:
     even, uneven = (
         [numbers({**of_rank, "predicted": joined(ranks)}) for of_rank in ranks]
-        for ranks in (named(other_ways, f"{name}, {split}") for split in (SPLITS[0], counts))
+        for ranks in (named(other_ways, f"{name}, {split}") for split in (EVEN, counts))
     )
     for expected, found in zip(even, uneven, strict=True):
         for metric, value in expected.items():
@@ -313,11 +344,11 @@ def test_uneven_ranks_find_what_even_ones_find(
 
 @pytest.mark.parametrize("name", ["serial", "base", "batch by batch"])
 def test_every_plan_evaluates_uneven_ranks(two: list[dict[str, Any]], name: str) -> None:
-    check(named(two, name), lambda: rows_of(0, 11))
+    check(named(two, name), (0, 11))
 
 
 def test_each_loader_may_be_uneven(two: list[dict[str, Any]]) -> None:
-    check(named(two, "several loaders"), lambda: [rows_of(0, 7), rows_of(7, 1), rows_of(8, 13)])
+    check(named(two, "several loaders"), (0, 7), (7, 1), (8, 13))
 
 
 def test_ranks_without_any_row_evaluate_nothing(two: list[dict[str, Any]]) -> None:

@@ -177,6 +177,7 @@ def adam_rows(rank: int, world_size: int, path: Path) -> Any:
     return outcome(sharded)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
     def whole() -> dict[str, Any]:
         model = Whole()
@@ -194,7 +195,7 @@ def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
             dense.step()
         return in_order(model)
 
-    (found,) = run_ranks(adam_rows, 1, tmp_path)
+    found = adam_rows(0, 1, tmp_path)
     assert Reference.of(whole).differences(by_table(found)) == []
 
 
@@ -258,8 +259,9 @@ def evaluated(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_what_an_evaluation_beside_training_sees_does_not_depend_on_the_plan(tmp_path: Path) -> None:
-    (results,) = run_ranks(evaluated, 1, tmp_path)
+    results = evaluated(0, 1, tmp_path)
     for plan in PLANS[1:]:
         assert same(results[plan]["trained"], results["serial"]["trained"]), plan
         # The next batch has begun where it is looked up ahead: rows that start anew in it have done so.
@@ -289,8 +291,9 @@ def resumed(rank: int, world_size: int, path: Path) -> list[bool]:
     return found
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> None:
-    assert run_ranks(resumed, 1, tmp_path) == [[True, True]]
+    assert resumed(0, 1, tmp_path) == [True, True]
 
 
 def refusals(rank: int, world_size: int, path: Path) -> list[str]:
@@ -316,8 +319,9 @@ def refusals(rank: int, world_size: int, path: Path) -> list[str]:
     return said
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path: Path) -> None:
-    (said,) = run_ranks(refusals, 1, tmp_path)
+    said = refusals(0, 1, tmp_path)
     assert len(said) == 22
     assert [one for one in said if "is damaged" not in one and "were written with the progress" not in one] == []
 
@@ -341,8 +345,9 @@ def committed(rank: int, world_size: int, path: Path) -> list[bool]:
     return [changed, same(after, rows_of(shard(Twice(path, existing="keep"), SGD)))]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_commit_comes_between_steps_and_not_between_calls_of_a_module(tmp_path: Path) -> None:
-    assert run_ranks(committed, 1, tmp_path) == [[False, True]]
+    assert committed(0, 1, tmp_path) == [False, True]
 
 
 def scored(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -365,8 +370,9 @@ def scored(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_users_functions_and_messages_have_users_ids(tmp_path: Path) -> None:
-    (found,) = run_ranks(scored, 1, tmp_path)
+    found = scored(0, 1, tmp_path)
     assert found["ids"]
     named = found["message"].partition("with ids ")[2].partition(",")[0].partition(";")[0]
     assert int(named) in found["trained"]
