@@ -164,8 +164,10 @@ def unsharded(class_path: str, rate: float, kind: type[nn.Module], world_size: i
 def differences_from_unsharded(
     rank: int, world_size: int, optimizer: dict[str, Any], constraints: dict[str, Any], kind: Any = Model
 ) -> list[str]:
-    """Train a step for each of `FACTORS`; returns what differs from the unsharded module, and tables that stay."""
-    expected = unsharded(optimizer["class_path"], optimizer["init_args"]["lr"], kind, world_size)
+    """Train a step for each of `FACTORS`; returns what differs from the unsharded module, and tables that stay.
+
+    All ranks gather the same tables, so that the first one alone compares them.
+    """
     model, before = make_model(kind), tables_of(make_model(kind))
     sharded = shard(model, sparse_optimizer=optimizer, constraints=constraints)
     problems = [
@@ -179,8 +181,12 @@ def differences_from_unsharded(
         on_another_thread(sharded.step_data_parallel_tables)
     found = {name: sharded.full_table(name) for name in before}
     problems += [f"{name}: not trained" for name, values in before.items() if (found[name] - values).abs().max() < 1e-3]
+    states = {name: sharded.full_optimizer_state(name) for name in before}
+    if rank > 0:
+        return problems
+    expected = unsharded(optimizer["class_path"], optimizer["init_args"]["lr"], kind, world_size)
     for name in before:
-        for state in sharded.full_optimizer_state(name).values():
+        for state in states[name].values():
             wanted = expected.values.get(f"{name} state")
             problems += [f"{name}: a state that the unsharded module does not have"] if wanted is None else []
             found[f"{name} state"] = state if wanted is None else state.reshape(wanted.shape)

@@ -47,7 +47,7 @@ ON_ONE_NODE = [
     ("adagrad", "table_wise", "row_wise"),
     ("adagrad", "data_parallel", "column_wise"),
 ]
-# Where `make test` has a table of each sharding type stepped by SGD; the others are stepped by Adagrad there.
+# Sharding types whose tables `make test` trains by SGD; it trains those of the others by Adagrad.
 BY_SGD = POOLED[::2]
 
 

@@ -195,7 +195,7 @@ def check_skip(record: Record) -> None:
 
 @pytest.mark.parametrize(
     ("where", "clip"),
-    # On two ranks the others of no clipping run, too.
+    # Two ranks run all three without clipping.
     sampled_rows(
         product(("loss", "tables", "dense"), (None, CLIP)), lambda case: (case[0] == "dense") == (case[1] is None)
     ),
