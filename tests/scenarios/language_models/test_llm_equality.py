@@ -90,6 +90,10 @@ TRAINER_CASES = [
 ]
 
 
+# All lengths of the batches, and the first one again, after the parameters have changed.
+STEPS = 5
+
+
 class HFCase(NamedTuple):
     model_type: str
     schedule: str
@@ -116,7 +120,7 @@ def layers_of(ranks: int) -> int:
 
 @cache
 def batches(packed: bool, count: int) -> list[Any]:
-    return packed_batches(count) if packed else row_batches()
+    return packed_batches(count, STEPS) if packed else row_batches(STEPS)
 
 
 def run_directly(rank: int, schedule: str, ranks: int, cases: Sequence[Any]) -> Iterator[tuple[Case, Trained]]:
@@ -180,36 +184,60 @@ def run_hf(case: HFCase) -> tuple[Trained, dict[str, torch.Tensor]]:
     return Trained(module.losses, module.gradients, values_of(module.model)), module.initial
 
 
-def run_all(rank: int, world: int, cases: Sequence[Any]) -> dict[Any, Any]:
+def run_all(rank: int, world: int, way: Any, cases: Sequence[Any]) -> dict[Any, Any]:
+    if way is not run_directly:
+        return {case: way(case) for case in cases}
     found: dict[Any, Any] = {}
-    for schedule in SCHEDULES:
+    for schedule in dict.fromkeys(case.schedule for case in cases):
         found |= run_directly(rank, schedule, world, cases)
-    found |= {("trainer", case): run_with_trainer(case) for case in TRAINER_CASES if case in cases}
-    found |= {case: run_hf(case) for case in HF_CASES if case in cases}
     return found
 
 
 def often(case: Case | HFCase) -> bool:
-    """On two ranks: under a trainer, of Hugging Face, and few micro-batches of lengths that vary.
+    """On two ranks: each schedule once, and models of Hugging Face under two of them.
 
-    These are rows under every other schedule and packed documents under the rest.
+    From one schedule to the next the number of micro-batches, the kind of the batches and that of their lengths change,
+    so that all values occur.
     """
-    turn = bool([*SCHEDULES].index(case.schedule) % 2)
-    few = isinstance(case, Case) and case.microbatches == 4 and not case.static and case.packed == turn
-    hugging_face = isinstance(case, HFCase) and case.schedule in ("1f1b", "dualpipev")
-    return case.ranks == 2 and (hugging_face or case in TRAINER_CASES or few)
+    if case.ranks != 2 or isinstance(case, HFCase):
+        return case.ranks == 2 and case.schedule in ("1f1b", "dualpipev")
+    turn = [*SCHEDULES].index(case.schedule)
+    return (case.microbatches, case.packed, case.static) == ((4, 8)[turn // 2 % 2], turn % 2 == 1, turn % 3 == 0)
+
+
+# Under a trainer: both numbers of micro-batches, both kinds of batches and of lengths, both optimisers.
+UNDER_A_TRAINER = ("gpipe", "1f1b", "interleaved_1f1b", "dualpipev")
+
+
+def often_under_a_trainer(case: Case) -> bool:
+    return case.ranks == 2 and case.schedule in UNDER_A_TRAINER
+
+
+class Found:
+    """What each rank has come to, by case. The cases of a way to train are run when a test first asks for one.
+
+    Args:
+        config: says which cases this run of pytest has tests of.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._cases = {
+            run_directly: wanted(config, CASES, often),
+            run_with_trainer: wanted(config, TRAINER_CASES, often_under_a_trainer),
+            run_hf: wanted(config, HF_CASES, often),
+        }
+        self._of_ranks = cache(self._run)
+
+    def __call__(self, way: Any, case: Case | HFCase) -> list[Any]:
+        return [one[case] for one in self._of_ranks(way, case.ranks)]
+
+    def _run(self, way: Any, world: int) -> list[dict[Any, Any]]:
+        return run_ranks(run_all, world, way, [case for case in self._cases[way] if case.ranks == world])
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[Any, list[Any]]:
-    """What each rank has come to, for every case."""
-    results: dict[Any, list[Any]] = {}
-    for world in (2, 4):
-        every: list[Case | HFCase] = [*CASES, *TRAINER_CASES, *HF_CASES]
-        cases = [case for case in wanted(request.config, every, often) if case.ranks == world]
-        by_rank = run_ranks(run_all, world, cases) if cases else [{}]
-        results |= {case: [one[case] for one in by_rank] for case in by_rank[0]}
-    return results
+def found(request: pytest.FixtureRequest) -> Found:
+    return Found(request.config)
 
 
 @cache
@@ -236,20 +264,20 @@ def whole(layers: int, packed: bool, optimizer: str, count: int) -> Reference:
 
 @pytest.mark.parametrize("case", sampled(CASES, often, str))
 def test_a_pipeline_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
-    case: Case, found: dict[Any, list[Any]]
+    case: Case, found: Found
 ) -> None:
-    ranks: list[Trained] = found[case]
+    ranks: list[Trained] = found(run_directly, case)
     losses = next(one.losses for one in ranks if one.losses)
     for one in ranks:
         one.losses = losses
     assert not unequal(join(ranks), expected(case))
 
 
-@pytest.mark.parametrize("case", sampled(TRAINER_CASES, often, str))
+@pytest.mark.parametrize("case", sampled(TRAINER_CASES, often_under_a_trainer, str))
 def test_a_trainer_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
-    case: Case, found: dict[Any, list[Any]]
+    case: Case, found: Found
 ) -> None:
-    assert not unequal(join(found["trainer", case]), expected(case))
+    assert not unequal(join(found(run_with_trainer, case)), expected(case))
 
 
 def test_each_way_to_train_occurs_under_a_trainer() -> None:
@@ -258,20 +286,18 @@ def test_each_way_to_train_occurs_under_a_trainer() -> None:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, often, str))
-def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
-    case: Case, found: dict[Any, list[Any]]
-) -> None:
+def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(case: Case, found: Found) -> None:
     # Batches of rows do not depend on the number of micro-batches.
     count = case.microbatches if case.packed else 0
     reference = whole(layers_of(case.ranks), case.packed, case.optimizer, count)
     # Only the rank of the last stage has losses.
-    results = [results_of(one, steps=1) for one in found[case]]
+    results = [results_of(one, steps=1) for one in found(run_directly, case)]
     results = [{name: value for name, value in one.items() if name != "losses" or value} for one in results]
     assert not ranks_beyond_rounding(results, reference)
 
 
 @pytest.mark.parametrize("case", sampled(HF_CASES, often, str))
-def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: dict[Any, list[Any]]) -> None:
+def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: Found) -> None:
     module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
     torch.manual_seed(SEED)
     module.configure_model()
@@ -281,6 +307,6 @@ def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: d
     count = 8 if case.schedule == "dualpipev" else 4
     orders = backward_orders(case.schedule, case.ranks, count, derive_config(module.model))
     reference = train_alone(module, "adamw", row_batches(4), count, orders)
-    trained, begun = zip(*found[case], strict=True)
+    trained, begun = zip(*found(run_hf, case), strict=True)
     assert not differing({name: value for one in begun for name, value in one.items()}, initial)
     assert not unequal(join(trained), reference)

@@ -40,6 +40,7 @@ from tests.strategies.llm_cases import (
     unequal,
     values_of,
 )
+from tests.tiers import sampled
 
 # ---------------------------------------------------------------------- on one rank
 
@@ -84,6 +85,8 @@ def test_the_name_stands_for_it() -> None:
 
 
 # ---------------------------------------------------------------------- on two
+
+ROWS = 8  # of a batch: each of its divisors is a number of micro-batches to measure and to simulate
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -195,28 +198,15 @@ def refused_on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     return {"refused": refused}
 
 
-def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
+def by_steps(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Chosen by steps, among several numbers of micro-batches."""
     found: dict[str, Any] = {}
-    rows, path = row_batches(3), Path(folder) / "made" / "choice.yaml"
-
-    # Chosen by steps, by simulation alone, for a model of Hugging Face's, for packed documents.
+    rows, path = row_batches(2, ROWS), Path(folder) / "made" / "choice.yaml"
     stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 2  # as few steps as can be: the rest is no matter of time
     torch.manual_seed(SEED)
     auto = AutoLLMPipelineStrategy(trials=2, save_plan=path, batching={"max_length": 12})
     found["steps"] = as_named(Tiny, auto, rows, batching={"max_length": 12})
     found["report"] = auto.choice
-    stage_choice._ROUNDS = 1
-    found["simulated"] = as_named(lambda: Tiny(3), AutoLLMPipelineStrategy(trials=0), rows)
-    hugging = as_named(lambda: TinyHF(hf_config("llama")), AutoLLMPipelineStrategy(trials=1, num_microbatches=4), rows)
-    found["hugging"] = hugging
-    found["packed"] = as_named(Tiny, AutoLLMPipelineStrategy(trials=1), packed_batches(4, 2))
-    full = AutoLLMPipelineStrategy(trials=0, activation_checkpoint={"mode": "full"}, num_microbatches=8)
-    found["fixed"] = as_named(Tiny, full, rows, activation_checkpoint={"mode": "full"})
-
-    # What ranks measured differently, they choose alike.
-    vars(stage_choice)["measure_work"] = uneven_clock(rank)
-    _, used = trained(Tiny(), AutoLLMPipelineStrategy(trials=0, num_microbatches=4), rows)
-    found["uneven"] = arguments_of(used)
 
     # A limit leaves out what is too large.
     assert auto.choice is not None
@@ -224,6 +214,33 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     limited = AutoLLMPipelineStrategy(trials=0, num_microbatches=4, memory_limit=peaks[len(peaks) // 2])
     trained(Tiny(), limited, rows)
     found["limited"] = limited.choice
+    found["saved"] = yaml.safe_load(path.read_text())
+    return found
+
+
+def by_simulation(rank: int, world: int) -> dict[str, Any]:
+    """By simulation alone, among all numbers of micro-batches."""
+    return {"simulated": as_named(lambda: Tiny(3), AutoLLMPipelineStrategy(trials=0), row_batches(3))}
+
+
+def of_other_kinds(rank: int, world: int) -> dict[str, Any]:
+    """For a model of Hugging Face's, for packed documents, and with a number of micro-batches that is given."""
+    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    rows = row_batches(2, ROWS)
+    hugging = as_named(lambda: TinyHF(hf_config("llama")), AutoLLMPipelineStrategy(trials=1, num_microbatches=4), rows)
+    full = AutoLLMPipelineStrategy(trials=0, activation_checkpoint={"mode": "full"}, num_microbatches=8)
+    return {
+        "hugging": hugging,
+        "packed": as_named(Tiny, AutoLLMPipelineStrategy(trials=1), packed_batches(4, 2)),
+        "fixed": as_named(Tiny, full, rows, activation_checkpoint={"mode": "full"}),
+    }
+
+
+def around_a_choice(rank: int, world: int) -> dict[str, Any]:
+    """What a choice does not depend on, and what it leaves as it was."""
+    found: dict[str, Any] = {}
+    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    rows = row_batches(1)
 
     # Reading rows draws random numbers, which training then draws again.
     states = []
@@ -240,33 +257,56 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     used_trainer, module = trainer(AutoLLMPipelineStrategy(trials=0)), Tiny()
     used_trainer.validate(module, DataLoader(rows, batch_size=None), verbose=False)  # type: ignore[arg-type]
     found["evaluated"] = used_trainer.strategy.schedule_spec.name  # type: ignore[attr-defined]
-    found["saved"] = yaml.safe_load(path.read_text())
+
+    # What ranks measured differently, they choose alike. This comes last, since the clock stays as it is.
+    vars(stage_choice)["measure_work"] = uneven_clock(rank)
+    _, used = trained(Tiny(), AutoLLMPipelineStrategy(trials=0, num_microbatches=4), rows)
+    found["uneven"] = arguments_of(used)
     return found
+
+
+PART_OF = {
+    **dict.fromkeys(("steps", "report", "limited", "saved"), "steps"),
+    **dict.fromkeys(("hugging", "packed", "fixed"), "kinds"),
+    **dict.fromkeys(("random", "evaluated", "uneven"), "around"),
+    "simulated": "simulated",
+    "refused": "refused",
+}
 
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         run = {
+            "steps": lambda: run_ranks(by_steps, 2, folder),
+            "simulated": lambda: run_ranks(by_simulation, 2),
+            "kinds": lambda: run_ranks(of_other_kinds, 2),
+            "around": lambda: run_ranks(around_a_choice, 2),
             "refused": lambda: run_ranks(refused_on_two_ranks, 2),
-            "chosen": lambda: run_ranks(on_two_ranks, 2, folder),
         }
-        parts = InParts(lambda part: run[part](), lambda key: "refused" if key == "refused" else "chosen")
-        yield parts.of_ranks(2)
+        yield InParts(lambda part: run[part](), PART_OF.__getitem__).of_ranks(2)
 
 
-@pytest.mark.parametrize("case", ["steps", "simulated", "hugging", "packed", "fixed"])
+# The case "fixed" is chosen by simulation alone, too.
+@pytest.mark.parametrize(
+    "case", sampled(["steps", "simulated", "hugging", "packed", "fixed"], lambda case: case != "simulated")
+)
 def test_a_choice_trains_to_the_bit_what_the_same_arguments_train(case: str, found: Any) -> None:
     assert [one[case]["unequal"] for one in found] == [[], []]
     assert found[0][case]["arguments"] == found[1][case]["arguments"]
 
 
 def test_as_many_are_run_for_real_as_are_asked_for(found: Any) -> None:
-    assert {case: found[0][case]["tried"] for case in ("steps", "simulated", "hugging")} == {
+    assert {case: found[0][case]["tried"] for case in ("steps", "fixed", "hugging")} == {
         "steps": 2,
-        "simulated": 0,
+        "fixed": 0,
         "hugging": 1,
     }
+
+
+@pytest.mark.exhaustive
+def test_none_is_run_for_real_where_none_is_asked_for_of_any_number_of_micro_batches(found: Any) -> None:
+    assert found[0]["simulated"]["tried"] == 0
 
 
 def test_the_fastest_is_chosen_of_those_that_ran(found: Any) -> None:
@@ -277,7 +317,7 @@ def test_the_fastest_is_chosen_of_those_that_ran(found: Any) -> None:
 
 
 def test_micro_batches_divide_the_batch_or_are_those_that_are_given(found: Any) -> None:
-    assert 16 % found[0]["steps"]["arguments"]["num_microbatches"] == 0
+    assert ROWS % found[0]["steps"]["arguments"]["num_microbatches"] == 0
     assert found[0]["packed"]["arguments"]["num_microbatches"] == 4
     assert found[0]["fixed"]["arguments"]["num_microbatches"] == 8
 

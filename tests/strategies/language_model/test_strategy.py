@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,7 @@ from tests.strategies.llm_cases import (
     trainer,
     values_of,
 )
+from tests.tiers import sampled, sampled_rows, wanted
 
 # ---------------------------------------------------------------------- modules
 
@@ -157,6 +159,14 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }
 SCHEDULE_OF = dict(zip(RUNS, ("gpipe", "1f1b", "looped_bfs", "dualpipev", "zbv_zero_bubble", "1f1b"), strict=True))
+# A plain run is what the others do besides; the test of hooks makes one, too.
+OFTEN_RUN = [name for name in RUNS if name != "plain"]
+INITIAL = list(product(("1f1b", "looped_bfs", "dualpipev"), (False, True)))
+# Models of both kinds, and both where a rank has one stage and where it has two.
+OFTEN_INITIAL = (("1f1b", True), ("looped_bfs", False), ("dualpipev", True))
+# A rank of the second has the first stage and the last, and two stages to evaluate.
+AROUND = ("1f1b", "zbv_zero_bubble")
+OFTEN_AROUND = AROUND[1:]
 
 
 def run(strategy: Any, **options: Any) -> dict[str, Any]:
@@ -378,6 +388,14 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
         [],
     ),
 }
+# Each has the rule, the message or the rank's part in common with another one.
+RARELY_REFUSED = (
+    "too few micro-batches of DualPipeV",
+    "layers of too few stages",
+    "ranks with different schedules",
+    "one rank's batch of two lengths",
+)
+OFTEN_REFUSED = [name for name in REFUSALS if name not in RARELY_REFUSED]
 # What the rank says whose own mistake it is; the others say that it made one.
 OF_ONE_RANK = {
     "one rank's batch that is none": (1, ["the batch is a str", "expected a mapping"], ["rank(s) 1"]),
@@ -402,21 +420,22 @@ def refusal(work: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", "was raised"
 
 
-def on_two_ranks(rank: int, world: int, part: str, folder: Path) -> dict[Any, Any]:
+def on_two_ranks(rank: int, world: int, part: str, folder: Path, cases: dict[str, list[Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     if part == "run":
-        for name, options in RUNS.items():
-            found["run", name] = run(llm(SCHEDULE_OF[name]), **options())
+        for name in cases["run"]:
+            found["run", name] = run(llm(SCHEDULE_OF[name]), **RUNS[name]())
     elif part == "evaluate":
-        for schedule in ("1f1b", "zbv_zero_bubble"):
+        for schedule in AROUND:
             found["evaluate", schedule] = evaluate(llm(schedule))
+        for schedule in cases["around"]:
             found["around", schedule] = [train_around_validation(llm(schedule), validate) for validate in (True, False)]
     elif part == "initial":
-        for schedule in ("1f1b", "looped_bfs", "dualpipev"):
-            for early in (False, True):
-                found["initial", schedule, early] = initial_values(rank, early, schedule)
+        for schedule, early in cases["initial"]:
+            found["initial", schedule, early] = initial_values(rank, early, schedule)
     elif part == "refusal":
-        for name, ((strategy, module, batches), _, _) in REFUSALS.items():
+        for name in cases["refusal"]:
+            (strategy, module, batches), _, _ = REFUSALS[name]
             found["refusal", name] = refusal(partial(fit_on, rank, strategy, module, batches))
         predict = trainer(llm()).predict
         found["refused prediction"] = refusal(lambda: predict(FailingPrediction(), loader(row_batches(1))))
@@ -437,10 +456,16 @@ def part_of(key: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two ranks has come to."""
     folder = tmp_path_factory.mktemp("csv")
-    return InParts(lambda part: run_ranks(on_two_ranks, 2, part, folder), part_of).of_ranks(2)
+    cases: dict[str, list[Any]] = {
+        "run": wanted(request.config, RUNS, OFTEN_RUN.__contains__),
+        "around": wanted(request.config, AROUND, OFTEN_AROUND.__contains__),
+        "initial": wanted(request.config, INITIAL, OFTEN_INITIAL.__contains__),
+        "refusal": wanted(request.config, REFUSALS, OFTEN_REFUSED.__contains__),
+    }
+    return InParts(lambda part: run_ranks(on_two_ranks, 2, part, folder, cases), part_of).of_ranks(2)
 
 
 def joined(ranks: list[dict[Any, Any]], key: Any, *within: Any) -> dict[str, Tensor]:
@@ -457,7 +482,7 @@ def joined(ranks: list[dict[Any, Any]], key: Any, *within: Any) -> dict[str, Ten
 # ---------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled(RUNS, OFTEN_RUN.__contains__))
 def test_a_trainers_options_mean_what_they_mean_on_one_device(name: str, found: list[dict[Any, Any]]) -> None:
     runs: list[dict[str, Any]] = []
 
@@ -472,16 +497,21 @@ def test_a_trainers_options_mean_what_they_mean_on_one_device(name: str, found: 
     assert not ranks_beyond_rounding((numbers(rank["run", name]) for rank in found), expected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@cache
+def evaluated_alone() -> Reference:
+    return Reference.of(lambda: evaluate("auto"))
+
+
+@pytest.mark.parametrize("schedule", AROUND)
 def test_evaluation_gives_every_rank_what_one_device_gives(schedule: str, found: list[dict[Any, Any]]) -> None:
-    expected = Reference.of(lambda: evaluate("auto"))
+    expected = evaluated_alone()
     assert expected.values["prediction 0"].shape == (7, 9, VOCABULARY)
     for rank in found:
         assert rank["evaluate", schedule].keys() == expected.values.keys()
         assert not expected.differences(rank["evaluate", schedule])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", sampled(AROUND, OFTEN_AROUND.__contains__))
 def test_validation_between_steps_changes_nothing_and_no_forward_is_run_for_shapes(
     schedule: str, found: list[dict[Any, Any]]
 ) -> None:
@@ -540,8 +570,14 @@ def test_gradients_are_clipped_by_value(found: list[dict[Any, Any]]) -> None:
     assert not ranks_beyond_rounding((clipped_results(rank["clip value"]) for rank in found), alone)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["built in build_model", "built before"])
-@pytest.mark.parametrize("schedule", ["1f1b", "looped_bfs", "dualpipev"])
+@pytest.mark.parametrize(
+    ("schedule", "early"),
+    sampled_rows(
+        INITIAL,
+        OFTEN_INITIAL.__contains__,
+        lambda case: f"{case[0]}-{'built before' if case[1] else 'built in build_model'}",
+    ),
+)
 def test_initial_values_are_those_of_one_device_to_the_bit(
     schedule: str, early: bool, found: list[dict[Any, Any]]
 ) -> None:
@@ -562,7 +598,7 @@ def test_a_logger_gets_every_steps_loss_once(found: list[dict[Any, Any]], tmp_pa
         assert not alone.differences({"losses": [float(line["train_loss"]) for line in lines]})
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", sampled(REFUSALS, OFTEN_REFUSED.__contains__))
 def test_bad_input_is_refused_on_every_rank_with_what_is_needed(name: str, found: list[dict[Any, Any]]) -> None:
     _, error, words = REFUSALS[name]
     own, own_words, others_words = OF_ONE_RANK.get(name, (None, [], []))
