@@ -194,20 +194,21 @@ def on_one_device(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Ref
     return Reference.of(run)
 
 
-def deviations(
+Results = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def over_ranks(
     model_of: Callable[[], nn.Module],
     batch_of: Callable[[], dict[str, Any]],
     method: ContextMethod = "ulysses",
     recompute: bool = False,
     entered: int = 1,
-) -> list[str]:
-    """What of loss, outputs and gradients of all ranks differs from one device's by more than rounding."""
+) -> Results:
+    """Loss, outputs and gradients of all ranks, and the same with the outputs of an evaluation; called on each rank."""
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(3)
     model, batch = model_of(), batch_of()
-    expected = on_one_device(model, [batch])
-
     ranks = ContextRanks.of(group, method, model)
     local, within = ranks.cut(batch, SequenceKeys())
     mode = within()
@@ -220,10 +221,23 @@ def deviations(
     part_loss.backward()
     total = part_loss.detach().clone()
     dist.all_reduce(total)
-    found = {"loss 0": total, "output 0": ranks.join(part)}
+    found = {"loss 0": total, "output 0": ranks.join(part).detach()}
     for name, gradient in gradients(model).items():
         dist.all_reduce(gradient)
         found[name] = gradient
     with torch.no_grad(), within():
         evaluated = found | {"output 0": ranks.join(logits(model, local, ranks))}
+    return found, evaluated
+
+
+def deviations(
+    model_of: Callable[[], nn.Module], batch_of: Callable[[], dict[str, Any]], results: Results
+) -> list[str]:
+    """What of the results of :func:`over_ranks` differs from one device's by more than rounding.
+
+    Called in the process of the test: each rank would compute the reference, with all of its perturbed runs.
+    """
+    torch.manual_seed(3)
+    expected = on_one_device(model_of(), [batch_of()])
+    found, evaluated = results
     return expected.differences(found) + [f"evaluation: {one}" for one in expected.differences(evaluated)]

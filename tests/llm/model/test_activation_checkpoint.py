@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tests.llm.stage_cases import (
     unequal,
     whole_stage,
 )
+from tests.tiers import sampled_rows, wanted
 
 MODES: Any = ("full", "selective")
 
@@ -292,32 +294,42 @@ def test_another_mode_or_no_layers_at_all_are_refused() -> None:
 # ---------------------------------------------------------------------- schedules, on two ranks
 
 SCHEDULES_RUN = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+CASES = list(product(SCHEDULES_RUN, MODES, (False, True)))
+# Each schedule once; each mode with sharded stages and without.
+OFTEN = (
+    ("1f1b", "full", False),
+    ("interleaved_1f1b", "selective", True),
+    ("interleaved_zero_bubble", "full", True),
+    ("zbv_zero_bubble", "selective", False),
+    ("dualpipev", "full", False),
+)
 
 
-def run_schedules(rank: int, world_size: int) -> dict[Any, Any]:
+def run_schedules(rank: int, world_size: int, cases: list[Any]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for schedule in SCHEDULES_RUN:
-        expected, _ = train_stages(rank, schedule)
-        for mode in MODES:
-            for sharded in (False, True):
-                prepare = functools.partial(checkpoint_layers, layers=CONFIG.layers, mode=mode)
-                mine, stages = train_stages(rank, schedule, prepare, sharded=sharded)
-                found[schedule, mode, sharded] = {
-                    "wrong": unequal(mine, expected),
-                    "parameters": len(mine),
-                    "forwards": {layer.forwards for stage in stages for layer in layers_of(stage)},
-                }
+    plain: dict[str, dict[str, Tensor]] = {}
+    for schedule, mode, sharded in cases:
+        if schedule not in plain:
+            plain[schedule], _ = train_stages(rank, schedule)
+        prepare = functools.partial(checkpoint_layers, layers=CONFIG.layers, mode=mode)
+        mine, stages = train_stages(rank, schedule, prepare, sharded=sharded)
+        found[schedule, mode, sharded] = {
+            "wrong": unequal(mine, plain[schedule]),
+            "parameters": len(mine),
+            "forwards": {layer.forwards for stage in stages for layer in layers_of(stage)},
+        }
     return found
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[Any, Any]]:
-    return run_ranks(run_schedules, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(run_schedules, 2, wanted(request.config, CASES, OFTEN.__contains__))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES_RUN)
+@pytest.mark.parametrize(
+    ("schedule", "mode", "sharded"),
+    sampled_rows(CASES, OFTEN.__contains__, lambda case: "-".join(map(str, case))),
+)
 def test_every_schedule_gives_the_gradients_it_gives_without(
     schedule: str, mode: Any, sharded: bool, ranks: list[dict[Any, Any]]
 ) -> None:
@@ -326,8 +338,10 @@ def test_every_schedule_gives_the_gradients_it_gives_without(
     assert sum(rank[schedule, mode, sharded]["parameters"] for rank in ranks) == len(list(make_model().parameters()))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES_RUN)
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    sampled_rows(product(SCHEDULES_RUN, MODES), lambda case: (*case, False) in OFTEN, "-".join),
+)
 def test_a_layer_is_computed_again_once_for_each_micro_batch_also_where_backward_has_two_parts(
     schedule: str, mode: Any, ranks: list[dict[Any, Any]]
 ) -> None:

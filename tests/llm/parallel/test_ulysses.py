@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -30,40 +30,43 @@ from tests.distributed import run_ranks
 from tests.llm.attention_cases import (
     CASES,
     Plain,
+    Results,
     deviations,
     gradients,
     hugging_face,
     on_one_device,
+    over_ranks,
     packed,
 )
-from tests.rounding import Reference
 
 # ---------------------------------------------------------------------- two ranks
 
 
-def on_two_ranks(rank: int, size: int) -> dict[str, list[str]]:
-    """For each case what of loss, outputs and gradients differs from one device's."""
-    return {name: deviations(model_of, batch_of) for name, (model_of, batch_of) in CASES.items()} | {
-        "recomputed": deviations(Plain, packed, recompute=True),
-        "within itself": deviations(Plain, packed, entered=2),
-        "not entered": deviations(Plain, packed, entered=0),
-    }
+OF_PLAIN: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute": True},
+    "within itself": {"entered": 2},
+    "not entered": {"entered": 0},
+}
+
+
+def on_two_ranks(rank: int, size: int) -> dict[str, Results]:
+    found = {name: over_ranks(model_of, batch_of) for name, (model_of, batch_of) in CASES.items()}
+    return found | {name: over_ranks(Plain, packed, **options) for name, options in OF_PLAIN.items()}
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[str, list[str]]:
+def two_ranks() -> dict[str, Results]:
     return run_ranks(on_two_ranks, 2)[0]
 
 
 @pytest.mark.parametrize("case", [*CASES, "recomputed", "within itself"])
-def test_outputs_and_gradients_over_two_ranks_are_those_of_one_device(
-    two_ranks: dict[str, list[str]], case: str
-) -> None:
-    assert two_ranks[case] == []
+def test_outputs_and_gradients_over_two_ranks_are_those_of_one_device(two_ranks: dict[str, Results], case: str) -> None:
+    assert deviations(*CASES.get(case, (Plain, packed)), two_ranks[case]) == []
 
 
-def test_without_it_chunks_do_not_see_each_other(two_ranks: dict[str, list[str]]) -> None:
-    assert [one for one in two_ranks["not entered"] if one.startswith("output 0")] != []
+def test_without_it_chunks_do_not_see_each_other(two_ranks: dict[str, Results]) -> None:
+    differing = deviations(Plain, packed, two_ranks["not entered"])
+    assert [one for one in differing if one.startswith("output 0")] != []
 
 
 # ---------------------------------------------------------------------- stages of a pipeline
@@ -90,8 +93,14 @@ class WithoutContext(CheckedAttention):
         return super().forward(*args, **kwargs)
 
 
-def on_four_ranks(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], Reference]]:
-    """For each schedule losses, outputs and gradients of this rank's stages, and those of one device."""
+def staged() -> tuple[nn.Module, list[dict[str, Any]]]:
+    """The model that is cut into stages, and its micro-batches."""
+    torch.manual_seed(3)
+    return hugging_face("llama", layers=4), [packed(seed) for seed in range(4)]
+
+
+def on_four_ranks(rank: int, size: int) -> dict[str, dict[str, Tensor]]:
+    """For each schedule losses, outputs and gradients of this rank's stages."""
     meshes = {
         name: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", name)) for name in ("replicate", "shard")
     }
@@ -101,12 +110,8 @@ def on_four_ranks(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], Re
     }
 
 
-def in_stages(schedule: str, pipeline: DeviceMesh, context: DeviceMesh) -> tuple[dict[str, Tensor], Reference]:
-    torch.manual_seed(3)
-    model = hugging_face("llama", layers=4)
-    batches = [packed(seed) for seed in range(4)]
-    expected = on_one_device(model, batches)
-
+def in_stages(schedule: str, pipeline: DeviceMesh, context: DeviceMesh) -> dict[str, Tensor]:
+    model, batches = staged()
     spec = SCHEDULES[schedule]
     count = 2 * count_stages(spec, 2)
     config = derive_config(model)
@@ -147,11 +152,11 @@ def in_stages(schedule: str, pipeline: DeviceMesh, context: DeviceMesh) -> tuple
     results = runner.evaluate(inputs, lambda output, target: output)
     for index, part in enumerate(results):
         found[f"output {index}"] = join_sequence(part, group)
-    return found, expected
+    return found
 
 
 def test_stages_over_two_context_ranks_train_and_evaluate_as_one_device() -> None:
-    ranks = run_ranks(on_four_ranks, 4)
+    ranks, expected = run_ranks(on_four_ranks, 4), on_one_device(*staged())
     for schedule in ranks[0]:
-        found = {name: value for rank in ranks for name, value in rank[schedule][0].items()}
-        assert ranks[0][schedule][1].differences(found) == []
+        found = {name: value for rank in ranks for name, value in rank[schedule].items()}
+        assert expected.differences(found) == []

@@ -30,10 +30,12 @@ from lightning_pipe.llm.split.traced_split import (
     trace_split,
 )
 from tests.distributed import run_ranks
+from tests.tiers import sampled, sampled_rows, wanted
 
 WIDTH, VOCABULARY, ROWS, LENGTH, MICROBATCHES = 8, 11, 2, 5, 4
 BEGINNING = SplitPoint.BEGINNING
 FOUR = {f"layers.{index}": BEGINNING for index in (1, 2, 3)}
+TWO = {"layers.1": BEGINNING}  # of a model with two layers, which is traced in half of the time
 
 
 class Block(nn.Module):
@@ -63,10 +65,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A skip over two layers, an input that first and last stage use, and a parameter that nothing uses."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, layers: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
         self.again = nn.Embedding(VOCABULARY, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -76,7 +78,7 @@ class Model(nn.Module):
         x = skip = self.embedding(ids) * factor
         for index, layer in enumerate(self.layers):
             x = layer(x, mask)
-            if index == 2:
+            if index == min(2, len(self.layers) - 1):
                 x = x + skip
         return self.head(self.dropout(x) + self.again(ids) + torch.arange(ids.shape[1])[:, None])
 
@@ -127,6 +129,10 @@ def split(build: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: Mapping
     model = built(build)
     traced = trace_split(model, args, kwargs, **how)
     return traced, make_stages(traced, model)
+
+
+def two_layers() -> Model:
+    return Model(layers=2)
 
 
 @cache
@@ -222,9 +228,9 @@ def test_a_deferred_model_is_traced_and_a_stage_made_of_its_own_values_alone_to_
 
 
 def test_a_model_that_has_been_traced_is_as_it_was() -> None:
-    model, other = built(Model), built(Model)
+    model, other = built(two_layers), built(two_layers)
     state = torch.get_rng_state()
-    trace_split(model, *inputs(), split_spec={"layers.2": SplitPoint.END})
+    trace_split(model, *inputs(), split_spec={"layers.0": SplitPoint.END})
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal(model.state_dict(), other.state_dict())
     args, kwargs = inputs()
@@ -264,8 +270,18 @@ def test_fake_stages_tell_shapes_of_any_size() -> None:
 # ---------------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize(("rows", "length"), [(ROWS, LENGTH), (3, 7), (4, 4)])
-@pytest.mark.parametrize("training", [True, False])
+SIZES = [(ROWS, LENGTH), (3, 7), (4, 4)]
+
+
+# In training all sizes but the last, in evaluation the last.
+@pytest.mark.parametrize(
+    ("training", "rows", "length"),
+    sampled_rows(
+        [(training, *size) for training in (True, False) for size in SIZES],
+        lambda case: case[0] == (case[1:] != SIZES[-1]),
+        lambda case: "-".join(map(str, case)),
+    ),
+)
 def test_outputs_gradients_and_buffers_are_the_unsplit_models(
     training: bool, rows: int, length: int, in_four: list[StageModule]
 ) -> None:
@@ -344,22 +360,22 @@ def test_a_parameter_that_stages_share_is_told() -> None:
 
 def test_a_part_that_is_frozen_in_evaluation_mode_stays_so() -> None:
     def build() -> nn.Module:
-        model = Model()
+        model = two_layers()
         model.get_submodule("layers.1.norm").eval()
         return model
 
     args, kwargs = inputs()
     whole = built(build)
-    _, stages = split(build, args, kwargs, split_spec=FOUR)
+    _, stages = split(build, args, kwargs, split_spec=TWO)
     assert torch.equal(run(stages, args, kwargs, squares), whole(*args, **kwargs))
     assert torch.equal(dict(stages[1].module.named_buffers())["layers.1.norm.running_mean"], torch.zeros(WIDTH))
 
 
 def test_autocast_is_part_of_the_trace() -> None:
     args, kwargs = inputs()
-    whole = built(Model)
+    whole = built(two_layers)
     with torch.autocast("cpu", torch.bfloat16):
-        _, stages = split(Model, args, kwargs, split_spec=FOUR)
+        _, stages = split(two_layers, args, kwargs, split_spec=TWO)
         assert torch.equal(run(stages, args, kwargs, squares), whole(*args, **kwargs))
 
 
@@ -478,6 +494,12 @@ def test_models_that_stages_cannot_work_with_are_refused(build: Callable[[], nn.
         trace_split(build(), (torch.randn(3, 4),))
 
 
+@cache
+def first_stage() -> StageModule:
+    """That no test changes."""
+    return traced_in_four(0.3).make_stage(built(lambda: Model(0.3)), 0)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "says"),
     [
@@ -491,10 +513,10 @@ def test_models_that_stages_cannot_work_with_are_refused(build: Callable[[], nn.
     ],
 )
 def test_inputs_that_the_trace_does_not_hold_for_are_refused(
-    args: tuple[Any, ...], kwargs: dict[str, Any], says: str, in_four: list[StageModule]
+    args: tuple[Any, ...], kwargs: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
-        in_four[0](*args, **kwargs)
+        first_stage()(*args, **kwargs)
 
 
 def test_a_size_that_the_model_fixes_is_told_when_another_comes() -> None:
@@ -540,9 +562,14 @@ def meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-def two_ranks(rank: int, world: int) -> dict[str, Any]:
+# The first has a stage on a rank, the last has two on each and the backward in two parts.
+PIPELINES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+OFTEN = (PIPELINES[0], PIPELINES[-1])
+
+
+def two_ranks(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("1f1b", "interleaved_1f1b", "zbv_zero_bubble"):
+    for name in names:
         found[name] = in_pipeline(name, rank)
     found["sharded"] = sharded(rank)
     return found
@@ -599,8 +626,8 @@ def sharded(rank: int) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(two_ranks, 2)
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2, wanted(request.config, PIPELINES, OFTEN.__contains__))
 
 
 def whole_batch(count: int) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -614,7 +641,7 @@ def whole_batch(count: int) -> tuple[list[Tensor], dict[str, Tensor], dict[str, 
     return [loss.detach() for loss in losses], gradients_of([model]), dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", sampled(PIPELINES, OFTEN.__contains__))
 def test_a_pipeline_of_traced_stages_gives_the_single_devices_losses_and_gradients(
     schedule: str, found: list[dict[str, Any]]
 ) -> None:

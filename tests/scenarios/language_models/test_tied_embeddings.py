@@ -30,7 +30,7 @@ from tests.strategies.llm_cases import (
 from tests.tiers import sampled, wanted
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STEPS = 3
+STEPS = 2
 # schedule, strategy's options, trainer's options
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "on two ranks": ("1f1b", {}, {}),

@@ -61,8 +61,9 @@ def strategy_of(schedule: str, **options: Any) -> LLMPipelineStrategy:
     return llm(schedule, **{**CASES.get(schedule, {}), **options})
 
 
-def estimated(schedule: str, ranks: int = 2, **options: Any) -> StageEstimate:
-    return estimate_stages(strategy_of(schedule), TinyHF(HF), batches()[0], ranks, Precision(), **options)
+def estimated(schedule: str, precision: Precision | None = None, **options: Any) -> StageEstimate:
+    given = Precision() if precision is None else precision
+    return estimate_stages(strategy_of(schedule), Tiny(), row_batches(1)[0], 2, given, **options)
 
 
 OFTEN = ("1f1b", "zbv_zero_bubble")
@@ -134,10 +135,7 @@ def test_an_optimiser_that_cannot_be_tried_is_taken_for_adam() -> None:
 
 
 def test_half_precision_needs_less() -> None:
-    whole, half = (
-        estimate_stages(strategy_of("gpipe"), TinyHF(HF), batches()[0], 2, precision_plugin(name)).configured.memory[0]
-        for name in ("32-true", "bf16-true")
-    )
+    whole, half = (estimated("gpipe", precision_plugin(name)).configured.memory[0] for name in ("32-true", "bf16-true"))
     assert half.parameters == whole.parameters / 2
     assert half.activations < whole.activations
 
