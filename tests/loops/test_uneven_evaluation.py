@@ -95,7 +95,7 @@ def evaluated(data: Any, own: bool = True, strategy: Any = None) -> dict[str, An
     return {**validated, "tested": tested["loss_epoch"], "predicted": torch.cat([torch.zeros(0), *predicted])}
 
 
-# Which of the shards, and what they are in. Both numbers of cases of a world are even: these are two of each form.
+# Index of the shards, and the form of the data. A default run alternates between the forms.
 CASES = list(product(range(4), ("files", "streams")))
 
 

@@ -20,7 +20,7 @@ from tests.llm.attention_cases import CASES, Results, deviations, hugging_face, 
 from tests.tiers import sampled, wanted
 
 LLAMA = partial(hugging_face, "llama")
-# The case whose model and batch it has, or these, and how it is run.
+# A model and a batch, and options of the run.
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (case, {}) for name, case in CASES.items()},
     "recomputed": (CASES["plain"], {"recompute": True}),
@@ -28,8 +28,8 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "within itself": ((LLAMA, tokens), {"entered": 2}),
     "not entered": ((LLAMA, tokens), {"entered": 0}),
 }
-# Each kind of mask and of batch with one model; the other models without a mask.
-RARELY = ("Llama, grouped heads in SDPA", "Llama, padded on one rank", "Qwen3, packed", "GPT-NeoX, padded")
+# Their kinds of batches are those of other cases, too.
+RARELY = ("Llama, grouped heads in SDPA", "Llama, packed", "GPT-NeoX, padded")
 OFTEN = [name for name in RUNS if name not in RARELY]
 
 

@@ -35,7 +35,7 @@ from tests.tiers import sampled, sampled_rows, wanted
 WIDTH, VOCABULARY, ROWS, LENGTH, MICROBATCHES = 8, 11, 2, 5, 4
 BEGINNING = SplitPoint.BEGINNING
 FOUR = {f"layers.{index}": BEGINNING for index in (1, 2, 3)}
-TWO = {"layers.1": BEGINNING}  # of a model with two layers, which is traced in half of the time
+TWO = {"layers.1": BEGINNING}  # of a model with two layers, whose trace takes half the time
 
 
 class Block(nn.Module):
@@ -496,7 +496,7 @@ def test_models_that_stages_cannot_work_with_are_refused(build: Callable[[], nn.
 
 @cache
 def first_stage() -> StageModule:
-    """That no test changes."""
+    """Shared by tests that only call it with inputs that it refuses."""
     return traced_in_four(0.3).make_stage(built(lambda: Model(0.3)), 0)
 
 
@@ -562,7 +562,7 @@ def meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-# The first has a stage on a rank, the last has two on each and the backward in two parts.
+# The first has one stage on each rank, the last has two and splits the backward.
 PIPELINES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 OFTEN = (PIPELINES[0], PIPELINES[-1])
 

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 OFTEN = ("sharded", "replicated, zero bubble", "sharded and replicated, one stage")
 # Batches of other lengths in one step, and validation in the middle of it.
 ACCUMULATED = ("1f1b", "zbv_zero_bubble")
-OFTEN_ACCUMULATED = ACCUMULATED[1:]  # the other schedule is that of the case "sharded"
+OFTEN_ACCUMULATED = ACCUMULATED[1:]  # the case "sharded" has the other schedule
 ACCUMULATED_BATCHES = 4  # two steps of two batches
 
 

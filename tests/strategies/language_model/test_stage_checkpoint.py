@@ -141,8 +141,7 @@ def error_of(work: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------------- two ranks, then four, then one
 
 
-# Where the second epoch is trained. Of those that read the checkpoint of two stages, another schedule has both
-# another split and layers that stay where they were.
+# Ways to train the second epoch. With another schedule some layers move to another rank and some stay.
 RESUMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "the same": lambda folder: resumed(folder / "two" / "step=3.ckpt", llm()),
     "another schedule": lambda folder: resumed(folder / "two" / "step=3.ckpt", llm("interleaved_1f1b")),

@@ -159,12 +159,12 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }
 SCHEDULE_OF = dict(zip(RUNS, ("gpipe", "1f1b", "looped_bfs", "dualpipev", "zbv_zero_bubble", "1f1b"), strict=True))
-# A plain run is what the others do besides; the test of hooks makes one, too.
+# The other runs include all that a plain run does.
 OFTEN_RUN = [name for name in RUNS if name != "plain"]
 INITIAL = list(product(("1f1b", "looped_bfs", "dualpipev"), (False, True)))
-# Models of both kinds, and both where a rank has one stage and where it has two.
+# Models built early and late, and schedules with one stage and with two stages on a rank.
 OFTEN_INITIAL = (("1f1b", True), ("looped_bfs", False), ("dualpipev", True))
-# A rank of the second has the first stage and the last, and two stages to evaluate.
+# With the second, one rank has two stages, the first and the last.
 AROUND = ("1f1b", "zbv_zero_bubble")
 OFTEN_AROUND = AROUND[1:]
 
@@ -388,7 +388,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
         [],
     ),
 }
-# Each has the rule, the message or the rank's part in common with another one.
+# Another refusal of each kind remains in a default run.
 RARELY_REFUSED = (
     "too few micro-batches of DualPipeV",
     "layers of too few stages",
