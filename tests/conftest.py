@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from tests.distributed import THREADS, share_servers, threads_left
-from tests.tiers import TIERS, left_out
+from tests.tiers import TIERS, begin, left_out
 
 # Read when the libraries are loaded, which the tests do after this.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, what in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {what}; run with --{marker}")
+    begin(config)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         share_servers()
 

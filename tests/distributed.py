@@ -81,6 +81,32 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     return [rank.value for rank in ranks]
 
 
+def with_detailed_debugging(rank: int, world_size: int, fn: Callable[[int, int], T], folder: Path) -> T:
+    """Calls ``fn(rank, world_size)`` on a rank of `run_ranks` as if started with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    PyTorch reads that when it is imported, and a rank is a copy of a process that has done so: the level is set, and
+    the world group made again.
+
+    Args:
+        rank: this one's number.
+        world_size: number of ranks.
+        fn: a function of a module.
+        folder: an empty one, of all ranks.
+    """
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=HANG),
+    )
+    return fn(rank, world_size)
+
+
 class InParts:
     """What each rank has come to, part by part: a part is run when a test first asks for something of it.
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import THREADS, run_ranks, threads_left
+from tests.distributed import END, THREADS, _Rank, run_ranks, threads_left
 
 
 def report(rank: int, world_size: int, tensor: torch.Tensor) -> dict[str, object]:
@@ -73,24 +74,33 @@ def test_the_error_of_each_rank_is_told_with_its_traceback() -> None:
     assert "in raise_on_both" in first
 
 
-def wait_for_ever() -> None:
+def wait_for_ever(begun: Path | None = None) -> None:
+    """Hangs; makes the file *begun* first, so that who sees it knows where this process stands."""
+    if begun is not None:
+        begun.touch()
     threading.Event().wait()
 
 
-def raise_on_one(rank: int, world_size: int) -> None:
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def raise_on_one(rank: int, world_size: int, folder: Path) -> None:
     if rank == 1:
+        wait_for(folder / "begun")
         raise ValueError("the others wait")
-    wait_for_ever()
+    wait_for_ever(folder / "begun")
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_killed_and_shows_where_it_stood(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.distributed.GRACE", 5.0)
+    monkeypatch.setattr("tests.distributed.GRACE", 0.5)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(raise_on_one, 2)
+        run_ranks(raise_on_one, 2, tmp_path)
     first, second = per_rank(failure)
-    assert first.startswith("rank 0 of 2 had not finished 5 s after another had failed and was killed:")
+    assert first.startswith("rank 0 of 2 had not finished 0.5 s after another had failed and was killed:")
     assert "wait_for_ever" in first
     assert "ValueError: the others wait" in second
 
@@ -110,10 +120,10 @@ def test_a_rank_that_dies_is_named_with_the_signal() -> None:
     assert second.startswith(("rank 1 of 2 raised:", "rank 1 of 2 had not finished"))
 
 
-def hang_on_one(rank: int, world_size: int, folder: str) -> None:
-    Path(folder, str(rank)).write_text(str(os.getpid()))
+def hang_on_one(rank: int, world_size: int, folder: Path) -> None:
+    (folder / str(rank)).write_text(str(os.getpid()))
     if rank == 0:
-        wait_for_ever()
+        wait_for_ever(folder / "begun")
 
 
 def is_running(process: int) -> bool:
@@ -134,13 +144,12 @@ def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
         limits.append(limit)
         if len(connections) == 2:
             return wait(connections)
-        while not (tmp_path / "0").exists():
-            assert not wait(connections, 0.1)
-        return wait(connections, 5.0)
+        wait_for(tmp_path / "begun")
+        return wait(connections, 0.5)
 
     monkeypatch.setattr("tests.distributed.wait", time_is_up)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(hang_on_one, 2, str(tmp_path), timeout=1000.0)
+        run_ranks(hang_on_one, 2, tmp_path, timeout=1000.0)
     assert 0 < limits[-1] < limits[0] < 1000.0
     assert str(failure.value).startswith("rank 0 of 2 had not finished in time and was killed:")
     assert "wait_for_ever" in str(failure.value)
@@ -148,17 +157,31 @@ def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
     assert not any(is_running(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 
-def end_badly(rank: int, world_size: int) -> None:
+def end_badly(rank: int, world_size: int, folder: Path) -> None:
     if rank == 0:
-        atexit.register(wait_for_ever)
+        atexit.register(wait_for_ever, folder / "begun")
     else:
         atexit.register(os._exit, 3)
 
 
-def test_a_rank_that_returns_but_does_not_end_well_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.distributed.END", 5.0)
+def test_a_rank_that_returns_but_does_not_end_well_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_end, abandon = _Rank.expect_end, _Rank.abandon
+
+    def expect_end_soon(rank: _Rank) -> None:
+        """The rank that hangs is waited for no longer once it does; the other one has all the time it needs."""
+        if rank.index == 0:
+            wait_for(tmp_path / "begun")
+            monkeypatch.setattr("tests.distributed.END", 0.5)
+        expect_end(rank)
+
+    def abandon_in_time(rank: _Rank, reason: str) -> None:
+        monkeypatch.setattr("tests.distributed.END", END)
+        abandon(rank, reason)
+
+    monkeypatch.setattr(_Rank, "expect_end", expect_end_soon)
+    monkeypatch.setattr(_Rank, "abandon", abandon_in_time)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(end_badly, 2)
+        run_ranks(end_badly, 2, tmp_path)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 had returned, but its process did not end and was killed:")
     assert "wait_for_ever" in first

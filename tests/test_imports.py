@@ -10,7 +10,9 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -93,8 +95,8 @@ def module_name(target: str) -> str:
     return f"lightning_pipe.{target}" if target.split(".")[0] in ROOMS else target
 
 
-def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.CompletedProcess[str]:
-    """Run this project's import contracts on a package with the same rooms, of which each has the given imports."""
+def write_package(folder: Path, imports: dict[str, tuple[str, ...]]) -> None:
+    """A package with the same rooms, of which each has the given imports, and this project's contracts."""
     package = folder / "lightning_pipe"
     for room in ROOMS:
         (package / room).mkdir(parents=True)
@@ -114,15 +116,64 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
     for strategy in ("in_process", "pipeline"):  # modules that contracts name
         (package / "strategies" / f"{strategy}.py").touch()
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    lint_imports = Path(sys.executable).with_name("lint-imports")
-    return subprocess.run(
-        [lint_imports, "--no-logo", "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=HANG, check=False
-    )
 
 
-def test_the_linter_passes_every_import_that_the_table_allows(tmp_path: Path) -> None:
-    result = lint(tmp_path, ALLOWED)
-    assert result.returncode == 0, result.stdout + result.stderr
+class Linted(NamedTuple):
+    """What became of a run of the linter."""
+
+    returncode: int
+    said: str
+
+
+Lint = Callable[[dict[str, tuple[str, ...]]], Linted]
+
+# Lints each folder that it is told of in a copy of itself: it has imported the linter, and no package of ours.
+LINTER = """
+import os, sys
+from importlinter.cli import lint_imports_command
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        os.chdir(line.strip())
+        said = os.open("said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        lint_imports_command(["--no-logo", "--no-cache"])
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def linter() -> Iterator[Callable[[Path], Linted]]:
+    """Lints the package in a folder."""
+    command = [sys.executable, "-c", LINTER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def run(folder: Path) -> Linted:
+            requests.write(f"{folder}\n")
+            requests.flush()
+            return Linted(int(answers.readline()), (folder / "said").read_text())
+
+        yield run
+
+
+@pytest.fixture
+def lint(tmp_path: Path, linter: Callable[[Path], Linted]) -> Lint:
+    """Run this project's import contracts on a package with the same rooms, of which each has the given imports."""
+
+    def run(imports: dict[str, tuple[str, ...]]) -> Linted:
+        write_package(tmp_path, imports)
+        return linter(tmp_path)
+
+    return run
+
+
+def test_the_linter_passes_every_import_that_the_table_allows(lint: Lint) -> None:
+    result = lint(ALLOWED)
+    assert result.returncode == 0, result.said
 
 
 @pytest.mark.parametrize("room", layers())
@@ -133,37 +184,37 @@ def test_every_sub_package_is_in_its_rooms_layers(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", layers())
-def test_the_linter_refuses_an_import_of_a_higher_sub_package(tmp_path: Path, room: str) -> None:
+def test_the_linter_refuses_an_import_of_a_higher_sub_package(lint: Lint, room: str) -> None:
     highest, *_, lowest = layers()[room]
-    result = lint(tmp_path, {lowest: (f"{highest}.part",)})
-    assert result.returncode == 1, result.stdout
-    assert f"{lowest}.part -> {highest}.part" in " ".join(result.stdout.split())
+    result = lint({lowest: (f"{highest}.part",)})
+    assert result.returncode == 1, result.said
+    assert f"{lowest}.part -> {highest}.part" in " ".join(result.said.split())
 
 
 @pytest.mark.parametrize(
     ("room", "target"), [(room, target) for room, targets in MUST_NOT_IMPORT.items() for target in targets]
 )
-def test_the_linter_refuses_every_import_that_the_table_forbids(tmp_path: Path, room: str, target: str) -> None:
-    result = lint(tmp_path, {room: (target,)})
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"lightning_pipe.{room}.part -> {module_name(target)}" in result.stdout
+def test_the_linter_refuses_every_import_that_the_table_forbids(lint: Lint, room: str, target: str) -> None:
+    result = lint({room: (target,)})
+    assert result.returncode == 1, result.said
+    assert f"lightning_pipe.{room}.part -> {module_name(target)}" in result.said
 
 
 @pytest.mark.parametrize("strategy", ["in_process", "language_model", "pipeline", "recommender"])
-def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(tmp_path: Path, strategy: str) -> None:
-    result = lint(tmp_path, {"callbacks": (f"lightning_pipe.strategies.{strategy}",)})
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"lightning_pipe.callbacks.part -> lightning_pipe.strategies.{strategy}" in result.stdout
+def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(lint: Lint, strategy: str) -> None:
+    result = lint({"callbacks": (f"lightning_pipe.strategies.{strategy}",)})
+    assert result.returncode == 1, result.said
+    assert f"lightning_pipe.callbacks.part -> lightning_pipe.strategies.{strategy}" in result.said
 
 
 @pytest.mark.parametrize(
     ("project", "target"),
     [("torch", "lightning"), ("torch", "torchrec"), ("lightning", "torchrec"), ("torchrec", "lightning")],
 )
-def test_the_linter_refuses_a_second_project_in_a_module_of_compat(tmp_path: Path, project: str, target: str) -> None:
-    result = lint(tmp_path, {f"_compat.{project}": (target,)})
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"lightning_pipe._compat.{project} -> {target}" in result.stdout
+def test_the_linter_refuses_a_second_project_in_a_module_of_compat(lint: Lint, project: str, target: str) -> None:
+    result = lint({f"_compat.{project}": (target,)})
+    assert result.returncode == 1, result.said
+    assert f"lightning_pipe._compat.{project} -> {target}" in result.said
 
 
 # Imports every module of one room in a fresh interpreter, past the package's own __init__ (which registers the

@@ -23,6 +23,20 @@ def left_out(config: pytest.Config) -> list[str]:
     return markers[max(asked, default=-1) + 1 :]
 
 
+# Whether this run of pytest has all tests of the first tier; False in processes that tests start.
+_all = [False]
+
+
+def begin(config: pytest.Config) -> None:
+    """Tell `examples`, before tests are collected, which of them this run of pytest has."""
+    _all[0] = "exhaustive" not in left_out(config)
+
+
+def examples(often: int, count: int) -> int:
+    """How many examples a test has that hypothesis makes: the first number, or the second one with ``--exhaustive``."""
+    return count if _all[0] else often
+
+
 def sampled(cases: Iterable[T], often: Callable[[T], bool], ids: Callable[[T], str] | None = None) -> list[Any]:
     """Parameters of a test or of a fixture, of which the others are marked as exhaustive.
 

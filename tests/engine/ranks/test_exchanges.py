@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_pipe.engine.ranks import together
 from lightning_pipe.engine.ranks.exchanges import exchanging, gains_from_messages
 from lightning_pipe.engine.ranks.process_groups import new_group
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, with_detailed_debugging
 
 
 def _apart(rank: int) -> None:
@@ -175,11 +176,11 @@ def where(rank: int, world_size: int) -> list[bool]:
     return found
 
 
-def test_processes_of_one_machine_keep_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_machine_keep_gloos(tmp_path: Path) -> None:
     assert run_ranks(where, 2) == [[False, False, False, False]] * 2
     assert run_ranks(where, 3) == [[False, False, True, True]] * 3
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # which looks at each collective
-    assert run_ranks(where, 3, fresh=True) == [[False] * 4] * 3  # PyTorch reads it when it is imported
+    # Which looks at each collective.
+    assert run_ranks(with_detailed_debugging, 3, where, tmp_path) == [[False] * 4] * 3
 
 
 def refused(rank: int, world_size: int, call: Callable[[dist.ProcessGroup], Any]) -> str:

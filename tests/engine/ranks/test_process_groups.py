@@ -13,7 +13,7 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import Shard
 
 from lightning_pipe.engine.ranks.process_groups import new_group
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, with_detailed_debugging
 from tests.patience import HANG
 
 
@@ -80,10 +80,8 @@ def test_their_timeout_is_the_one_asked_for() -> None:
     assert "imed out" in run_ranks(late, 2)[0]
 
 
-def test_under_pytorchs_detailed_debugging_they_are_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    assert all(threads > 1 for threads in run_ranks(threads_of_one, 2, fresh=True))  # read when PyTorch is imported
-    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+def test_under_pytorchs_detailed_debugging_they_are_pytorchs_own(tmp_path: Path) -> None:
+    assert all(threads > 1 for threads in run_ranks(with_detailed_debugging, 2, threads_of_one, tmp_path))
     assert run_ranks(threads_of_one, 2) == [1, 1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +230,13 @@ def test_from_what_a_continued_run_has_written_before_its_first_batch(
     assert_goes_on(whole_run(**options), run(tmp_path / "b.ckpt", **options), done, due)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
-@pytest.mark.parametrize("batches", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("batches", "hook"),
+    sampled_rows(
+        product([1, 4, 8], ["on_train_batch_start", "on_before_optimizer_step"]),
+        lambda case: (case[0] == 4) == (case[1] == "on_train_batch_start"),
+    ),
+)
 def test_batches_are_counted_over_epochs_from_within_a_batch(hook: str, batches: int, tmp_path: Path) -> None:
     """Lightning counts the batch twice, and validates a batch too early from then on."""
     across: dict[str, Any] = {"val_check_interval": 4, "check_val_every_n_epoch": None, "log_every_n_steps": 1}
@@ -304,12 +310,18 @@ def test_from_the_checkpoint_of_a_termination(batches: int, validation: str, tmp
     assert_goes_on(whole, after, done, due=done in whole.validated and done not in ended)
 
 
-@pytest.mark.parametrize("options", [{"max_epochs": -1, "max_steps": 18}, {"max_epochs": 3, "max_steps": 40}], ids=str)
-@pytest.mark.parametrize("validation", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+@pytest.mark.parametrize(
+    ("validation", "options"),
+    sampled_rows(
+        product(VALIDATIONS, [{"max_epochs": -1, "max_steps": 18}, {"max_epochs": 3, "max_steps": 40}]),
+        lambda case: (case[0] == "at the end") == (case[1]["max_epochs"] == 3),
+        "{0[0]}-{0[1]}".format,
+    ),
+)
 def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
-    options: dict[str, Any], validation: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], validation: str, tmp_path: Path
 ) -> None:
-    options = {**options, **validation}
+    options = {**options, **VALIDATIONS[validation]}
     whole = whole_run(**options)
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
     run(None, saves, enable_checkpointing=True, **options)
@@ -323,8 +335,7 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("done", [6, 12])
+@pytest.mark.parametrize(("done", "every"), sampled_rows(product([6, 12], [1, 2]), {(6, 1), (12, 2)}.__contains__))
 def test_with_loaders_that_are_made_anew(every: int, done: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, **AT_THE_END}
     whole = whole_run(**options)

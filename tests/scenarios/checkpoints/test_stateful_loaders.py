@@ -34,7 +34,7 @@ from tests.scenarios.checkpoints.test_exact_resume import (
     plain,
     seed,
 )
-from tests.tiers import sampled_rows
+from tests.tiers import sampled_rows, wanted
 
 
 class Rewinding(IterableDataset[Tensor]):
@@ -185,6 +185,8 @@ EVERY_TIME = {
     ("longest, beside PyTorch's", "whole epochs"),
     ("longest, of streams", "whole epochs"),
 }
+# Of these, the cases that a default run has from every moment; of others from within an epoch and from its very end.
+AT_EVERY_MOMENT = {("shuffled", "whole epochs"), ("rewinding stream", "limited")}
 
 
 class Skipping(Resuming):
@@ -211,7 +213,9 @@ def undisturbed(loader: str, options: str) -> Resuming:
 
 
 @pytest.mark.parametrize(("loader", "options"), sampled_rows(CASES, EVERY_TIME.__contains__))
-def test_a_run_continues_from_a_checkpoint_within_or_between_epochs(loader: str, options: str, tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_within_or_between_epochs(
+    loader: str, options: str, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     whole = undisturbed(loader, options)
     in_epoch = len(whole.trained) // 3
     assert len(whole.trained) == 3 * in_epoch
@@ -220,6 +224,10 @@ def test_a_run_continues_from_a_checkpoint_within_or_between_epochs(loader: str,
     moments += [("on_train_epoch_end", in_epoch), ("on_train_epoch_end", 2 * in_epoch)]
     moments += [("on_train_epoch_start", in_epoch), ("on_train_batch_start", in_epoch)]
     moments += [("on_train_batch_start", in_epoch + 2)]
+    often = [("on_train_batch_end", in_epoch), ("on_train_batch_end", in_epoch + 2)]
+    often += [(hook, in_epoch) for hook in ("on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start")]
+    all_moments = (loader, options) in AT_EVERY_MOMENT
+    moments = wanted(pytestconfig, moments, lambda moment: all_moments or moment in often)
     paths = {(hook, count): tmp_path / f"{hook}-{count}.ckpt" for hook, count in moments}
     before = run(1, loader, options, paths)
     assert sorted(tmp_path.iterdir()) == sorted(paths.values())
@@ -296,7 +304,9 @@ RANKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train_and_resume(rank: int, world_size: int, loader: str, folder: Path) -> tuple[list[Any], dict[str, list[Any]]]:
+def train_and_resume(
+    rank: int, world_size: int, loader: str, folder: Path, names: list[str]
+) -> tuple[list[Any], dict[str, list[Any]]]:
     def fitted(number: int, path: Path | None = None) -> list[Any]:
         seed(number + rank)  # no rank draws what another does
         module = Resuming(RANKS[loader])
@@ -308,13 +318,16 @@ def train_and_resume(rank: int, world_size: int, loader: str, folder: Path) -> t
         return module.trained
 
     whole = fitted(1)
-    names = ["1", "3", "4", "epoch 0", "5", "7"]
     return whole, {name: fitted(50, folder / f"{name}.ckpt") for name in names}
 
 
 @pytest.mark.parametrize("loader", RANKS)
-def test_several_ranks_train_all_rows_once_in_every_epoch_and_continue(loader: str, tmp_path: Path) -> None:
-    found = run_ranks(train_and_resume, 2, loader, tmp_path)
+def test_several_ranks_train_all_rows_once_in_every_epoch_and_continue(
+    loader: str, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    often = ("4", "5") if loader == "shuffled, a worker" else ("3", "4", "epoch 0", "5")
+    names = wanted(pytestconfig, ["1", "3", "4", "epoch 0", "5", "7"], often.__contains__)
+    found = run_ranks(train_and_resume, 2, loader, tmp_path, names)
     for epoch in (0, 1):
         batches = [batch for whole, _ in found for batch in whole[4 * epoch : 4 * epoch + 4]]
         assert sorted(row for batch in batches for row in batch) == list(range(24))

@@ -1,4 +1,4 @@
-"""One process that forks the ranks of all these tests: its start costs as much as ten of them."""
+"""One process that forks the ranks of all these tests."""
 
 from __future__ import annotations
 

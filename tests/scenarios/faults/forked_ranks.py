@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.distributed import fork_preloaded
 from tests.patience import HANG
 
 # How long (seconds) a process may take to end once it was told to.
@@ -111,12 +112,12 @@ class Nursery:
 
 @contextmanager
 def nursery(modules: Sequence[str]) -> Iterator[Nursery]:
-    """A process that has imported *modules* and forks ranks."""
+    """A process that has imported *modules* and forks ranks.
+
+    It is itself a copy of one that has imported what most tests use.
+    """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(theirs, list(modules)), name="nursery of ranks"
-    )
-    process.start()
+    process = fork_preloaded(_serve, (theirs, list(modules), dict(os.environ)))
     theirs.close()
     try:
         yield Nursery(ours)
@@ -140,7 +141,11 @@ def told(ended: Sequence[Ended]) -> str:
 # ---------------------------------------------------------------------- in the nursery
 
 
-def _serve(connection: Connection, modules: list[str]) -> None:
+def _serve(connection: Connection, modules: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    # A rank's own processes start as those of a user's script do, not in the way that this one was started.
+    multiprocessing.set_start_method(None, force=True)
     for module in modules:
         importlib.import_module(module)
     while True:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.safe_reading import load_object
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
+from tests.distributed import fork_preloaded
 from tests.scenarios.fuzzing.bounded import open_bounded
 from tests.scenarios.fuzzing.corpus.checkpoints import FILES, FOLDERS, good_folder
 from tests.scenarios.fuzzing.corpus.weights import WEIGHTS, good_weights
@@ -94,10 +96,18 @@ def test_a_bad_folder_of_weights_is_refused_in_bounds(name: str, tmp_path: Path)
 def test_the_command_says_one_line_and_ends_with_status_1(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "folder")
     (tmp_path / "folder" / "meta.pt").write_bytes(FILES["dtype grown far"]())
-    command = [sys.executable, "-m", "lightning_pipe.cli", "checkpoint", "export"]
-    found = subprocess.run(
-        [*command, str(tmp_path / "folder"), str(tmp_path / "out")], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 1, found
-    assert "meta.pt' is refused: the pickle gives a state to" in found.stderr
-    assert "Traceback" not in found.stderr
+    arguments = ["checkpoint", "export", str(tmp_path / "folder"), str(tmp_path / "out")]
+    process = fork_preloaded(run_command, (arguments, tmp_path / "stderr"))
+    process.join()
+    said = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 1, said
+    assert "meta.pt' is refused: the pickle gives a state to" in said
+    assert "Traceback" not in said
+
+
+def run_command(arguments: list[str], stderr: Path) -> None:
+    """``python -m lightning_pipe.cli``, with what it writes to the second stream in a file."""
+    with stderr.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv[1:] = arguments
+    runpy.run_module("lightning_pipe.cli", run_name="__main__", alter_sys=True)

@@ -27,11 +27,12 @@ from tests.scenarios.fuzzing.bounded import open_bounded
 from tests.scenarios.fuzzing.corpus.checkpoints import good_folder
 from tests.scenarios.fuzzing.corpus.weights import good_weights, safetensors_file
 from tests.scenarios.fuzzing.pickles import Build, Get, Global, New, Persistent, Put, Raw, Reduce, assemble, torch_file
+from tests.tiers import examples
 
 # An example takes a fiftieth of a second or more.
 _SECONDS, _TESTS = float(os.environ.get("FUZZ_SECONDS", "0")), 5
 fuzzed = settings(
-    max_examples=int(50 * _SECONDS / _TESTS) or 20,
+    max_examples=int(50 * _SECONDS / _TESTS) or examples(8, 20),
     derandomize=not _SECONDS,
     database=None,
     deadline=None,

@@ -28,6 +28,7 @@ from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, c
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
+from tests.tiers import examples, sampled_rows
 
 COLUMNS: Columns = [((3,), torch.float32), ((), torch.float32)]
 FILE, LIST = "users.rank-0-of-1.00000.pt", "users.rank-0-of-1.json"
@@ -305,16 +306,45 @@ JSON: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", STORE_FILES)
-@pytest.mark.parametrize("kind", JSON)
+def _usual(kind: str) -> str:
+    """The file that a default run puts a content into: the one that it is made for, else one after another."""
+    if b'"files"' in JSON[kind] or b'"notes"' in JSON[kind]:
+        return "version.1/contents.json"
+    if b'"format"' in JSON[kind]:
+        return "store.json"
+    if b'"version"' in JSON[kind]:
+        return "committed.json"
+    return STORE_FILES[list(JSON).index(kind) % len(STORE_FILES)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    sampled_rows(
+        [(kind, name) for name in STORE_FILES for kind in JSON],
+        lambda case: case[1] == _usual(case[0]),
+        "{0[0]}-{0[1]}".format,
+    ),
+)
 def test_a_file_of_a_store_made_to_harm_is_refused_by_name(kind: str, name: str, tmp_path: Path) -> None:
     write_store(tmp_path)
     put_json(tmp_path / name, JSON[kind])
     _refused(open_bounded(open_store, tmp_path), len(JSON[kind]), str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["lock", *STORE_FILES, "version.1/names", "version.1/rows.sst"])
-@pytest.mark.parametrize("place", PLACES)
+OF_STORE = ("lock", *STORE_FILES, "version.1/names", "version.1/rows.sst")
+
+
+def _often(case: tuple[str, str]) -> bool:
+    """All for one file that is not read, one that is read and one that is copied, and each other file once."""
+    place, name = case
+    all_places = name in ("lock", "store.json", "version.1/names")
+    return all_places or list(PLACES).index(place) == OF_STORE.index(name) % len(PLACES)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    sampled_rows([(place, name) for name in OF_STORE for place in PLACES], _often, "{0[0]}-{0[1]}".format),
+)
 def test_what_is_no_file_is_not_read_for_a_store(place: str, name: str, tmp_path: Path) -> None:
     write_store(tmp_path / "store")
     PLACES[place](tmp_path / "store" / name)
@@ -392,7 +422,7 @@ VALUES = st.none() | st.recursive(
 )
 
 
-@settings(max_examples=25, derandomize=True)
+@settings(max_examples=examples(10, 25), derandomize=True)
 @given(seed=st.integers(0, 2**32), value=VALUES)
 def test_a_changed_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, seed: int, value: Any) -> None:
     attempt(tmp_path_factory.getbasetemp() / "changed", seed, value)

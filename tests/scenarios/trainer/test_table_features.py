@@ -21,6 +21,7 @@ from tests.scenarios.trainer import test_features as plain
 from tests.scenarios.trainer.test_features import FEATURES, Clock, Feature, clock, train
 from tests.strategies import cases
 from tests.strategies.cases import SGD, Batch, Clicks, difference, loader, recsys, state_of
+from tests.tiers import sampled
 
 __all__ = ["clock"]
 
@@ -136,6 +137,20 @@ NAMES = [
         and name != "64-true"
     ),
 ]
+# Options of the trainer and callbacks that do not touch tables. A default run tests them with the plain strategy only.
+SELDOM = {
+    "limit_train_batches and limit_val_batches, numbers",
+    "validation as time goes by",
+    "validation every third epoch",
+    "all of validation before training",
+    "no validation before training",
+    "32-true",
+    "checkpoints every few steps",
+    "checkpoints as time goes by",
+    "a stop that has to wait",
+    "a stop on a metric of training",
+    "a timer of epochs",
+}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +168,7 @@ def rounding() -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, lambda name: name not in SELDOM))
 def test_a_feature_works_as_for_the_unsharded_module_in_lightnings_own_loop(
     name: str, clock: Clock, tmp_path: Path, rounding: float
 ) -> None:
