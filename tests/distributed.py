@@ -95,6 +95,7 @@ def with_detailed_debugging(rank: int, world_size: int, fn: Callable[[int, int],
     """
     import torch.distributed as dist
 
+    dist.barrier()  # a rank that leaves early would break the connections that others still make
     dist.destroy_process_group()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group(

@@ -23,18 +23,18 @@ def left_out(config: pytest.Config) -> list[str]:
     return markers[max(asked, default=-1) + 1 :]
 
 
-# Whether this run of pytest has all tests of the first tier; False in processes that tests start.
-_all = [False]
+# Whether this run of pytest has the exhaustive tests; False in processes that tests start.
+_exhaustive = [False]
 
 
 def begin(config: pytest.Config) -> None:
-    """Tell `examples`, before tests are collected, which of them this run of pytest has."""
-    _all[0] = "exhaustive" not in left_out(config)
+    """Tell `examples` which tests this run of pytest has. Called before test modules are imported."""
+    _exhaustive[0] = "exhaustive" not in left_out(config)
 
 
 def examples(often: int, count: int) -> int:
-    """How many examples a test has that hypothesis makes: the first number, or the second one with ``--exhaustive``."""
-    return count if _all[0] else often
+    """Number of examples in a test: *often*, or *count* with ``--exhaustive``. For decorators and constants."""
+    return count if _exhaustive[0] else often
 
 
 def sampled(cases: Iterable[T], often: Callable[[T], bool], ids: Callable[[T], str] | None = None) -> list[Any]:

@@ -114,7 +114,7 @@ def every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def dynamic_plans(rank: int, world_size: int, folder: str, store: str) -> dict[str, Any]:
-    """Trains two epochs of the YAML with dynamic tables and balanced batches under each of two plans.
+    """Trains an epoch of the YAML with dynamic tables and balanced batches under each of two plans.
 
     Returns:
         Of each plan the metrics, this rank's rows, and the imbalance before and after.
@@ -122,7 +122,7 @@ def dynamic_plans(rank: int, world_size: int, folder: str, store: str) -> dict[s
     files.SHA256 = hashes_of(Path(folder))
     found: dict[str, Any] = {}
     for plan in ("serial", "prefetch"):
-        options: dict[str, Any] = {"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 1}
+        options: dict[str, Any] = {"trainer.max_epochs": 1, "trainer.check_val_every_n_epoch": 1}
         options |= {"model.init_args.store": f"{store}/{plan}", "trainer.strategy.init_args.plan": plan}
         cli = command_line(Path(folder), DYNAMIC, **options)
         cli.trainer.fit(cli.model, cli.datamodule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -71,13 +72,13 @@ def test_each_trainer_has_a_strategy_of_its_own() -> None:
     assert isinstance(trainer("recsys_base_pipeline").strategy, RecsysPipelineStrategy)
 
 
-@pytest.fixture(scope="module")
+@cache
 def serial() -> dict[str, Tensor]:
     return state_of(fit(Clicks(), recsys("serial")))
 
 
 @pytest.mark.parametrize("entry", RECSYS, ids=lambda entry: entry.name)
-def test_a_name_trains_under_its_plan(entry: Any, serial: dict[str, Tensor]) -> None:
+def test_a_name_trains_under_its_plan(entry: Any) -> None:
     class Named(Clicks):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             assert isinstance(self.trainer.strategy, RecsysPipelineStrategy)
@@ -88,7 +89,7 @@ def test_a_name_trains_under_its_plan(entry: Any, serial: dict[str, Tensor]) -> 
     state = state_of(fit(module, entry.name))
     assert plans == {"serial" if entry.plan == "auto" else entry.plan}  # of the latter the first one that is tried
     # The stale one trains something else, and says so.
-    trains_the_same = difference(state, serial) == []
+    trains_the_same = difference(state, serial()) == []
     assert trains_the_same == (entry.plan != "semi_sync")
 
 

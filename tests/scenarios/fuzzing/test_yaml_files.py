@@ -14,6 +14,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,7 @@ ACTION_TEXTS: dict[str, str | bytes] = {
 }
 
 
+@cache
 def _usual(what: str) -> str:
     """The kind of file that a default run takes a text for: costs where it is about these, else one after another."""
     plans = ALL[: ALL.index("costs")]
