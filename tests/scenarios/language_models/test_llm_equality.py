@@ -221,7 +221,7 @@ class Found:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cases = {
+        self._cases: dict[Any, Sequence[Any]] = {
             run_directly: wanted(config, CASES, often),
             run_with_trainer: wanted(config, TRAINER_CASES, often_under_a_trainer),
             run_hf: wanted(config, HF_CASES, often),
