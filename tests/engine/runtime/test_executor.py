@@ -192,13 +192,20 @@ def test_a_task_without_a_stream_runs_on_the_stream_current_where_it_was_submitt
 @pytest.mark.parametrize("group", ["main", "w"])
 def test_what_was_retired_comes_before_what_the_caller_launches_next(group: str) -> None:
     with fake_device() as device:
-        where = TaskSchedule(stage=1, stream="copy", thread_group=group)
-        plan = chain(("a", lambda ctx: device.launch(("a", ctx.iter_idx)), where))
+        launched = threading.Event()
+
+        def launch(ctx: IterContext) -> None:
+            device.launch(("a", ctx.iter_idx))
+            if ctx.iter_idx == 1:
+                launched.set()
+
+        plan = chain(("a", launch, TaskSchedule(stage=1, stream="copy", thread_group=group)))
         with SWPipeline(plan, device="cuda") as pipeline:
             data = iter(range(3))
             pipeline.progress(data)
             assert ("a", 0) in device.default.before
-            # The batch that is still in flight is not waited for.
+            # The batch that is still in flight is not waited for, though a worker thread may have launched it already.
+            assert launched.wait(HANG)
             assert ("a", 1) not in device.default.before
             assert ("a", 1) in device.ran_after
 
