@@ -298,7 +298,7 @@ def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> N
 
 def refusals(rank: int, world_size: int, path: Path) -> list[str]:
     """What is said of damage in what a checkpoint says of rows."""
-    sharded = shard(Model(path / "store"), SGD)
+    sharded = shard(Model(path / "tables"), SGD)
     train(sharded, range(1))
     committed = sharded.commit_rows()
     sharded.write_rows(path / "rows")
