@@ -53,7 +53,8 @@ def four_ranks(request: pytest.FixtureRequest) -> dict[str, Results]:
 def test_outputs_and_gradients_over_four_ranks_are_those_of_one_device(
     four_ranks: dict[str, Results], case: str
 ) -> None:
-    assert deviations(*RUNS[case][0], four_ranks[case]) == []
+    (model_of, batch_of), _ = RUNS[case]
+    assert deviations(model_of, batch_of, four_ranks[case]) == []
 
 
 def test_without_it_chunks_do_not_see_each_other(four_ranks: dict[str, Results]) -> None:
