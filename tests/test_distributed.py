@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -75,30 +74,32 @@ def test_the_error_of_each_rank_is_told_with_its_traceback() -> None:
 
 
 def wait_for_ever(begun: Path | None = None) -> None:
-    """Hangs; makes the file *begun* first, so that who sees it knows where this process stands."""
+    """Hang. The process that reads the named pipe *begun* continues when this one is here."""
     if begun is not None:
-        begun.touch()
+        begun.write_bytes(b"")
     threading.Event().wait()
 
 
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A named pipe: opening it waits until a second process opens its other end."""
+    os.mkfifo(tmp_path / "begun")
+    return tmp_path / "begun"
 
 
-def raise_on_one(rank: int, world_size: int, folder: Path) -> None:
+def raise_on_one(rank: int, world_size: int, begun: Path) -> None:
     if rank == 1:
-        wait_for(folder / "begun")
+        begun.read_bytes()
         raise ValueError("the others wait")
-    wait_for_ever(folder / "begun")
+    wait_for_ever(begun)
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_killed_and_shows_where_it_stood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.distributed.GRACE", 0.5)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(raise_on_one, 2, tmp_path)
+        run_ranks(raise_on_one, 2, begun)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 had not finished 0.5 s after another had failed and was killed:")
     assert "wait_for_ever" in first
@@ -135,7 +136,7 @@ def is_running(process: int) -> bool:
 
 
 def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float] = []
 
@@ -144,7 +145,7 @@ def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
         limits.append(limit)
         if len(connections) == 2:
             return wait(connections)
-        wait_for(tmp_path / "begun")
+        begun.read_bytes()
         return wait(connections, 0.5)
 
     monkeypatch.setattr("tests.distributed.wait", time_is_up)
@@ -157,20 +158,20 @@ def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
     assert not any(is_running(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 
-def end_badly(rank: int, world_size: int, folder: Path) -> None:
+def end_badly(rank: int, world_size: int, begun: Path) -> None:
     if rank == 0:
-        atexit.register(wait_for_ever, folder / "begun")
+        atexit.register(wait_for_ever, begun)
     else:
         atexit.register(os._exit, 3)
 
 
-def test_a_rank_that_returns_but_does_not_end_well_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_returns_but_does_not_end_well_fails(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_end, abandon = _Rank.expect_end, _Rank.abandon
 
     def expect_end_soon(rank: _Rank) -> None:
         """The rank that hangs is waited for no longer once it does; the other one has all the time it needs."""
         if rank.index == 0:
-            wait_for(tmp_path / "begun")
+            begun.read_bytes()
             monkeypatch.setattr("tests.distributed.END", 0.5)
         expect_end(rank)
 
@@ -181,7 +182,7 @@ def test_a_rank_that_returns_but_does_not_end_well_fails(tmp_path: Path, monkeyp
     monkeypatch.setattr(_Rank, "expect_end", expect_end_soon)
     monkeypatch.setattr(_Rank, "abandon", abandon_in_time)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(end_badly, 2, tmp_path)
+        run_ranks(end_badly, 2, begun)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 had returned, but its process did not end and was killed:")
     assert "wait_for_ever" in first

@@ -104,7 +104,7 @@ class InFlightLedger(Iterator[Any]):
         self._to_transfer.clear()
         return abandoned
 
-    @deprecated("InFlightLedger.give_up is now called abandon")
+    @deprecated("InFlightLedger.give_up is now called abandon. Use the new name.", category=FutureWarning)
     def give_up(self) -> list[Callable[[], Fetched]]:
         """Deprecated name of :meth:`abandon`."""
         return self.abandon()

@@ -223,7 +223,11 @@ class RecsysActions:
         if ctx.has_gradients and self._rewrite.splits_backward:
             # The output dists' part of EmbBackward runs here, so that it overlaps with the reduction of dense
             # gradients.
-            self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
+            try:
+                self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
+            except RuntimeError as error:
+                _refuse_uneven_rows(error)
+                raise
 
     def emb_backward(self, ctx: RecsysContext) -> None:
         """Backward of the lookups from the gradients of their outputs; fused optimisers step inside."""
@@ -237,12 +241,7 @@ class RecsysActions:
                     agree_unused=self._rewrite.agrees_unused,
                 )
             except RuntimeError as error:
-                if "invalid tensor size" in str(error):
-                    raise InputError(
-                        "The batches of this step must have the same number of rows on every rank, because Gloo cannot"
-                        " exchange the gradients of tables that are sharded by rows otherwise; got different numbers."
-                        " Use drop_last=True, or shard these tables table_wise or column_wise (constraints)."
-                    ) from error
+                _refuse_uneven_rows(error)
                 raise
             if self._after_embedding_backward is not None:
                 self._after_embedding_backward()
@@ -276,7 +275,7 @@ class RecsysActions:
                 self._tables_backward.discard(embeddings)
         self._tables_in_training = False
 
-    @deprecated("RecsysActions.give_up is now called abandon")
+    @deprecated("RecsysActions.give_up is now called abandon. Use the new name.", category=FutureWarning)
     def give_up(self, contexts: Iterable[IterContext]) -> None:
         """Deprecated name of :meth:`abandon`."""
         self.abandon(contexts)
@@ -284,6 +283,15 @@ class RecsysActions:
     def _bring_rates(self) -> None:
         if self._before_lookup is not None:
             self._before_lookup()
+
+
+def _refuse_uneven_rows(error: RuntimeError) -> None:
+    if "invalid tensor size" in str(error):  # of Gloo's all-gather
+        raise InputError(
+            "The batches of this step must have the same number of rows on every rank, because Gloo cannot exchange the"
+            " gradients of tables that are sharded by rows otherwise; got different numbers. Use drop_last=True, or"
+            " shard these tables table_wise or column_wise (constraints)."
+        ) from error
 
 
 def _ran() -> None:

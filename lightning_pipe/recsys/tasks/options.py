@@ -45,8 +45,8 @@ class RewriteOptions:
 
     Args:
         method: method that finds the inputs of sharded modules in a batch. ``"record"`` trains the first batch alone
-            and records it, ``"direct"`` looks for keys, ``"fx"`` traces the step; ``"auto"`` (default) tries each in
-            turn.
+            and records it, ``"direct"`` looks for keys, ``"fx"`` traces the step; ``"auto"`` (default) records, and
+            traces the step if it computes an input.
         evaluation: also rewrite the model for validation, test and prediction, which are then pipelined (default True).
             Set False for steps whose calls of the sharded modules vary from batch to batch.
 

@@ -20,7 +20,7 @@ from lightning_pipe.loops.programs.program import TrainingProgram
 class Log:
     """A program of five tasks that note themselves, copy and lookup one iteration ahead."""
 
-    def __init__(self, alone: Any = None) -> None:
+    def __init__(self, **options: Any) -> None:
         self.calls: list[Any] = []
         self.closed = 0
         tasks = {
@@ -39,8 +39,8 @@ class Log:
             step="Step",
             forward="Forward",
             backward="Backward",
-            alone=alone,
             on_close=self.count_close,
+            **options,
         )
 
     def note(self, name: str) -> Any:
@@ -134,3 +134,13 @@ def test_closing_twice_closes_once_and_ends_the_pipeline(log: Log) -> None:
     assert log.closed == 1
     with pytest.raises(PlanError, match="is closed"):
         log.program.begin(iter("ab"))
+
+
+def test_the_deprecated_name_of_on_abandon_warns_and_is_called() -> None:
+    abandoned: list[str] = []
+    with pytest.warns(FutureWarning, match="'on_give_up' is now called 'on_abandon'"):
+        log = Log(on_give_up=lambda contexts: abandoned.extend(ctx.batch for ctx in contexts))
+    log.program.begin(iter("ab"))
+    log.program.abandon()
+    assert abandoned == ["a", "b"]
+    log.program.close()

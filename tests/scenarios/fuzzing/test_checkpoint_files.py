@@ -16,6 +16,7 @@ from lightning_pipe.checkpoints.safe_reading import load_object
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from tests.distributed import fork_preloaded
+from tests.patience import HANG
 from tests.scenarios.fuzzing.bounded import open_bounded
 from tests.scenarios.fuzzing.corpus.checkpoints import FILES, FOLDERS, good_folder
 from tests.scenarios.fuzzing.corpus.weights import WEIGHTS, good_weights
@@ -98,7 +99,7 @@ def test_the_command_says_one_line_and_ends_with_status_1(good: Path, tmp_path: 
     (tmp_path / "folder" / "meta.pt").write_bytes(FILES["dtype grown far"]())
     arguments = ["checkpoint", "export", str(tmp_path / "folder"), str(tmp_path / "out")]
     process = fork_preloaded(run_command, (arguments, tmp_path / "stderr"))
-    process.join()
+    process.join(HANG)
     said = (tmp_path / "stderr").read_text()
     assert process.exitcode == 1, said
     assert "meta.pt' is refused: the pickle gives a state to" in said
