@@ -1,6 +1,6 @@
 """Lightning's fit loop with exact resume: a run continues with the batch after the last one trained.
 
-Tested in ``tests/loops/test_training_epoch_loop.py``.
+Tested in ``tests/loops/test_fit_loop.py`` and ``test_training_epoch_loop.py``.
 """
 
 from __future__ import annotations
@@ -117,6 +117,13 @@ class PipelineFitLoop(FitLoop):
             # Reloaded loaders and hooks draw the same random numbers as in the previous run.
             set_states(point.common, self.trainer.strategy.root_device)
         super().on_advance_start()
+
+    def teardown(self) -> None:
+        try:
+            # Before Lightning closes the loaders: for its last state, torchdata's loader would start workers again.
+            self.epoch_loop.end_training()  # type: ignore[attr-defined]
+        finally:
+            super().teardown()
 
     def setup_data(self) -> None:
         fetcher, point, before = self._data_fetcher, self._resume_point, self._combined_loader

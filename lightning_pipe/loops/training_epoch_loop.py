@@ -285,11 +285,15 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self.trainer.profiler.stop(_FETCH)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
+        self.end_training()
+        super().teardown()
+
+    def end_training(self) -> None:
+        """Close the program, and keep the position for later checkpoints. Further calls have no effect."""
         if self._program is not None:
             self._program.close()
             self._program = None
         self._data.close(self.point_of_last_trained())
-        super().teardown()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if self.trainer.strategy.lr_scheduler_configs:
