@@ -51,6 +51,11 @@ class PipelineEvaluationLoop(EvaluationLoop):
         self._waited_at_save: dict[str, Any] | None = None
 
     def setup_data(self) -> None:
+        """Create the dataloaders, and let ranks agree on their numbers of batches.
+
+        Raises:
+            InputError: a rank could not create its dataloaders. Raised on every rank.
+        """
         before = self._max_batches
         with uneven_loaders(self.trainer) as failed:
             super().setup_data()
@@ -101,6 +106,7 @@ class PipelineEvaluationLoop(EvaluationLoop):
             raise _reads_for_itself(self._step_name)
 
     def run(self) -> Any:
+        """Evaluate all dataloaders, and return what Lightning's loop returns."""
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
         self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
         self._waited = self._workers_waiting()
@@ -131,6 +137,7 @@ class PipelineEvaluationLoop(EvaluationLoop):
         super()._on_evaluation_end(*args, **kwargs)
 
     def teardown(self) -> None:
+        """Close the programs and release the dataloaders' iterators."""
         self._ahead.close()
         super().teardown()
 
@@ -200,6 +207,11 @@ class PipelinePredictionLoop(PredictionLoop):
         self._ahead = EvaluationData(self.trainer, "prediction")
 
     def setup_data(self) -> None:
+        """Create the dataloaders, and let ranks agree on their numbers of batches.
+
+        Raises:
+            InputError: a rank could not create its dataloaders. Raised on every rank.
+        """
         before = self.max_batches
         with uneven_loaders(self.trainer) as failed:
             super().setup_data()
@@ -221,10 +233,12 @@ class PipelinePredictionLoop(PredictionLoop):
         return self._ahead.skips(super().skip)
 
     def run(self) -> Any:
+        """Predict all dataloaders, and return what Lightning's loop returns."""
         with self._ahead.ending():
             return super().run()
 
     def teardown(self) -> None:
+        """Close the programs and release the dataloaders' iterators."""
         self._ahead.close()
         super().teardown()
 

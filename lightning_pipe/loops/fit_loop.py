@@ -119,6 +119,7 @@ class PipelineFitLoop(FitLoop):
         super().on_advance_start()
 
     def teardown(self) -> None:
+        """Keep the last position for later checkpoints, and release the dataloaders' iterators."""
         try:
             # Before Lightning closes the loaders: for its last state, torchdata's loader would start workers again.
             self.epoch_loop.end_training()  # type: ignore[attr-defined]
@@ -126,6 +127,13 @@ class PipelineFitLoop(FitLoop):
             super().teardown()
 
     def setup_data(self) -> None:
+        """Create the dataloaders, at the checkpoint's positions if a run continues.
+
+        Ranks use the smallest number of batches of any rank.
+
+        Raises:
+            SetupError: the checkpoint does not fit the dataloaders. Raised on every rank.
+        """
         fetcher, point, before = self._data_fetcher, self._resume_point, self._combined_loader
         self._loader_before = before
         if before is None:
@@ -249,6 +257,11 @@ class PipelineFitLoop(FitLoop):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Load the positions of the loops from a checkpoint.
+
+        Raises:
+            SetupError: the state is damaged.
+        """
         try:
             super().load_state_dict(state_dict, prefix)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -258,6 +271,14 @@ class PipelineFitLoop(FitLoop):
             ) from error
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Load the positions of this rank's loaders and random generators.
+
+        If another number of ranks wrote the checkpoint, the rest of the epoch is divided over the current ranks where
+        the sampler allows that. Otherwise the data restart from the beginning, with a warning.
+
+        Raises:
+            SetupError: the state is damaged. Raised on every rank.
+        """
         super().on_load_checkpoint(state_dict)
         read_on_all_ranks(self._named("data and random generators"), lambda: self._load_own(state_dict.get(_KEY, {})))
 

@@ -144,6 +144,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         return self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
 
     def update_restart_stage(self) -> None:
+        """Find out where in an epoch the checkpoint was written, also if batches were skipped."""
         super().update_restart_stage()
         # Lightning compares totals, which differ permanently after a batch was skipped or was None.
         batches: Any = self.batch_progress.current
@@ -179,6 +180,15 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._batches_that_stepped = stepped  # incremented when the batch is completed
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
+        """Begin an epoch. The first epoch builds the program.
+
+        Args:
+            data_fetcher: Lightning's fetcher of the epoch.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+            SetupError: the strategy or the model cannot be used as configured.
+        """
         self._data.put_generators(data_fetcher)
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
@@ -188,6 +198,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._program = build(self.trainer, self._data.transfer)
 
     def run(self, data_fetcher: DataFetcher) -> None:
+        """Train an epoch. Batches still in flight at its end are abandoned, and not counted as trained.
+
+        Args:
+            data_fetcher: Lightning's fetcher of the epoch.
+        """
         try:
             super().run(data_fetcher)
             self._data.end()
@@ -199,6 +214,9 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
+
+        Args:
+            data_fetcher: Lightning's fetcher of the epoch. The batches come from it through the ledger.
 
         Raises:
             StopIteration: the epoch is over, or a hook skips the rest of it.
@@ -285,6 +303,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self.trainer.profiler.stop(_FETCH)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
+        """Close the program."""
         self.end_training()
         super().teardown()
 
@@ -296,6 +315,12 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._data.close(self.point_of_last_trained())
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Update learning rates as Lightning does. Without schedulers, nothing is done.
+
+        Args:
+            interval: "step" or "epoch".
+            update_plateau_schedulers: True to update only schedulers that monitor a value, False to update the others.
+        """
         if self.trainer.strategy.lr_scheduler_configs:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 

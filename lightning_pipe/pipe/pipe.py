@@ -331,15 +331,33 @@ class Pipe(nn.Module):
         return {**super().__getstate__(), "_scheduler": None, "_known_losses": set()}
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Convert parameters and buffers to another type. Arguments are those of ``nn.Module.to``.
+
+        Raises:
+            SetupError: a device is given, and not all layers are on it.
+        """
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None and any(one != device for one in self.devices):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:
+        """Raise an error: the layers of a pipe stay on the devices that it was built with.
+
+        Args:
+            device: unused (default None).
+
+        Raises:
+            SetupError: always.
+        """
         self._refuse_move("cuda()")
 
     def cpu(self) -> Pipe:
+        """Return the pipe if all its layers are on the CPU.
+
+        Raises:
+            SetupError: a layer is on another device.
+        """
         if any(device.type != "cpu" for device in self.devices):
             self._refuse_move("cpu()")
         return self

@@ -295,12 +295,23 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Types other than tensors and plain types are refused unless *weights_only* is False."""
+        """Read a checkpoint.
+
+        Args:
+            checkpoint_path: path of the file or folder.
+            weights_only: None (default) and True refuse types other than tensors and plain types. False reads any
+                type, and can therefore run code from the checkpoint.
+        """
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the optimisers' states, each to the device of its parameter.
+
+        Args:
+            checkpoint: checkpoint as Lightning reads it, with ``optimizer_states``.
+        """
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
             _to_their_parameters(optimizer)

@@ -144,7 +144,13 @@ class PipelineStrategy(DistributedStrategy):
         return default_evaluation(trainer, transfer, step, ahead=ahead)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Types other than tensors and plain types are refused unless *weights_only* is False."""
+        """Read a checkpoint.
+
+        Args:
+            checkpoint_path: path of the file or folder.
+            weights_only: None (default) and True refuse types other than tensors and plain types. False reads any
+                type, and can therefore run code from the checkpoint.
+        """
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         order = checkpoint.get(_GRADIENT_ORDER)
@@ -190,6 +196,11 @@ class PipelineStrategy(DistributedStrategy):
         super().teardown()
 
     def configure_ddp(self) -> None:
+        """Wrap the LightningModule in ``DistributedDataParallel`` if there are several ranks.
+
+        Raises:
+            SetupError: an optimiser steps in the backward, before gradients are averaged.
+        """
         if self.world_size > 1:
             assert self.lightning_module is not None
             _refuse_optimizers_in_backward(self.lightning_module)

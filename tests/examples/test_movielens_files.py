@@ -98,7 +98,7 @@ def test_without_a_network_setup_says_what_pip_said_and_what_to_do(
         MovieLensData().setup()
 
 
-def test_a_pip_that_hangs_is_given_up(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pip_that_hangs_is_abandoned(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pip(command: list[str], timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 

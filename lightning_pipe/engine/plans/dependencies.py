@@ -22,7 +22,7 @@ class Dependency:
         upstream: name of the task that runs first.
         downstream: name of the task that waits.
         distance: number of iterations between the two (default 0, the same iteration).
-        reason: explanation for error messages; ignored in comparisons.
+        reason: explanation for error messages (default: none); ignored in comparisons.
     """
 
     upstream: str
@@ -51,9 +51,9 @@ def required_dependencies(
 
     Args:
         tasks: tasks in the order in which a serial iteration runs them.
-        abandoned: dependencies on state to omit. Only these orderings are removed. A dependency that was implied by an
-            omitted one through a third access is returned explicitly. So is the same dependency at a distance of one
-            more iteration, which bounds the staleness of reads.
+        abandoned: dependencies on state to omit (default none). Only these orderings are removed. A dependency that
+            was implied by an omitted one through a third access is returned explicitly. So is the same dependency at a
+            distance of one more iteration, which bounds the staleness of reads.
 
     Returns:
         Each dependency once, in program order. Dependencies implied by others through a third access to the same field

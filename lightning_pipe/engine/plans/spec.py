@@ -110,8 +110,8 @@ class PlanSpec:
         Args:
             name: name of the new task.
             where: schedule of the new task.
-            after: task that the new one directly follows in the order.
-            before: task that the new one directly precedes in the order.
+            after: task that the new one directly follows in the order (default None).
+            before: task that the new one directly precedes in the order (default None).
 
         Raises:
             PlanError: the order does not name *after* or *before*.
@@ -121,6 +121,10 @@ class PlanSpec:
 
     def move(self, name: str, *, after: str | None = None) -> PlanSpec:
         """Move a task directly after another one, or to the end of the order.
+
+        Args:
+            name: task to move.
+            after: task that it then directly follows; None (default) for the end of the order.
 
         Raises:
             PlanError: the order does not name *name* or *after*.

@@ -34,8 +34,9 @@ class IterContext:
     """Data that the tasks of one iteration share. Tasks may set any attributes.
 
     Args:
-        batch: batch from the data iterator; tasks may replace it, for example with its copy on the device.
-        iter_idx: index of the iteration, counted from 0 over the life of the pipeline.
+        batch: batch from the data iterator (default None). Tasks may replace it, for example with its device
+            copy.
+        iter_idx: index of the iteration, counted from 0 over the life of the pipeline (default 0).
     """
 
     batch: Any
@@ -94,9 +95,9 @@ class DeclaredIO:
             detached and cloned.
         restore: function called in each replay with the context and a fresh copy of the saved value. It recreates the
             effect for later tasks.
-        fields: context fields that *restore* sets. They are not captured in any other way.
+        fields: context fields that *restore* sets (default none). They are not captured in any other way.
         upstream: function that returns tensors outside the context, such as parameters, for which the task's outputs
-            have gradients.
+            have gradients (default: a function that returns none). It is called with the context.
     """
 
     capture: Callable[[Any], Any]

@@ -74,9 +74,9 @@ class ProfileResult:
     Args:
         plan: name of the plan.
         seconds: time of an iteration in seconds: median of the rounds' means.
-        tasks: profile of each task by name, in serial order.
-        rounds: number of measurements of each task.
-        iterations: number of iterations per measurement.
+        tasks: profile of each task by name, in serial order (default: none).
+        rounds: number of measurements of each task (default 0).
+        iterations: number of iterations per measurement (default 0).
     """
 
     plan: str
@@ -168,7 +168,11 @@ class ProfileResult:
         return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", *self.cells(one)
 
     def cells(self, one: TaskProfile) -> tuple[str, str]:
-        """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown."""
+        """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.
+
+        Args:
+            one: profile of the task.
+        """
         share, hidden = "-", "-"
         if one.exposed is not None and one.low is not None and one.high is not None and self.seconds:
             is_small = max(-one.low, one.high) <= _SMALL * self.seconds

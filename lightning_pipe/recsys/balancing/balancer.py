@@ -198,7 +198,7 @@ class BatchBalancer:
 
         Args:
             batch: the batch, on the device.
-            error: earlier error of this batch, if any. :meth:`finish` raises it on all ranks.
+            error: earlier error of this batch; None (default) if there is none. :meth:`finish` raises it on all ranks.
         """
         samples: Samples | None = None
         workloads: torch.Tensor | None = None

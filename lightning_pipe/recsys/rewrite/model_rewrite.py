@@ -27,16 +27,8 @@ from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gat
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
-from lightning_pipe.recsys.kernels.fused import (
-    fused_kernels,
-    moves_rows_at_zero_gradient,
-)
-from lightning_pipe.recsys.kernels.kernel_calls import (
-    LookupCalls,
-    can_follow_rates,
-    capture_calls,
-    check_capturable,
-)
+from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
+from lightning_pipe.recsys.kernels.kernel_calls import LookupCalls, can_follow_rates, capture_calls, check_capturable
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
@@ -155,7 +147,12 @@ class ModelRewrite(ReplacedForwards):
             yield embeddings
 
     def transferred(self, before: Any, after: Any) -> None:
-        """Record that a batch was moved to the device: objects that it shares with the loader's are not released."""
+        """Record that a batch was moved to the device: objects that it shares with the loader's are not released.
+
+        Args:
+            before: the batch as the loader returned it.
+            after: the batch on the device.
+        """
         if self._early_release is not None:
             self._early_release.transferred(before, after)
 
@@ -264,6 +261,12 @@ class ModelRewrite(ReplacedForwards):
         """Look up for all modules, wait for the output dist of each, and cut the outputs.
 
         Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
+
+        Args:
+            features: features of a batch after the input dist.
+
+        Returns:
+            Outputs by module, of the types and shapes of the sharded modules, with the state for their backward.
         """
         inputs = features.inputs
         record_use([features.distributed, inputs.contexts])
@@ -318,9 +321,9 @@ class ModelRewrite(ReplacedForwards):
 
         Args:
             embeddings: embeddings of the step, which release their outputs and gradients.
-            scale: factor of every gradient; None for 1.
-            agree_unused: leave out modules whose output no rank used (one small collective). For optimisers that change
-                a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
+            scale: factor of every gradient; None (default) for 1.
+            agree_unused: True to leave out modules whose output no rank used (default False; one small collective).
+                For optimisers that change a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
         """
         self.tables_backward.run(embeddings, scale, agree_unused)
 

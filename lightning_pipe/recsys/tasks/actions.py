@@ -58,21 +58,24 @@ class RecsysActions:
         rewrite: the rewritten model.
         transfer: moves a batch to the device.
         training_step: called with the batch, unless the context has another ``training_step`` (callers with hooks set
-            one); returns the step's output. With neither, or without grad mode, the batch is not trained. All ranks
-            must agree on that.
+            one); returns the step's output (default None). With neither, or without grad mode, the batch is not
+            trained. All ranks must agree on that.
         loss_of: extracts from a step's output the scalar loss to call ``backward`` on, or None if the output has none.
             With a reducer, a rank without a loss sends zeros, since other ranks may have one. Without a reducer, either
             all ranks have a loss or none has.
-        optimizer_step: the dense optimiser's step; None if the caller runs it between ``begin_task`` and ``end_task``.
-        reducer: averages dense gradients over ranks; None if they are averaged elsewhere.
-        tables: functions called around lookups and their backward.
-        check_loss: called by every rank with the loss or None; raises if the loss cannot be trained.
+        optimizer_step: the dense optimiser's step; None (default) if the caller runs it between ``begin_task`` and
+            ``end_task``.
+        reducer: averages dense gradients over ranks; None (default) if they are averaged elsewhere.
+        tables: functions called around lookups and their backward (default None).
+        check_loss: called by every rank with the loss or None; raises if the loss cannot be trained (default: no
+            check).
         clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns the
-            scale of the tables' gradients. Requires tasks with ``scaled_late`` and a rewrite with a split backward.
+            scale of the tables' gradients (default: no clipping). Requires tasks with ``scaled_late`` and a rewrite
+            with a split backward.
         agree_overflow: True to let ranks agree after each dense backward whether any gradient of the embeddings is
-            infinite or NaN; if so, the tables are not trained. For loss scaling.
-        balancer: exchanges samples between ranks; opened already.
-        replicas: averages the replicas of the tables; None without replicas.
+            infinite or NaN (default False); if so, the tables are not trained. For loss scaling.
+        balancer: exchanges samples between ranks; opened already (default None: samples stay on their ranks).
+        replicas: averages the replicas of the tables; None (default) without replicas.
     """
 
     def __init__(

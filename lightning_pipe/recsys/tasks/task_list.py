@@ -27,12 +27,12 @@ def recsys_tasks(
     replicas of tables.
 
     Args:
-        actions: actions of the tasks; None for declarations, which suffice to build, check and show a plan.
-        balanced: without actions, True to include the tasks of a balancer.
-        replicated: without actions, True to include the average of table replicas.
+        actions: actions of the tasks; None (default) for declarations, which suffice to build, check and show a plan.
+        balanced: without actions, True to include the tasks of a balancer (default False).
+        replicated: without actions, True to include the average of table replicas (default False).
         scaled_late: True if the gradients of the embeddings are scaled (clipping by a global norm) or skipped (loss
-            scaling) in the optimiser step; ``EmbBackward`` then follows it.
-        extra: additional tasks, each by the name of the task that it follows in serial order.
+            scaling) in the optimiser step; ``EmbBackward`` then follows it (default False).
+        extra: additional tasks (default none), each by the name of the task that it follows in serial order.
 
     Raises:
         PlanError: an extra task follows a task that does not exist, or has the name of another task.

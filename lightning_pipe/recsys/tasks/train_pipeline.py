@@ -275,7 +275,8 @@ class TrainPipeline:
         """Rewrite the model again after :meth:`detach`; :meth:`progress` does so automatically.
 
         Args:
-            model: the model that ``detach`` returned; accepted for compatibility with TorchRec's signature.
+            model: the model that ``detach`` returned, or None (default); accepted for compatibility with TorchRec's
+                signature.
 
         Raises:
             SetupError: *model* is another model, or the pipeline is closed.

@@ -289,6 +289,11 @@ class LLMPipelineStrategy(StagedStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimisers' states; offloaded ones return to the host.
+
+        Args:
+            checkpoint: checkpoint as Lightning reads it, with ``optimizer_states``.
+        """
         super().load_optimizer_state_dict(checkpoint)
         for one in self._offloaded:
             one.rest()  # Lightning has moved the states to the devices of their parameters

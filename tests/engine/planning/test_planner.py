@@ -219,7 +219,7 @@ def test_reads_fall_behind_only_where_that_is_allowed_and_the_name_says_so() -> 
     assert "stale" in loose[0].plan.name
 
 
-def test_the_order_of_two_writes_is_never_given_up() -> None:
+def test_the_order_of_two_writes_is_never_abandoned() -> None:
     tasks = [task("first", [State("t")], [State("t"), "x"]), task("second", ["x", State("t")], [State("t")])]
     costs = {"first": TaskCost(3.0), "second": TaskCost(4.0)}
     limits = PlanLimits(3, frozenset({"first", "second"}), allow_stale=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from lightning_pipe.engine import Dependency, PipelineTask, State, required_dependencies
@@ -58,7 +59,7 @@ def test_a_field_and_a_state_of_one_spelling_are_different_things() -> None:
     assert required(task("a", writes=["t"]), task("b", [State("t")], [State("t")]), task("c", ["t"])) == {("a", "c", 0)}
 
 
-def test_a_dependency_given_up_comes_back_over_one_iteration_more() -> None:
+def test_a_dependency_abandoned_comes_back_over_one_iteration_more() -> None:
     tasks = [task("forward", [TABLES]), task("backward", writes=[TABLES])]
     abandoned = [Dependency("backward", "forward", 1)]
     assert set(required_dependencies(tasks, abandoned)) == {
@@ -67,7 +68,15 @@ def test_a_dependency_given_up_comes_back_over_one_iteration_more() -> None:
     }
 
 
-def test_what_followed_from_a_dependency_given_up_takes_its_place() -> None:
+def test_the_old_name_of_the_argument_works_with_a_warning() -> None:
+    tasks = [task("forward", [TABLES]), task("backward", writes=[TABLES])]
+    abandoned = [Dependency("backward", "forward", 1)]
+    with pytest.warns(FutureWarning, match="'given_up' is now called 'abandoned'"):
+        found = required_dependencies(tasks, given_up=abandoned)  # type: ignore[call-arg]
+    assert found == required_dependencies(tasks, abandoned)
+
+
+def test_what_followed_from_a_dependency_abandoned_takes_its_place() -> None:
     tasks = [task("a", writes=[TABLES]), task("b", [TABLES]), task("c", writes=[TABLES])]
     assert Dependency("a", "c") not in required_dependencies(tasks)
     assert Dependency("a", "c") in required_dependencies(tasks, [Dependency("a", "b")])

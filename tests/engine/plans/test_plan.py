@@ -105,7 +105,7 @@ def test_a_dropped_dependency_across_iterations_must_be_declared_stale() -> None
         plan((1, 1, 0), order=["Copy", "Forward", "Backward"])
 
 
-def test_a_declared_stale_dependency_is_given_up() -> None:
+def test_a_declared_stale_dependency_is_abandoned() -> None:
     stale = plan((1, 1, 0), order=["Copy", "Forward", "Backward"], stale=[("Backward", "Forward")], name="semi_sync")
     assert Dependency("Backward", "Forward", 1) not in stale.dependencies
 
@@ -129,7 +129,7 @@ def test_giving_up_what_nothing_requires_is_refused(entry: tuple[Any, ...]) -> N
         plan(stale=[entry], name="stale")
 
 
-def test_a_context_field_cannot_be_given_up() -> None:
+def test_a_context_field_cannot_be_abandoned() -> None:
     with pytest.raises(PlanError, match="only dependencies on State can be stale"):
         plan(stale=[("Copy", "Forward")], name="stale")
 

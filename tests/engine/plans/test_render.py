@@ -48,7 +48,7 @@ def test_the_table_follows_the_order_of_submission(monkeypatch: pytest.MonkeyPat
     assert rows == ["Copy", *NAMES]
 
 
-def test_what_is_given_up_stands_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_abandoned_stands_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     stale = PipelinePlan(
         [

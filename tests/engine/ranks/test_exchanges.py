@@ -114,7 +114,7 @@ class Waited:
         self._work.wait()
 
 
-def waits_of_given_up(rank: int, world_size: int) -> tuple[int, list[bool]]:
+def waits_of_abandoned(rank: int, world_size: int) -> tuple[int, list[bool]]:
     """Messages of exchanges that nobody waits for, and for each wait whether their memory was there."""
     _apart(rank)
     group = exchanging(new_group())
@@ -133,7 +133,7 @@ def waits_of_given_up(rank: int, world_size: int) -> tuple[int, list[bool]]:
 
 def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -> None:
     # To two others, and from two.
-    assert run_ranks(waits_of_given_up, 3) == [(3 * 4, [True] * 12)] * 3
+    assert run_ranks(waits_of_abandoned, 3) == [(3 * 4, [True] * 12)] * 3
 
 
 def with_gradients(rank: int, world_size: int) -> None:

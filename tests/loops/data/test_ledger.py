@@ -42,7 +42,7 @@ def test_an_end_of_the_data_changes_nothing_in_the_ledger() -> None:
     assert (ledger.fetched, ledger.in_flight) == (1, 1)
 
 
-def test_what_is_given_up_is_counted_and_was_not_trained() -> None:
+def test_what_is_abandoned_is_counted_and_was_not_trained() -> None:
     ledger = InFlightLedger(numbered(3))
     for _ in range(3):
         next(ledger)
@@ -82,7 +82,7 @@ def test_batches_that_are_skipped_are_done_too(skipped: int) -> None:
     assert [ledger.done_before.after, ledger.last_done.after] == [{"given": 2}, {"given": 3}]
 
 
-def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
+def test_what_is_abandoned_comes_first_in_the_next_ledger() -> None:
     ledger = InFlightLedger(numbered(5), holds=True)
     for _ in range(3):
         next(ledger)
@@ -92,7 +92,7 @@ def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
     assert following.oldest.after == {"given": 2}
 
 
-def test_a_batch_that_is_skipped_is_neither_trained_nor_given_up() -> None:
+def test_a_batch_that_is_skipped_is_neither_trained_nor_abandoned() -> None:
     ledger = InFlightLedger(numbered(3), holds=True)
     next(ledger), next(ledger)
     ledger.skip()
@@ -116,7 +116,7 @@ def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> No
     assert [entry and entry.index for entry in found] == [0, 1, None]
 
 
-def test_a_batch_that_was_given_up_is_not_transferred_any_more() -> None:
+def test_a_batch_that_was_abandoned_is_not_transferred_any_more() -> None:
     ledger = InFlightLedger(numbered(3))
     next(ledger), next(ledger)
     ledger.abandon()

@@ -170,7 +170,7 @@ def test_it_goes_on_over_epochs_that_end_in_the_middle(clock: Clock) -> None:
     assert machine.choices[0].plan.name == "ahead"
 
 
-def test_an_epoch_that_is_given_up_disturbs_nothing(clock: Clock) -> None:
+def test_an_epoch_that_is_abandoned_disturbs_nothing(clock: Clock) -> None:
     machine = Machine(clock, {"ahead": 1.0}, FEW)
     for epoch in range(30):
         source = iter(range(100 * epoch, 100 * epoch + 50))

@@ -118,7 +118,7 @@ def test_a_step_outside_the_training_loop_is_refused(log: Log) -> None:
         log.program.run_backward(lambda: None)
 
 
-def test_batches_that_are_given_up_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:
+def test_batches_that_are_abandoned_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:
     source = iter("abcd")
     log.train(source)
     log.program.begin(source)

@@ -300,7 +300,7 @@ def test_a_model_of_its_own_forward_is_trained_as_by_calling_it() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("plan", "trained"), [("serial", STEPS), ("base", STEPS - 2), ("prefetch", STEPS - 2)])
-def test_batches_in_flight_at_the_end_of_the_data_can_be_given_up(plan: str, trained: int) -> None:
+def test_batches_in_flight_at_the_end_of_the_data_can_be_abandoned(plan: str, trained: int) -> None:
     model = sharded(POOLED)
     with pipeline_of(model, plan, execute_all_batches=False) as pipeline:
         outputs, _ = train(pipeline, POOLED.data(STEPS))

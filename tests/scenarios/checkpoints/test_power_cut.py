@@ -187,7 +187,7 @@ def test_a_store_is_at_the_version_before_or_at_the_next(place: Path) -> None:
     assert "durable.move" in unneeded[0]
 
 
-def test_a_version_that_is_given_up_takes_nothing_with_it(place: Path) -> None:
+def test_a_version_that_is_abandoned_takes_nothing_with_it(place: Path) -> None:
     root = place / "root"
     root.mkdir()
     with recorded(root, of_engine, has_synced) as recording:
