@@ -218,9 +218,7 @@ def test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learn
         tasks["DenseForward"](first)
         # The tables' rates are those of the batch in training until its backward.
         assert run_until(ahead, "EmbForward") == 0
-        with (
-            pytest.warns(FutureWarning, match="give_up is now called abandon") if old else nullcontext()
-        ):
+        with pytest.warns(FutureWarning, match="give_up is now called abandon") if old else nullcontext():
             (actions.give_up if old else actions.abandon)([first, ahead])
         assert run_until(following, "EmbForward") == 1
     assert steps_of(model) == [1, 1]  # of the one that may still be trained
