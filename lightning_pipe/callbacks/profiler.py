@@ -48,9 +48,9 @@ class PipelineProfiler(pl.Callback):
 
     The cost of a task is its exposed time: the time by which a step is shorter if the task is replayed
     (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`). A long task that overlaps with other work may
-    cost nothing. To measure it, the callback runs the latest batches again, some hundred times. It restores parameters,
-    optimizers, metrics and random generators afterwards, so training continues as if no profile had been taken. All
-    ranks profile at the same step. Rank 0 reports its own measurements:
+    cost nothing. To measure it, the callback trains the latest batches again, in more than 2,000 iterations by default.
+    It restores parameters, optimizers, metrics and random generators afterwards, so training continues as if no profile
+    had been taken. All ranks profile at the same step. Rank 0 reports its own measurements:
 
     - a printed table;
     - ``exposed/TASK`` and ``own/TASK`` in seconds for the trainer's loggers, and a figure for the loggers that accept

@@ -51,10 +51,10 @@ class PipelineTrace(pl.Callback):
     After an exception each rank writes its own trace, ``NAME.rankN.json``, because other ranks may no longer respond.
     If a file cannot be written, training continues with one warning.
 
-    Recording costs some microseconds per task. Outside the recorded batches the callback has no overhead. On a device
-    with streams, a recording begins and ends with a device synchronization, and stages synchronize at each micro-batch,
-    as they do for :class:`~lightning_pipe.callbacks.BubbleMonitor`. Work that ran ahead of the first batch of a fit is
-    not recorded.
+    Recording adds less than 1 µs to a task (``benchmarks/trace_cost.py``). Outside the recorded batches the callback
+    has no overhead. On a device with streams, a recording begins and ends with a device synchronization, and stages
+    synchronize at each micro-batch, as they do for :class:`~lightning_pipe.callbacks.BubbleMonitor`. Work that ran
+    ahead of the first batch of a fit is not recorded.
 
     PyTorch's profiler shows the same task names without this callback. It includes worker threads if it is created
     with ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``. NVTX shows the names

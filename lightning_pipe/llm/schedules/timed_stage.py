@@ -111,8 +111,7 @@ class TimedStage(PipelineStage):
 
         if not full_backward and self.has_backward and not self.is_first:
             # PyTorch detaches the output of a backward for inputs in place, which fails for a view, such as the output
-            # of
-            # a linear layer over sequences.
+            # of a linear layer over sequences.
             output, inputs = self.fwd_cache[bwd_chunk_id]
             self.fwd_cache[bwd_chunk_id] = tuple(map(_not_a_view, output)), inputs
             loss = _not_a_view(loss)
