@@ -2,32 +2,13 @@
 # Creates .venv from the pinned lists in requirements/. Requires only Python 3.11 or newer with pip.
 #
 # Environment:
-#   PYTHON       interpreter for .venv (default: a python3.11 on the PATH that was built with optimisations, else the first
-#                python3.11, else python3)
+#   PYTHON       interpreter for .venv (default: python3.11, else python3)
 #   TORCH_INDEX  URL of a wheel index with PyTorch's CPU build. Set it on a machine without an NVIDIA driver if its package
 #                index only has the default build (which also works, but is several GB larger)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# An interpreter with pip and headers for the compiled kernels, built with optimisations. Without optimisations,
-# as pyenv builds it by default, Python takes about a fifth longer.
-is_fast() {
-    "$1" - <<'PYTHON' 2>/dev/null
-import os, pip, sys, sysconfig
-is_optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
-sys.exit(not (is_optimised and os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))))
-PYTHON
-}
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=$(command -v python3.11 || command -v python3)
-    for found in $(type -ap python3.11); do
-        if is_fast "$found"; then
-            PYTHON=$found
-            break
-        fi
-    done
-fi
-python=$PYTHON
+python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "setup: $python is $("$python" --version 2>&1); expected Python 3.11 or newer. Run make setup PYTHON=..." >&2
     exit 1
