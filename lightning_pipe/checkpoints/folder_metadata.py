@@ -143,6 +143,15 @@ def _with_state(name: str, build: Callable[[Any], Any], *states: type) -> Call:
     return Call(name, lambda: Pending(name, checked))
 
 
+_MEMORY_FORMAT = Call("a memory format", lambda _: None)
+
+
+def _member(owner: Any, name: Any) -> None:
+    """Member of an enum, as Python 3.11.0 to 3.11.3 pickle it: ``getattr(the class, the name)``."""
+    if owner is not _MEMORY_FORMAT or type(name) is not str:
+        raise _Refused(f"it calls getattr on {described(owner)}, expected a memory format")
+
+
 _RECORDS: dict[type, Callable[[Any], Any]] = {
     dcp.Metadata: _metadata,
     MetadataIndex: _index,
@@ -158,7 +167,8 @@ _CALLS: dict[str, Any] = {
     f"{TensorProperties.__module__}.TensorProperties": _with_state("TensorProperties", _properties, tuple),
     f"{BytesStorageMetadata.__module__}.BytesStorageMetadata": Call("BytesStorageMetadata", BytesStorageMetadata),
     # Not used when a checkpoint is read: a memory layout, and the path that the folder was written to.
-    f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}": Call("a memory format", lambda _: None),
+    f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}": _MEMORY_FORMAT,
+    "builtins.getattr": Call("getattr", _member),
     **{
         f"{module}.{name}": Call("a path", lambda *_: None)
         for module in ("pathlib", "pathlib._local")
