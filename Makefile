@@ -22,7 +22,7 @@ train-llm: setup
 # Run test after every change; test-all also runs the tests marked "exhaustive", such as those in a browser.
 # FILE=tests/... runs all tests of one file. WORKERS processes run files in parallel, each with one thread, because the
 # ranks of a test are processes too.
-WORKERS ?= 2
+WORKERS ?= 3
 test test-all: export OMP_NUM_THREADS = 1
 # If this is set, each process that a test starts compiles the package again.
 test test-all: export PYTHONDONTWRITEBYTECODE =

@@ -15,6 +15,10 @@ import pytest
 from tests.distributed import THREADS, share_servers, threads_left
 from tests.tiers import TIERS, begin, left_out
 
+TESTS = Path(__file__).parent
+# Files that take longest with --exhaustive, longest first. Workers start with them, so that none is alone at the end.
+LONGEST = [TESTS / f"{name}.py" for name in (TESTS / "longest.txt").read_text(encoding="utf-8").split()]
+
 # Read when the libraries are loaded, which the tests do after this.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -39,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     begin(config)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         share_servers()
+        config.option.loadscopereorder = False  # the files with most tests are not those that take longest
 
 
 # Before pytest puts tests together that share a fixture's parameter: each is then made once, in any order.
@@ -50,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in unwanted]
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
+    else:
+        place = {path: number for number, path in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def _shuffle(items: list[pytest.Item], order: random.Random) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import LONGEST, pytest_collection_modifyitems
 from tests.tiers import TIERS
 
 TESTS = [(f"file_{file}", number) for file in range(5) for number in range(4)]
@@ -70,3 +70,17 @@ def test_a_seed_fixes_the_order_of_files_and_of_the_tests_of_each() -> None:
 def test_the_tests_of_a_file_stay_together() -> None:
     files = [file for file, _ in ordered(1)]
     assert all(len(set(files[first : first + 4])) == 1 for first in range(0, len(files), 4))
+
+
+def test_the_files_that_take_longest_come_first_and_the_others_as_they_were() -> None:
+    found = [
+        SimpleNamespace(path=path, get_closest_marker=lambda marker: None)
+        for path in (Path("a"), *LONGEST[::-1], Path("b"))
+    ]
+    pytest_collection_modifyitems(config(), found)  # type: ignore[arg-type]
+    assert [item.path for item in found] == [*LONGEST, Path("a"), Path("b")]
+
+
+@pytest.mark.parametrize("path", LONGEST, ids=lambda path: path.stem)
+def test_a_file_that_is_said_to_take_longest_exists(path: Path) -> None:
+    assert path.is_file()

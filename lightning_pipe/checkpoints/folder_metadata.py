@@ -2,8 +2,6 @@
 
 The checks bound all later reads by the sizes of the folder's files: each chunk of a tensor is in a file of the folder,
 chunks do not overlap in a file, and the chunks of a tensor contain each of its elements exactly once.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations
