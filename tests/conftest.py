@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         share_servers()
         config.option.loadscopereorder = False  # the files with most tests are not those that take longest
+    else:
+        gc.disable()  # until all tests are imported: what is imported stays
 
 
 # Before pytest puts tests together that share a fixture's parameter: each is then made once, in any order.
@@ -58,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         place = {path: number for number, path in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    # A collection would visit all modules and tests: half a second each time.
+    gc.freeze()
+    gc.enable()
 
 
 def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
