@@ -154,11 +154,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def on_four_ranks(rank: int, world: int, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
-    return {case: train_case(rank, case) for case in cases}
-
-
-def train_case(rank: int, case: str) -> dict[str, Any]:
+def train_case(rank: int, world: int, case: str) -> dict[str, Any]:
     model, batches, schedule, options, of_trainer = CASES[case]
     strategy, module = llm(schedule, MICRO, **options), module_of(model)
     all_batches, parts = batches_of(batches), parts_of(options)
@@ -187,12 +183,8 @@ OFTEN = ("ring, packed", "tensor", "experts")
 
 
 @cache
-def in_one_world(cases: tuple[str, ...]) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(on_four_ranks, 4, cases)
-
-
 def ranks(case: str) -> list[dict[str, Any]]:
-    return [found[case] for found in in_one_world(OFTEN if case in OFTEN else (case,))]
+    return run_ranks(train_case, 4, case)
 
 
 @cache
