@@ -102,7 +102,7 @@ FAULTS = [
         "recsys/tasks/actions.py",
         "discard(embeddings)\n        self._tables_in_training = False",
         "discard(embeddings)",
-        "recsys/tasks/test_task_list.py::test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again",
+        "recsys/tasks/test_task_list.py::test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again",
     ),
     Fault(
         "engine/ranks/exchanges.py",

@@ -16,4 +16,5 @@ def test_a_fault_replaces_code_that_is_there_once_and_has_a_test(fault: Fault) -
     text = (ROOT / "lightning_pipe" / fault.file).read_text(encoding="utf-8")
     assert text.count(fault.old) == 1
     assert fault.new != fault.old
-    assert (ROOT / "tests" / fault.test.split("::")[0]).exists()
+    file, _, name = fault.test.partition("::")
+    assert f"def {name.partition('[')[0]}" in (ROOT / "tests" / file).read_text(encoding="utf-8")
