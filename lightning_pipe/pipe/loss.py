@@ -29,7 +29,6 @@ Reduction = Literal["mean", "sum"]
 _REDUCTIONS: dict[Any, Reduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
-_NEAR = 1e-2  # relative tolerance: far above rounding errors, also in half precision
 
 
 class MiniBatchLoss:
@@ -95,13 +94,13 @@ class MiniBatchLoss:
         """
         if first.kept is None:
             return
-        output, target, whole = first.kept
+        output, target, whole, dtype = first.kept
         first.kept = None
         parts = _on_halves(self.loss_fn, output, target)
         if parts is None:
             return
         (a, rows_a), (b, rows_b) = parts
-        near = _NEAR * (abs(a) + abs(b) + abs(whole)) + 1e-12
+        near = _rounding(output, dtype) * (abs(a) + abs(b) + abs(whole)) + 1e-12
         if abs(whole - (a * rows_a + b * rows_b) / (rows_a + rows_b)) <= near:
             self._known.add(self._kind)
             return
@@ -130,7 +129,7 @@ class MicroLoss:
     Attributes:
         kind: key of the function, equal for functions that are created again in every step.
         value: summand without *scale*, set by the call.
-        kept: output, target and loss of the micro-batch; None without *keep*.
+        kept: output, target, loss and dtype of the loss of the micro-batch; None without *keep*.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class MicroLoss:
         self._keep = keep
         self.kind = _kind_of(loss_fn)
         self.value: Tensor = torch.empty(())
-        self.kept: tuple[Any, Any, float] | None = None
+        self.kept: tuple[Any, Any, float, torch.dtype] | None = None
 
     def __call__(self, output: Any) -> Tensor:
         loss = self._loss_fn(output, self._target)
@@ -150,7 +149,7 @@ class MicroLoss:
                 f"loss_fn returned {found}; expected a tensor without dimensions. Return a mean or a sum over rows"
             )
         if self._keep:
-            self.kept = (pytree.tree_map(_detached, output), self._target, float(loss.detach()))
+            self.kept = (pytree.tree_map(_detached, output), self._target, float(loss.detach()), loss.dtype)
         if self._total is not None:
             loss = loss / self._total
         if self._weight != 1.0:
@@ -201,6 +200,18 @@ def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[fl
         except Exception:
             return None  # the function cannot be computed on a part of a micro-batch
         return found if torch.equal(before, torch.get_rng_state()) else None
+
+
+def _rounding(output: Any, dtype: torch.dtype) -> float:
+    """Return a bound of the relative rounding error of a loss.
+
+    The error of a sum of n terms grows as sqrt(n) epsilon (Higham and Mary, 2019), and as much again if terms cancel.
+    PyTorch adds in single precision or better, and rounds the result to *dtype*. The factor 16 leaves room for a loss
+    of several operations.
+    """
+    epsilon = torch.finfo(dtype).eps
+    count = max((one.numel() for one in pytree.tree_leaves(output) if isinstance(one, Tensor)), default=1)
+    return float(2 * epsilon + 16 * min(epsilon, torch.finfo(torch.float32).eps) * count**0.5)
 
 
 def total_of(losses: Sequence[MicroLoss]) -> Tensor:

@@ -238,8 +238,13 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             if found is not None:
                 what = f"{path!r} of {type(module).__name__} is a {type(found).__name__}"
             fix = f"Set pipe_module to one of {', '.join(map(repr, sequentials))}"
-            if not sequentials:
-                fix = "The module has none; build one from the layers that the partitions share"
+            if isinstance(found, Pipe):
+                fix = f"Assign the nn.Sequential to {path!r}: the strategy builds the Pipe"
+            elif not sequentials:
+                fix = (
+                    f"Put the layers to split into an nn.Sequential, and assign it to {path!r}."
+                    " strategy='llm_1f1b_pipeline' also splits language models of other classes"
+                )
             raise SetupError(f"{what}; expected an nn.Sequential. {fix}")
         assert isinstance(holder, nn.Module)
         return holder, name, found

@@ -121,6 +121,28 @@ def test_a_function_that_is_no_mean_over_rows_is_refused_before_it_trains_anythi
     assert all(parameter.grad is None for parameter in pair[0].parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_over_what_differs_little_between_rows_is_told_from_a_mean_over_rows(dtype: torch.dtype) -> None:
+    """As at the beginning of training, when all rows have nearly the same loss."""
+    layer = nn.Linear(4, CLASSES, dtype=dtype)
+    nn.init.normal_(layer.weight, std=0.02)
+    pipe = Pipe(nn.Sequential(layer), 1, devices=["cpu"])
+    inputs, targets = torch.randn(256, 4, dtype=dtype), torch.arange(256) % CLASSES
+    targets[:100] = CLASSES - 1
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.float(), target, ignore_index=CLASSES - 1)
+
+    def rows(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.float(), target, label_smoothing=0.1)
+
+    with pytest.raises(InputError, match="neither a mean nor a sum"):
+        pipe.loss(inputs, targets, counted)
+    pipe.loss(inputs, targets, rows)
+    pipe.loss(inputs, targets, lambda output, target: functional.cross_entropy(output, target))
+    pipe.close()
+
+
 def test_what_is_said_to_be_a_sum_or_a_mean_is_taken_for_it(pair: Pair) -> None:
     targets = torch.randn(ROWS, CLASSES)
     assert_same(pair, targets, summed, reduction="sum")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -293,6 +293,15 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
 
     with pytest.raises(SetupError, match=r"'scale' of Wrong is a Parameter; .* Set pipe_module to one of 'model'"):
         trainer().fit(Wrong(), data())
+    own = Model()
+    own.model = pipe = cast(Any, Pipe(own.model, 2, devices=["cpu"]))
+    with pytest.raises(SetupError, match=r"'model' of Model is a Pipe; .* Assign the nn.Sequential to 'model'"):
+        trainer().fit(own, data())
+    pipe.close()
+    other = Model()
+    other.model = cast(Any, nn.Linear(4, 4))
+    with pytest.raises(SetupError, match=r"'model' of Model is a Linear; .* Put the layers to split into an nn.Seq"):
+        trainer().fit(other, data())
     model = Model()
     with pytest.raises(SetupError, match=r"Model has no 'there.is'; expected an nn.Sequential"):
         trainer(InProcessPipelineStrategy(pipe_module="there.is")).fit(model, data())
