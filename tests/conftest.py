@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -19,6 +20,8 @@ from tests.tiers import TIERS, begin, left_out
 TESTS = Path(__file__).parent
 # Files that take longest with --exhaustive, longest first. Workers start with them, so that none is alone at the end.
 LONGEST = [TESTS / f"{name}.py" for name in (TESTS / "longest.txt").read_text(encoding="utf-8").split()]
+
+FAILED = pytest.StashKey[bool]()
 
 # Read when the libraries are loaded, which the tests do after this.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
@@ -78,10 +81,19 @@ def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
     items[:] = [item for tests in shuffled for item in order.sample(tests, len(tests))]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def _no_thread_is_left_behind() -> Iterator[None]:
+def _no_thread_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = threading.enumerate()
     yield
+    if request.node.stash.get(FAILED, False):
+        return  # what the test did not close is kept by the traceback, and its threads would be waited for in vain
     left = threads_left(before)
     assert not left, f"the test left threads behind: {', '.join(left)}"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.conftest import LONGEST, pytest_collection_modifyitems
+from tests.patience import HANG
 from tests.tiers import TIERS
 
 TESTS = [(f"file_{file}", number) for file in range(5) for number in range(4)]
@@ -84,3 +88,32 @@ def test_the_files_that_take_longest_come_first_and_the_others_as_they_were() ->
 @pytest.mark.parametrize("path", LONGEST, ids=lambda path: path.stem)
 def test_a_file_that_is_said_to_take_longest_exists(path: Path) -> None:
     assert path.is_file()
+
+
+def test_a_failed_test_is_reported_at_once_though_a_thread_of_it_waits_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import _no_thread_is_left_behind, pytest_runtest_makereport\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import queue, threading\n"
+        "def test_it():\n"
+        "    given = queue.SimpleQueue()\n"
+        "    threading.Thread(target=given.get, daemon=True, name='lightning_pipe worker').start()\n"
+        "    assert not given, 'the reason'\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG / 2)
+    assert "the reason" in ended.stdout
+    assert "1 failed" in ended.stdout
+    assert "left threads behind" not in ended.stdout
