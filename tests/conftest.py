@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,7 +82,7 @@ def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
