@@ -101,17 +101,7 @@ def test_a_failed_test_is_reported_at_once_though_a_thread_of_it_waits_for_ever(
         "    threading.Thread(target=given.get, daemon=True, name='lightning_pipe worker').start()\n"
         "    assert not given, 'the reason'\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
+    command = [sys.executable, *f"-m pytest -q -p no:cacheprovider --rootdir {tmp_path} {tmp_path}".split()]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG / 2)
     assert "the reason" in ended.stdout

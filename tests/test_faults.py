@@ -17,4 +17,4 @@ def test_a_fault_replaces_code_that_is_there_once_and_has_a_test(fault: Fault) -
     assert text.count(fault.old) == 1
     assert fault.new != fault.old
     file, _, name = fault.test.partition("::")
-    assert f"def {name.partition('[')[0]}" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    assert f"def {name}{'(' if name else ''}" in (ROOT / "tests" / file).read_text(encoding="utf-8")

@@ -239,8 +239,8 @@ class PipelineFitLoop(FitLoop):
             rank_zero_warn(
                 f"A checkpoint is written after {progress.ready} batches of an epoch, in the middle of an accumulation"
                 f" of {self.trainer.accumulate_grad_batches}: it does not contain the gradients of the batches since"
-                " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. A"
-                " resumed run may save before its first step: let it write to another folder than the checkpoint's"
+                " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. Let"
+                " a resumed run write to a folder of its own, because it may save before its first step"
             )
         pairs = zip(point.loaders, loader.flattened, strict=bool(point.loaders))
         own = [one for one, of in pairs if not is_resumable(of)]

@@ -205,11 +205,11 @@ def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[fl
 def _rounding(output: Any, dtype: torch.dtype) -> float:
     """Return a bound of the relative rounding error of a loss.
 
-    The error of a sum of n terms grows as sqrt(n) epsilon (Higham and Mary, 2019), and as much again if terms cancel.
-    PyTorch adds in single precision or better, and rounds the result to *dtype*. The factor 16 leaves room for a loss
-    of several operations.
+    The error of a sum of n terms grows as sqrt(n) epsilon (Higham and Mary, 2019). PyTorch adds in single precision or
+    better, and rounds the result to *dtype*. The factor 16 leaves room for a loss of several operations, and for terms
+    of different signs that cancel. Integers are exact.
     """
-    epsilon = torch.finfo(dtype).eps
+    epsilon = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     count = max((one.numel() for one in pytree.tree_leaves(output) if isinstance(one, Tensor)), default=1)
     return float(2 * epsilon + 16 * min(epsilon, torch.finfo(torch.float32).eps) * count**0.5)
 
