@@ -4,7 +4,7 @@ This module implements no schedule: it resolves a name, a class or a file of act
 that, :mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.step` builds
 and runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
 
-Sources: ``torch.distributed.pipelining.schedules`` of torch 2.13; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
+Sources: ``torch.distributed.pipelining.schedules`` of torch 2.14; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
 (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble and ZBV (arXiv 2401.10241), DualPipe (arXiv
 2412.19437) cut in half.
 """
@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from lightning_pipe._compat.pipelining import is_wait, with_waits
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.plans.plan_file import read_text
@@ -156,7 +157,10 @@ def _of_file(path: Path) -> ScheduleSpec:
 
 
 def read_actions(path: Path) -> dict[int, list[_Action]]:
-    """Read the actions of each rank from a CSV file in PyTorch's format; empty fields, which mean idling, are skipped.
+    """Read the actions of each rank from a CSV file in PyTorch's format.
+
+    Empty fields, which mean idling, are skipped, and so are the waits that PyTorch 2.15 writes: they are added again
+    when the schedule is constructed, and other versions do not know them.
 
     Raises:
         SetupError: a file that cannot be read, or that contains an invalid action.
@@ -185,7 +189,7 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
 def _action(text: str) -> _Action | None:
     if len(text) > _LONGEST:
         raise ValueError(f"an action of {len(text)} characters: {shown(text)}")
-    action = _Action.from_str(text)
+    action = None if is_wait(text) else _Action.from_str(text)
     for one in () if action is None else (action.sub_actions or (action,)):
         if not (0 <= one.stage_index < _MOST and (one.microbatch_index or 0) < _MOST):
             raise ValueError(f"{shown(text)}: stages and micro-batches are numbered from 0 to {_MOST - 1}")
@@ -280,7 +284,7 @@ def construct_schedule(
     try:
         schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
-            schedule._load_csv(str(spec.path), "compute_comms" if _has_communication(spec.path) else "compute_only")
+            _take_actions(schedule, read_actions(spec.path))
         elif spec.schedule_class is ScheduleDualPipeV:
             _part_overlapped(schedule)
     except Exception as error:
@@ -290,6 +294,14 @@ def construct_schedule(
         ) from error
     assert isinstance(schedule, _PipelineSchedule)
     return schedule
+
+
+def _take_actions(schedule: Any, actions: dict[int, list[_Action]]) -> None:
+    if any(not action.is_compute_op for row in actions.values() for action in row):
+        schedule._prepare_schedule_with_comms(with_waits(actions), format="compute_comms")
+    else:
+        schedule.pipeline_order = actions
+        schedule._prepare_schedule_with_comms(actions)
 
 
 def _part_overlapped(schedule: Any) -> None:
@@ -304,7 +316,3 @@ def _part_overlapped(schedule: Any) -> None:
     }
     schedule.pipeline_order = parted
     schedule._prepare_schedule_with_comms(parted)
-
-
-def _has_communication(path: Path) -> bool:
-    return any(not action.is_compute_op for row in read_actions(path).values() for action in row)

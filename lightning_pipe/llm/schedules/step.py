@@ -1,6 +1,6 @@
-"""Builds schedules over a rank's stages and runs their steps: the only caller of PyTorch's ``_step_microbatches``.
+"""Builds schedules over a rank's stages and runs their steps.
 
-PyTorch's public ``step`` cuts every tensor among the keywords along dimension 0, including those without a batch
+PyTorch's ``step`` over a whole batch cuts every tensor among the keywords along dimension 0, including those without a batch
 dimension, such as the boundaries of packed documents. This module passes the micro-batches unchanged. It also releases
 them afterwards: PyTorch keeps outputs, and the gradients of received tensors, until the next step.
 """
@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from lightning_pipe._compat.pipelining import forget_output, run_microbatches, with_waits
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough
@@ -94,8 +95,7 @@ def run_schedule(
     target_mbs: list[Any] | None,
     *,
     losses: list[Any] | None = None,
-    return_outputs: bool = False,
-) -> list[Any] | None:
+) -> None:
     """Run one step over all micro-batches, together with the other ranks of the pipeline.
 
     Args:
@@ -105,11 +105,6 @@ def run_schedule(
         target_mbs: target of each micro-batch; ignored on ranks without the last stage.
         losses: list that is filled with the losses, or an evaluation's results, of the micro-batches in order,
             detached; unchanged on ranks without the last stage.
-        return_outputs: True to return the last stage's outputs (default False), which keeps them in memory.
-
-    Returns:
-        The last stage's outputs of the micro-batches in order, detached, if ``return_outputs`` is set and the rank
-        holds the last stage; otherwise None.
 
     Raises:
         SetupError: a training schedule that is run without gradients.
@@ -129,8 +124,7 @@ def run_schedule(
                 # Buffers that FSDP allocates under inference mode could not be used for training later.
                 context.enter_context(torch.inference_mode(False))
                 context.enter_context(torch.no_grad())
-            schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
-        outputs = [list(stage.output_chunks) for stage in stages if stage.is_last]
+            run_microbatches(schedule, arg_mbs, kwarg_mbs, target_mbs, losses)
     except RuntimeError as error:
         # PyTorch's error names the tensors, but wraps the user's exception, which callers expect to catch.
         cause = error.__cause__
@@ -141,12 +135,7 @@ def run_schedule(
     finally:
         _forget_batch(schedule, stages)
     if losses is not None:
-        losses[:] = [_detached(loss) for loss in losses]
-    return [_detached(output) for output in outputs[0]] if outputs and return_outputs else None
-
-
-def _detached(value: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, value)
+        losses[:] = [tree_map_only(Tensor, Tensor.detach, loss) for loss in losses]
 
 
 def _stages(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
@@ -248,10 +237,12 @@ class _Evaluation(_PipelineScheduleRuntime):
             for rank in range(self.pp_group_size)
         }
         self.pipeline_order = {rank: list(actions) for rank, actions in forwards.items()}
-        self.pipeline_order_with_comms = _add_send_recv(
-            {rank: _add_unshard_reshard(list(actions)) for rank, actions in forwards.items()},
-            stage_to_rank=ranks.__getitem__,
-            num_stages=self._num_stages,
+        self.pipeline_order_with_comms = with_waits(
+            _add_send_recv(
+                {rank: _add_unshard_reshard(list(actions)) for rank, actions in forwards.items()},
+                stage_to_rank=ranks.__getitem__,
+                num_stages=self._num_stages,
+            )
         )
 
     def _maybe_compute_loss(
@@ -259,4 +250,4 @@ class _Evaluation(_PipelineScheduleRuntime):
     ) -> None:
         super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
         if stage.is_last:
-            del stage.fwd_cache[mb_index]  # PyTorch frees it in backward, so all outputs would stay until the end
+            forget_output(stage, mb_index)  # PyTorch frees it in backward, so all outputs would stay until the end

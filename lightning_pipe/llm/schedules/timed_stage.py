@@ -11,6 +11,7 @@ import torch
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
+from lightning_pipe._compat.pipelining import make_detachable
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 
@@ -110,11 +111,9 @@ class TimedStage(PipelineStage):
             super(TimedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
         if not full_backward and self.has_backward and not self.is_first:
-            # PyTorch detaches the output of a backward for inputs in place, which fails for a view, such as the output
-            # of a linear layer over sequences.
-            output, inputs = self.fwd_cache[bwd_chunk_id]
-            self.fwd_cache[bwd_chunk_id] = tuple(map(_not_a_view, output)), inputs
-            loss = _not_a_view(loss)
+            make_detachable(self, bwd_chunk_id)
+            if isinstance(loss, torch.Tensor) and is_view(loss):
+                loss = loss.clone()
 
         received = not self.is_last and not self._is_same_rank(self.stage_index + 1)
         kind = "backward" if full_backward else "input_backward"
@@ -154,10 +153,6 @@ class TimedStage(PipelineStage):
             # Only this stream: others may hold receives posted ahead, whose senders wait for this rank.
             torch.accelerator.current_stream(device).synchronize()
         return time.perf_counter()
-
-
-def _not_a_view(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and is_view(value) else value
 
 
 def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:

@@ -1,0 +1,107 @@
+"""What differs between versions of ``torch.distributed.pipelining``, from PyTorch 2.12 to 2.15.
+
+Each function selects by the names that PyTorch has, not by its version, so that builds from source work too.
+
+PyTorch 2.14 made steps over given micro-batches public (``step(arg_mbs=...)``). PyTorch 2.15 releases outputs once they
+are sent, and for that wants a wait for each send and each reduction among the actions of a schedule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+)
+
+from lightning_pipe._compat.torch import is_view
+
+__all__ = ["forget_output", "is_wait", "make_detachable", "run_microbatches", "with_waits"]
+
+_WAIT = re.compile(r"\s*\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*\s*")
+_TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
+
+
+def run_microbatches(
+    schedule: _PipelineSchedule,
+    arg_mbs: list[tuple[Any, ...]],
+    kwarg_mbs: list[dict[str, Any]],
+    target_mbs: list[Any] | None,
+    losses: list[Any] | None,
+) -> None:
+    """Run one step of a schedule over given micro-batches, without keeping the last stage's outputs.
+
+    Args:
+        schedule: schedule whose stages hold no state of a previous step.
+        arg_mbs: inputs of the first stage for each micro-batch.
+        kwarg_mbs: keywords of this rank's stages for each micro-batch.
+        target_mbs: target of each micro-batch; None without targets.
+        losses: list that is filled with the losses in order; None to drop them.
+    """
+    if _TAKES_MICROBATCHES:
+        step: Callable[..., Any] = schedule.step
+        step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, losses=losses, return_outputs=False)
+    else:
+        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=False)
+
+
+def make_detachable(stage: Any, microbatch: int) -> None:
+    """Replace outputs of a stage that are views by copies, before a backward for the inputs alone.
+
+    PyTorch detaches the outputs in place after such a backward, which fails for a view, such as the output of a linear
+    layer over sequences.
+
+    Args:
+        stage: PyTorch's stage.
+        microbatch: micro-batch whose forward has run and whose backward has not.
+    """
+    if hasattr(stage, "fwd_cache"):  # until PyTorch 2.14
+        outputs, inputs = stage.fwd_cache[microbatch]
+        stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs
+    else:
+        outputs = stage._forward_chunk_states[microbatch].live_outputs
+        outputs[:] = map(_not_a_view, outputs)  # None for an output that was sent and released
+
+
+def _not_a_view(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and is_view(value) else value
+
+
+def forget_output(stage: Any, microbatch: int) -> None:
+    """Release the output of a stage that runs no backward, which would be kept until the end of the step."""
+    states = stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states
+    del states[microbatch]
+
+
+def is_wait(text: str) -> bool:
+    """Return True for an action of PyTorch 2.15 that waits for a message or for a reduction, such as "0WAIT_SEND_F1"."""
+    return _WAIT.fullmatch(text) is not None
+
+
+def with_waits(actions: Mapping[int, Sequence[_Action]]) -> dict[int, list[_Action]]:
+    """Add the waits that PyTorch 2.15 needs where it puts them itself; older versions get the actions unchanged.
+
+    Args:
+        actions: actions of each rank with communication and without waits.
+    """
+    wait_for_reduction = getattr(_ComputationType, "WAIT_REDUCE_GRAD", None)
+    if wait_for_reduction is None:
+        return {rank: list(row) for rank, row in actions.items()}
+    reduce, complete = _ComputationType.REDUCE_GRAD, {}
+    for rank, row in actions.items():
+        complete[rank] = [
+            one
+            for action in row
+            for one in (action, _Action(action.stage_index, wait_for_reduction, None))
+            if one is action or action.computation_type is reduce
+        ]
+    added: dict[int, list[_Action]] = schedules._add_wait_send(complete)
+    return added
