@@ -82,7 +82,7 @@ def forget_output(stage: Any, microbatch: int) -> None:
 
 
 def is_wait(text: str) -> bool:
-    """Return True for an action of PyTorch 2.15 that waits for a message or for a reduction, such as "0WAIT_SEND_F1"."""
+    """Return True for an action of PyTorch 2.15 that waits for a message or a reduction, such as "0WAIT_SEND_F1"."""
     return _WAIT.fullmatch(text) is not None
 
 

@@ -91,9 +91,15 @@ def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
 # Compiled code could not depend on the active context.
 @torch.compiler.disable
 def pass_router_logits(
-    logits: Tensor, top_k: int, *, balance_coefficient: float = 0.0, z_coefficient: float = 0.0
+    logits: Tensor,
+    top_k: int,
+    *,
+    balance_coefficient: float = 0.0,
+    z_coefficient: float = 0.0,
+    weights: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
-    """Return a router's logits unchanged, and add the gradients of its losses to theirs in the backward.
+    """Return a router's logits or weights unchanged, and add the gradients of its losses to the logits' in the backward.
 
     Of E experts, expert e gets the share f(e) of the choices (k for each token), and P(e) is its mean probability. The
     load-balancing loss is E times the sum of f(e) P(e) (Switch Transformer, arXiv 2101.03961, equations 4 to 6, with f
@@ -104,17 +110,23 @@ def pass_router_logits(
 
     Args:
         logits: logits of the router, (..., experts).
-        top_k: number of experts of each token, which are those with the largest logits.
+        top_k: number of experts of each token.
         balance_coefficient: coefficient of the load-balancing loss (default 0).
         z_coefficient: coefficient of the z-loss (default 0).
+        weights: tensor that is returned in place of the logits, for a router whose logits are used no further, only
+            weights that it computed from them (default None: the logits).
+        chosen: experts of each token, (..., top_k) (default None: those with the largest logits).
 
     Raises:
         InputError: ``counted`` does not have one value for each of the logits' tokens.
     """
     losses = _active.get()
-    passage = None if losses is None else _Passage(losses, logits, top_k, balance_coefficient, z_coefficient)
+    passage = None
+    if losses is not None:
+        experts = logits.detach().topk(top_k, -1).indices if chosen is None else chosen
+        passage = _Passage(losses, logits, experts, balance_coefficient, z_coefficient)
     # Applied without a context, too: a backward that recomputes activations must save the same tensors as the forward.
-    passed: Tensor = _Passed.apply(logits, passage)
+    passed: Tensor = _Passed.apply(logits, weights, passage)
     return passed
 
 
@@ -122,15 +134,15 @@ class _Passage:
     """Data for the backward of a router's losses other than the logits, which may be recomputed."""
 
     def __init__(
-        self, losses: RouterLosses, logits: Tensor, top_k: int, balance_coefficient: float, z_coefficient: float
+        self, losses: RouterLosses, logits: Tensor, chosen: Tensor, balance_coefficient: float, z_coefficient: float
     ) -> None:
         self._losses = losses
         self._coefficients = balance_coefficient, z_coefficient
         flat = _flat(logits.detach())
         weights = flat.new_ones(len(flat)) if losses.counted is None else _as_many(losses.counted, len(flat)).to(flat)
         self._weights = weights[:, None] / weights.sum().clamp(min=1.0)
-        chosen = torch.zeros_like(flat).scatter_(-1, flat.topk(top_k, -1).indices, 1 / top_k)
-        self._shares = (self._weights * chosen).sum(0)
+        shares = torch.zeros_like(flat).scatter_(-1, chosen.flatten(0, -2), 1 / chosen.shape[-1])
+        self._shares = (self._weights * shares).sum(0)
         balance = flat.shape[-1] * (self._shares * (self._weights * flat.softmax(-1)).sum(0)).sum()
         z = (self._weights * flat.logsumexp(-1, keepdim=True).square()).sum()
         losses._found.append(torch.stack([balance, z]))
@@ -162,18 +174,20 @@ def _as_many(counted: Tensor, tokens: int) -> Tensor:
 
 class _Passed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, passage: _Passage | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, weights: Tensor | None, passage: _Passage | None) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.passage = passage
-        return logits.view_as(logits)
+        ctx.passage, ctx.of_weights = passage, weights is not None
+        passed = logits if weights is None else weights
+        return passed.view_as(passed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (logits,) = ctx.saved_tensors
-        if ctx.passage is None:
-            return gradient, None
-        return gradient + ctx.passage.gradient(logits).to(gradient.dtype), None
+        of_losses = None if ctx.passage is None else ctx.passage.gradient(logits).to(logits.dtype)
+        if ctx.of_weights:
+            return of_losses, gradient, None
+        return gradient if of_losses is None else gradient + of_losses, None, None
 
 
 class _Followed(torch.autograd.Function):

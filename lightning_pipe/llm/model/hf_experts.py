@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts (such as Mixtral, Qwen3-MoE and OLMoE), detected by the attributes of blocks."""
+"""Hugging Face's mixtures of experts (such as Mixtral, Qwen3-MoE and OLMoE), detected by the names in their blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 from lightning_pipe.llm.model.moe import MoE
 
@@ -16,7 +16,7 @@ __all__ = ["has_routers", "skip_experts", "tap_routers"]
 def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
     """Give a model's routers the losses of :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`.
 
-    Call it on the model before it is split, or trained: each block's ``gate`` gets a forward hook.
+    Call it on the model before it is split, or trained: each block's router gets a forward hook.
 
     The loss is computed for each layer separately, as in the papers. It differs from ``load_balancing_loss_func``,
     which such a model adds to its own loss when ``output_router_logits`` is set: that function averages shares and
@@ -27,24 +27,35 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
 
     Raises:
         SetupError: the model has no such blocks.
+        InputError: in the forward, a router that returns something else than transformers' routers do.
     """
 
-    def of(top_k: int) -> Any:
-        def hook(gate: nn.Module, args: Any, logits: Tensor) -> Tensor:
-            return pass_router_logits(
-                logits, top_k, balance_coefficient=balance_coefficient, z_coefficient=z_coefficient
+    def hook(router: nn.Module, args: Any, results: Any) -> Any:
+        if not (isinstance(results, tuple) and len(results) == 3):
+            raise InputError(
+                f"{type(router).__name__} returned {type(results).__name__}; expected a tuple of its logits, and of the"
+                " weights and numbers of the experts of each token, as from transformers' routers. Call"
+                " pass_router_logits in the router instead"
             )
-
-        return hook
-
-    blocks = _blocks(model)
-    if not blocks:
-        raise SetupError(
-            f"{type(model).__name__} has no module with gate, experts and top_k; expected a Hugging Face mixture of"
-            " experts, whose blocks have them"
+        logits, weights, chosen = results
+        weights = pass_router_logits(
+            logits,
+            chosen.shape[-1],
+            balance_coefficient=balance_coefficient,
+            z_coefficient=z_coefficient,
+            weights=weights,
+            chosen=chosen,
         )
-    for block in blocks:
-        block.gate.register_forward_hook(of(block.top_k))
+        return logits, weights, chosen
+
+    routers = [router for router, _ in _blocks(model)]
+    if not routers:
+        raise SetupError(
+            f"{type(model).__name__} has no module with experts and a gate or router; expected a Hugging Face mixture"
+            " of experts, whose blocks have them"
+        )
+    for router in routers:
+        router.register_forward_hook(hook)
 
 
 def has_routers(model: nn.Module) -> bool:
@@ -53,20 +64,26 @@ def has_routers(model: nn.Module) -> bool:
 
 
 def skip_experts(model: nn.Module) -> None:
-    """Make the blocks of a model without data return their input.
+    """Make the experts of a model without data return their input.
 
-    Routing depends on values, so the blocks cannot run on fake tensors
+    The tokens of an expert depend on values, so experts cannot run on fake tensors
     (:func:`~lightning_pipe.llm.model.deferred.fake_copy`). Their output has the shape of their input. A model without
     such blocks is not changed.
     """
-    for block in _blocks(model):
-        block.forward = _pass_on
+    for _, experts in _blocks(model):
+        experts.forward = _pass_on
 
 
-def _pass_on(hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Result of a block that returns its input, without router logits."""
-    return hidden_states, None
+def _pass_on(hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    return hidden_states
 
 
-def _blocks(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if all(hasattr(module, name) for name in ("gate", "experts", "top_k"))]
+def _blocks(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Router and experts of each mixture, which transformers' classes call by one of two names."""
+    found = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        router = children.get("gate") or children.get("router")
+        if router is not None and "experts" in children:
+            found.append((router, children["experts"]))
+    return found

@@ -1,7 +1,8 @@
 """Weights in folders written by Hugging Face's ``save_pretrained``, for models of which each rank holds a part.
 
 A model is first built without memory or initialisers. Each rank then allocates the tensors of its stages, and reads
-only these, one at a time. No rank holds the whole model, neither in memory nor as the contents of a file. The model's
+only these. No rank holds the whole model, neither in memory nor as the contents of a file. Where transformers computes
+a tensor from several of the files, such as that of all experts of a layer, these are read together. The model's
 constructor computes tensors that are not in the files, such as rotary frequencies.
 
 The path of the folder is trusted, and so are links in it, which Hugging Face's cache consists of. The contents of the
@@ -15,7 +16,7 @@ import importlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_pipe._compat.transformers import (
+    Conversion,
+    conversions_of,
+    is_pretrained_model,
+    no_initialisers,
+    not_ignored,
+)
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import tensors_are_fake
@@ -33,7 +41,7 @@ __all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", 
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Dtypes that convert directly to a parameter's dtype, unlike those of quantised weights.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -117,85 +125,115 @@ class PretrainedWeights:
             )
         return config
 
-    def match(self, model: nn.Module) -> dict[str, str]:
+    def match(self, model: nn.Module) -> list[tuple[Conversion, list[str]]]:
         """Match the tensors in the files to those of *model*.
 
-        Names are mapped as in ``from_pretrained``: older names, the class's own conversions, and files of a base model
-        without a head, which lack its prefix. A parameter with several names needs one of them in the files; the first
-        one found is used. Names that the class declares as ignored are ignored, except for missing parameters.
+        Names are mapped, and tensors converted, as in ``from_pretrained``: older names, files of a base model without
+        a head, which lack its prefix, and experts that are stored one by one. A parameter with several names needs one
+        of them in the files. Names that the class declares as ignored are ignored, except for missing parameters.
 
         Args:
             model: the whole model, whose tensors need no memory.
 
         Returns:
-            Names in the files, by a name in the model.
+            Conversions, each with the names of the model's tensors that it gives: all those of the model's state.
 
         Raises:
-            SetupError: a tensor is missing or unexpected, or has another shape or kind. All are listed by the model's
-                names.
+            SetupError: a tensor is missing or unexpected, has another shape or kind, or cannot be converted. All are
+                listed by the model's names.
         """
-        stored = {own: name for name, own in _renamed(model, list(self.tensors), self.folder).items()}
-        saved = model.state_dict().keys()
-        tensors = _tensors(model)
+        conversions, unexpected = _conversions(model, self.tensors)
+        saved, tensors = model.state_dict().keys(), _tensors(model)
+        results: dict[str, StoredTensor] = {}
+        matched: list[tuple[Conversion, list[str]]] = []
+        failed: dict[str, str] = {}
+        for conversion in conversions:
+            try:
+                given = self._results(conversion, model)
+            except Exception as error:  # any type, because each conversion has its own checks
+                failed[conversion.first] = f"{len(conversion.sources)} tensors: {str(error)[:300]}"
+                continue
+            unexpected += [own for own in given if own not in tensors]
+            # Some files hold buffers that the model computes and does not save.
+            given = {own: one for own, one in given.items() if own in saved}
+            results |= given
+            matched.append((conversion, list(given)))
         groups: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             if name in saved:
                 groups[id(tensor)].append(name)
-        found: dict[str, str] = {}
-        missing: list[str] = []
-        for names in groups.values():
-            first = next((name for name in names if name in stored), None)
-            if first is None:
-                missing.append(names[0])
-            else:
-                found[first] = stored[first]
-        unexpected = [name for name in stored if name not in tensors]
-        missing, unexpected = _not_ignored(model, missing, unexpected)
+        stored = results.keys() | failed.keys()
+        missing = [names[0] for names in groups.values() if not stored & set(names)]
+        if is_pretrained_model(model):
+            # A parameter must not be missing, since no initialiser has run.
+            needed = [name for name in missing if isinstance(tensors[name], nn.Parameter)]
+            buffers, unexpected = not_ignored(model, [name for name in missing if name not in needed], unexpected)
+            missing = needed + buffers
         problems = listed("missing in it", missing) + listed("unexpected in it", unexpected)
-        problems += self._differences(found, tensors)
+        problems += _differences(results, tensors)
+        problems += listed("not convertible", [f"{own} (from {why})" for own, why in failed.items()])
         if problems:
             raise SetupError(
                 f"the folder {str(self.folder)!r} does not fit the {type(model).__name__}: {'; '.join(problems)}. Build"
                 " the model from the folder's config.json, or use the folder to which this model was saved"
             )
-        return found
+        return matched
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors, file by file.
+    def read(self, groups: Iterable[Iterable[str]]) -> Iterator[dict[str, Tensor]]:
+        """Read tensors, group by group.
 
         Args:
-            names: names of tensors in the files, not in a model.
+            groups: names of tensors in the files, not in a model; those of a group are in memory together.
 
         Yields:
-            A name, and the tensor on the CPU, in the file's dtype. It may be a view of the file: copy it.
+            The tensors of each group by their names, on the CPU, in the file's dtype. They may be views of the file:
+            copy them.
 
         Raises:
             SetupError: a file can no longer be read.
         """
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            by_file[self.tensors[name].file].append(name)
-        for file, wanted in by_file.items():
-            with _open(self.folder / file) as opened:
-                for name in wanted:
-                    yield name, opened.get_tensor(name)
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for names in groups:
+                tensors = {}
+                for name in names:
+                    file = self.tensors[name].file
+                    if file not in opened:
+                        opened[file] = stack.enter_context(_open(self.folder / file))
+                    tensors[name] = opened[file].get_tensor(name)
+                yield tensors
 
-    def _differences(self, found: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
-        sizes, kinds = [], []
-        for own, name in found.items():
-            stored, tensor = self.tensors[name], tensors[own]
-            if stored.shape != tuple(tensor.shape):
-                sizes.append(f"{own} ({list(stored.shape)}, expected {list(tensor.shape)})")
-            elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
-                kinds.append(f"{own} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
-        return listed("of another size", sizes) + listed("of another kind", kinds)
+    def _results(self, conversion: Conversion, model: nn.Module) -> dict[str, StoredTensor]:
+        """Describe what a conversion gives, by the model's names."""
+        sources = [self.tensors[name] for name in conversion.sources]
+        if conversion.transform is None:
+            return {conversion.first: sources[0]}
+        empty = {
+            name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
+            for name, one in zip(conversion.sources, sources, strict=True)
+        }
+        kind = next((one.dtype for one in sources if one.dtype not in _FLOATS), sources[0].dtype)
+        results = conversion.run(empty, model)
+        return {own: StoredTensor(sources[0].file, tuple(one.shape), kind) for own, one in results.items()}
+
+
+def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    sizes, kinds = [], []
+    for own, stored in results.items():
+        tensor = tensors[own]
+        if stored.shape != tuple(tensor.shape):
+            sizes.append(f"{own} ({list(stored.shape)}, expected {list(tensor.shape)})")
+        elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
+            kinds.append(f"{own} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
+    return listed("of another size", sizes) + listed("of another kind", kinds)
 
 
 def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     """Causal LM with uninitialised parameters, which have no memory inside ``deferred_init``.
 
     No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
-    have torch's default dtype, as with ``from_pretrained``, not the dtype of the files that the config names. Buffers
+    have torch's default dtype, not the dtype of the files that the config names (as with ``from_pretrained(dtype=...)``
+    of that dtype). Buffers
     that the constructor computes have their values.
 
     Args:
@@ -205,8 +243,9 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     Raises:
         SetupError: the model cannot be made, for example because its sizes overflow or exceed the memory.
     """
+    _import("transformers")
     try:
-        with _import("transformers.modeling_utils").no_init_weights():
+        with no_initialisers():
             model = _import("transformers").AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.get_default_dtype()
             )
@@ -214,7 +253,7 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
         raise SetupError(
             f"the {config.model_type} model of the config cannot be made: {str(error)[:1000]}. Check the config's sizes"
         ) from error
-    model.tie_weights()  # skipped by no_init_weights
+    model.tie_weights()  # skipped without initialisers
     return cast(nn.Module, model)
 
 
@@ -243,8 +282,8 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
 def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
     """Load the tensors of *model* that have memory from the files. No other tensor is read.
 
-    Values are converted to the dtype and device of the model's tensors. At most one tensor of a file is in memory at a
-    time, in addition to the model's. No random numbers are drawn.
+    Values are converted to the dtype and device of the model's tensors. In addition to the model, only the tensors of
+    the files that one of its tensors is made of are in memory at a time. No random numbers are drawn.
 
     Args:
         model: the whole model, under its own names. Tensors without memory are only checked. Inside ``deferred_init``
@@ -253,18 +292,33 @@ def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
 
     Raises:
         SetupError: the weights are not the model's (see :meth:`PretrainedWeights.match`), on every rank that sees the
-            same files; a file cannot be read; or the model is on the meta device.
+            same files; a file cannot be read; the files have two values for a tied parameter; or the model is on the
+            meta device.
     """
-    found, tensors = weights.match(model), _tensors(model)
-    wanted = {name: tensors[own] for own, name in found.items() if not isinstance(tensors[own], FakeTensor)}
-    if any(tensor.is_meta for tensor in wanted.values()):
+    tensors = _tensors(model)
+    wanted = [
+        (conversion, own)
+        for conversion, given in weights.match(model)
+        if (own := [name for name in given if not isinstance(tensors[name], FakeTensor)])
+    ]
+    if any(tensors[name].is_meta for _, own in wanted for name in own):
         raise SetupError(
             f"the {type(model).__name__} was built on the meta device, so {str(weights.folder)!r} cannot be loaded into"
             " it. Build the model on a device that has memory"
         )
+    names: dict[int, str] = {}
     with torch.no_grad():
-        for name, value in weights.read(wanted):
-            wanted[name].copy_(value)
+        for (conversion, own), values in zip(wanted, weights.read(one.sources for one, _ in wanted), strict=True):
+            converted = conversion.run(values, model)
+            for name in own:
+                first = names.setdefault(id(tensors[name]), name)
+                if first == name:
+                    tensors[name].copy_(converted[name])
+                elif not torch.equal(tensors[name], converted[name].to(tensors[name])):
+                    raise SetupError(
+                        f"{first} and {name} are tied in the model but of other values in {str(weights.folder)!r}. Set"
+                        " tie_word_embeddings to false in its config.json"
+                    )
 
 
 # ---------------------------------------------------------------------- files
@@ -339,35 +393,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _is_hugging_faces(model: nn.Module) -> bool:
-    return hasattr(model, "_checkpoint_conversion_mapping")
-
-
-def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
-    """Names in the model, by names in the files, as in transformers' ``PreTrainedModel._load_pretrained_model``."""
-    if not _is_hugging_faces(model):
-        return dict(zip(names, names, strict=True))
-    prefix = model.base_model_prefix
-    of_base_model = hasattr(model, prefix) and not any(name.startswith(prefix) for name in names)
-    try:
-        own: dict[str, str] = model._get_key_renaming_mapping(
-            names,
-            model._checkpoint_conversion_mapping,
-            loading_task_model_from_base_state_dict=of_base_model,
-        )
-    except ValueError as error:
-        raise SetupError(f"the names in the folder {str(folder)!r} cannot be mapped to the model: {error}") from error
-    return own
-
-
-def _not_ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Remove names that the model's class allows to be missing or unexpected."""
-    if not _is_hugging_faces(model):
-        return missing, unexpected
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    # A parameter must not be missing, since no initialiser has run.
-    needed = [name for name in missing if name in parameters]
-    buffers, others = model._adjust_missing_and_unexpected_keys(
-        [name for name in missing if name not in parameters], unexpected, False
-    )
-    return needed + buffers, others
+def _conversions(model: nn.Module, names: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    if is_pretrained_model(model):
+        return conversions_of(model, names)
+    return [Conversion((name,), (name,), None, name) for name in names], []

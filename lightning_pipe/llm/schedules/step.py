@@ -1,8 +1,8 @@
 """Builds schedules over a rank's stages and runs their steps.
 
-PyTorch's ``step`` over a whole batch cuts every tensor among the keywords along dimension 0, including those without a batch
-dimension, such as the boundaries of packed documents. This module passes the micro-batches unchanged. It also releases
-them afterwards: PyTorch keeps outputs, and the gradients of received tensors, until the next step.
+PyTorch's ``step`` over a whole batch cuts every tensor among the keywords along dimension 0, including those without a
+batch dimension, such as the boundaries of packed documents. This module passes the micro-batches unchanged. It also
+releases them afterwards: PyTorch keeps outputs, and the gradients of received tensors, until the next step.
 """
 
 from __future__ import annotations

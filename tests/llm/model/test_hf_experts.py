@@ -84,7 +84,7 @@ def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_laye
 
 
 def test_a_model_without_routers_cannot_be_tapped() -> None:
-    with pytest.raises(SetupError, match="Sequential has no module with gate, experts and top_k"):
+    with pytest.raises(SetupError, match="Sequential has no module with experts and a gate or router"):
         tap_routers(nn.Sequential(nn.Linear(2, 2)), balance_coefficient=0.1)
 
 

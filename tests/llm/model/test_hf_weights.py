@@ -17,7 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, conversion_mapping
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import deferred_init
@@ -48,7 +50,8 @@ def saved(
 
 
 def theirs(folder: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
+    """Hugging Face's model, by default in the dtype to train in and not in that of the files."""
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.get_default_dtype(), **options})
 
 
 def loaded(folder: Path) -> nn.Module:
@@ -246,22 +249,42 @@ def test_a_base_models_folder_lacks_a_head_of_its_own(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_a_base_models_folder_with_a_stray_head_is_refused(tmp_path: Path) -> None:
-    base_model(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(19, 16)}))
-    with pytest.raises(SetupError, match=r"names in the folder .* cannot be mapped to the model: The state dictionary"):
-        loaded(tmp_path)
+def test_a_base_models_folder_may_have_the_head_too(tmp_path: Path) -> None:
+    needed = base_model(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": needed["lm_head.weight"].clone()}))
+    assert_same(tensors_of(loaded(tmp_path)), needed)
+    assert_same(tensors_of(theirs(tmp_path)), needed)
 
 
-def test_a_tied_parameter_stored_twice_is_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_parameter_may_be_stored_twice_with_one_value(tmp_path: Path) -> None:
     saved(tmp_path, tie_word_embeddings=True)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(19, 16)}))
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
     assert_same(tensors_of(loaded(tmp_path)), tensors_of(theirs(tmp_path)))
 
 
-def test_a_classs_own_conversion_of_names_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mapping = {r"\.blocks\.": ".layers."}
+def test_a_tied_parameter_with_two_values_is_refused(tmp_path: Path) -> None:
+    """``from_pretrained`` warns and does not tie them: its model is another than that of the config."""
+    saved(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(19, 16)}))
+    with pytest.raises(SetupError, match=r"are tied in the model but of other values .* Set tie_word_embeddings to fa"):
+        loaded(tmp_path)
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"norm.weight": torch.ones(16)}))  # a base model's name
+    with pytest.raises(SetupError, match=r"unexpected in it: norm\.weight"):
+        loaded(tmp_path)
+
+
+def test_a_conversion_of_names_that_a_user_registers_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    needed = tensors_of(theirs(tmp_path))
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
@@ -270,8 +293,11 @@ def test_a_classs_own_conversion_of_names_is_applied(tmp_path: Path, monkeypatch
     rewrite(tmp_path, change)
     with pytest.raises(SetupError, match=r"unexpected in it: model\.blocks\.0"):
         loaded(tmp_path)
-    monkeypatch.setattr(LlamaForCausalLM, "_checkpoint_conversion_mapping", mapping)
-    assert_same(tensors_of(loaded(tmp_path)), tensors_of(theirs(tmp_path, key_mapping=mapping)))
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)  # made again by the next call
+    monkeypatch.setattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set())
+    register_checkpoint_conversion_mapping("llama", [WeightRenaming(r"\.blocks\.", ".layers.")], overwrite=True)
+    assert_same(tensors_of(loaded(tmp_path)), needed)
+    assert_same(tensors_of(theirs(tmp_path)), needed)
 
 
 def test_what_older_versions_stored_and_the_class_ignores_is_not_read(tmp_path: Path, read: list[str]) -> None:

@@ -1,0 +1,126 @@
+"""Internals of Hugging Face's transformers 5: how the tensors of a file become those of a model.
+
+``from_pretrained`` does this itself, but only for a whole model. Other names are taken over, and some tensors are
+computed, such as one for all experts of a layer from one for each expert. The functions follow
+``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Conversion", "conversions_of", "is_pretrained_model", "no_initialisers", "not_ignored"]
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Return True for a model of transformers, without importing it."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+@contextmanager
+def no_initialisers() -> Generator[None, None, None]:
+    """Construct models without running initialisers, and without tying weights.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        yield
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How some tensors of the files become some tensors of a model.
+
+    Attributes:
+        sources: names in the files, in order.
+        patterns: for each source, the pattern of *transform* that its name matches.
+        transform: transformers' object that converts them; None if one tensor is taken unchanged.
+        first: name of the first resulting tensor in the model.
+    """
+
+    sources: tuple[str, ...]
+    patterns: tuple[str, ...]
+    transform: Any
+    first: str
+
+    def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+        """Convert tensors, also on the meta device.
+
+        Args:
+            tensors: the sources' tensors, by their names in the files.
+            model: model that they are converted for.
+
+        Returns:
+            Tensors by their names in the model. They may share memory with the sources.
+
+        Raises:
+            Exception: any type. The tensors do not fit the conversion.
+        """
+        if self.transform is None:
+            return {self.first: tensors[self.sources[0]]}
+        transform = deepcopy(self.transform)
+        for name, pattern in zip(self.sources, self.patterns, strict=True):
+            transform.add_tensor(self.first, name, pattern, tensors[name])
+        converted = transform.convert(self.first, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
+
+
+def conversions_of(model: Any, names: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would.
+
+    Args:
+        model: transformers' whole model.
+        names: names of the tensors in the files.
+
+    Returns:
+        Conversions, and the names, as the model would have them, of tensors that the model does not have.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Conversion] = {}
+    unexpected: list[str] = []
+    for name in sorted(names, key=dot_natural_key):
+        own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if own not in state and name in state:
+            own, pattern = name, None  # stored under the model's own name, which a renaming would spoil
+        if own not in state:
+            others = by_pattern[pattern].target_patterns if pattern is not None else []
+            unexpected += [own.replace(others[0], other) for other in others] or [own]
+            continue
+        transform = None if pattern is None else by_pattern[pattern]
+        before = found.get(own, Conversion((), (), transform, own))
+        if before.sources and (transform is None or before.transform is not transform):
+            unexpected.append(name)  # a second name for the same tensor
+            continue
+        found[own] = Conversion((*before.sources, name), (*before.patterns, pattern or name), transform, own)
+    return list(found.values()), unexpected
+
+
+def not_ignored(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Remove the names that the model's class allows to be missing from files, or to be unexpected in them."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    missing, unexpected = list(missing), list(unexpected)
+    found = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(found)
+    return (
+        [name for name in missing if name in found.missing_keys],
+        [name for name in unexpected if name in found.unexpected_keys],
+    )
