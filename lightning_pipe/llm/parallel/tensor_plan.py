@@ -33,6 +33,13 @@ _STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "replicate": None,
     PARTIAL_GRADIENT: None,
 }
+# Words of a config's plan in transformers 5. Experts stay whole on every rank: they have no modules to cut.
+_HUGGING_FACE = {
+    "colwise_gather_output": "colwise_rep",
+    "rowwise_split_input": "rowwise_rep",
+    "replicated_with_grad_allreduce": PARTIAL_GRADIENT,
+    "moe_tp_experts": "replicate",
+}
 # Sharded dimension of the weight.
 _CUT: dict[tuple[type[nn.Module], type[ParallelStyle]], int] = {
     (nn.Linear, ColwiseParallel): 0,
@@ -77,7 +84,7 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
     prefix = config.layer_prefix.rpartition(".")[0]
     prefix = f"{prefix}." if prefix else ""
     plan: dict[str, str | ParallelStyle] = {
-        prefix + pattern: word
+        prefix + pattern: _HUGGING_FACE.get(word, word)
         for pattern, word in words.items()
         if any(_is_in_layer(name, config) for name in _matches(prefix + pattern, model))
     }
