@@ -32,6 +32,7 @@ _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step
 
 def run_microbatches(
     schedule: _PipelineSchedule,
+    stages: Sequence[Any],
     arg_mbs: list[tuple[Any, ...]],
     kwarg_mbs: list[dict[str, Any]],
     target_mbs: list[Any] | None,
@@ -40,7 +41,8 @@ def run_microbatches(
     """Run one step of a schedule over given micro-batches, without keeping the last stage's outputs.
 
     Args:
-        schedule: schedule whose stages hold no state of a previous step.
+        schedule: schedule.
+        stages: its stages.
         arg_mbs: inputs of the first stage for each micro-batch.
         kwarg_mbs: keywords of this rank's stages for each micro-batch.
         target_mbs: target of each micro-batch; None without targets.
@@ -50,6 +52,9 @@ def run_microbatches(
         step: Callable[..., Any] = schedule.step
         step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, losses=losses, return_outputs=False)
     else:
+        for stage in stages:
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=False)
 
 

@@ -24,7 +24,7 @@ from lightning_pipe.llm.parallel.context_parallel import attention_of, positions
 
 __all__ = ["BY_MASK", "BY_POSITIONS", "HFDocuments"]
 
-# By ``model_type``; tests compare each family with one run for each document (transformers 4.57).
+# By ``model_type``; tests compare each family with one run for each document (transformers 5.24).
 BY_POSITIONS = frozenset(
     [
         "apertus",

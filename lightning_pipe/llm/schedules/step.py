@@ -115,16 +115,13 @@ def run_schedule(
             "a schedule for training is run under no_grad or inference_mode. For evaluation use build_evaluation's,"
             " with separate stages"
         )
-    for stage in stages:
-        stage.has_backward = schedule._has_backward
-        stage.clear_runtime_states()
     try:
         with ExitStack() as context:
             if not schedule._has_backward:
                 # Buffers that FSDP allocates under inference mode could not be used for training later.
                 context.enter_context(torch.inference_mode(False))
                 context.enter_context(torch.no_grad())
-            run_microbatches(schedule, arg_mbs, kwarg_mbs, target_mbs, losses)
+            run_microbatches(schedule, stages, arg_mbs, kwarg_mbs, target_mbs, losses)
     except RuntimeError as error:
         # PyTorch's error names the tensors, but wraps the user's exception, which callers expect to catch.
         cause = error.__cause__

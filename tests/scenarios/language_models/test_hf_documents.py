@@ -83,6 +83,8 @@ def config_of(family: str, window: int | None = None) -> dict[str, Any]:
     config = {key: value for key, value in _SIZES.items() if key in known}
     if family == "falcon":
         config.pop("head_dim", None)  # which it computes
+    if family == "dbrx":
+        config["attn_config"] = {"rope_theta": 10_000.0, "clip_qkv": 8.0}  # without which it has no forward
     if family == "gpt_neo":
         config["attention_types"] = [[["global", "local"], 1]]
     if "sliding_window" in known:
@@ -97,7 +99,7 @@ def has_window(family: str) -> bool:
 
 
 def attention_of(family: str) -> str:
-    eager = ("codegen", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj")
+    eager = ("codegen", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "vaultgemma")
     return "eager" if family in eager else "sdpa"
 
 
