@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.distributed import THREADS, share_servers, threads_left
+from tests.stack import is_lacking, lacking
 from tests.tiers import TIERS, begin, left_out
 
 TESTS = Path(__file__).parent
@@ -59,11 +60,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
+    for item in items:
+        if (reason := lacking(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
     else:
         place = {path: number for number, path in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    if report.failed and (reason := is_lacking(str(report.longrepr))) is not None:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {reason}")
+    return report
 
 
 def pytest_collection_finish() -> None:
