@@ -6,16 +6,19 @@ removes the files of both. Since torchrec requires ``fbgemm-gpu`` on every machi
 working environment, and the import then fails far from the cause. :func:`check_environment` reads the installed
 versions, which is cheap because nothing is imported, and raises an error that describes the problem.
 :func:`import_torchrec` also explains an import that fails, and :func:`warn_of_clash` only warns, for code that may not
-need TorchRec.
+need TorchRec. The versions that belong together are in ``stacks.toml``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import re
 import shutil
+import tomllib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +27,77 @@ from types import ModuleType
 
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["Installed", "check_environment", "find_problem", "import_torchrec", "warn_of_clash"]
+__all__ = [
+    "Installed",
+    "Stack",
+    "Stacks",
+    "check_environment",
+    "find_problem",
+    "import_torchrec",
+    "require_torch",
+    "stacks",
+    "warn_of_clash",
+]
 
-# torch -> torchrec and fbgemm, by minor version, from fbgemm's compatibility table. Pairs newer than the last entry are
-# accepted, because the import shows whether they are compatible.
-TORCHREC_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
-OLDEST_TORCH = "2.11"
-# Proposed if the installed torch must be replaced; this project is developed with it.
-PREFERRED_TORCH = "2.13"
 
-# Requirements of torchrec in addition to fbgemm (iopath: up to 1.6), which `--no-deps` skips.
-TORCHREC_REQUIREMENTS = "torchmetrics==1.0.3 tensordict pyre-extensions tqdm iopath"
+@dataclass(frozen=True)
+class Stack:
+    """Versions that belong to one minor version of torch.
+
+    Attributes:
+        torchrec: minor version of torchrec; ``None`` if no fbgemm can be loaded with this torch.
+        fbgemm: minor version of fbgemm, or ``None``.
+        no_tables: reason why there is no torchrec, as a clause; ``None`` if there is one.
+        needs: requirements of torchrec in addition to fbgemm, which ``pip install --no-deps torchrec`` skips.
+        tested: exact versions of torch, torchrec and fbgemm that were tested.
+    """
+
+    torchrec: str | None
+    fbgemm: str | None
+    no_tables: str | None
+    needs: tuple[str, ...]
+    tested: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Contents of ``stacks.toml``.
+
+    Attributes:
+        of_torch: one stack for each minor version of torch, oldest first.
+        default: minor version of torch that this project is developed with, proposed if torch must be replaced.
+        language_models: oldest minor version of torch for language models in stages.
+    """
+
+    of_torch: dict[str, Stack]
+    default: str
+    language_models: str
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """Minor version of torchrec and fbgemm by minor version of torch."""
+        return {torch: stack.torchrec for torch, stack in self.of_torch.items() if stack.torchrec is not None}
+
+
+@functools.cache
+def stacks() -> Stacks:
+    """Read ``stacks.toml`` at the first call."""
+    table = tomllib.loads(importlib.resources.files("lightning_pipe").joinpath("stacks.toml").read_text("utf-8"))
+    common = tuple(table["torchrec_needs"])
+    return Stacks(
+        of_torch={
+            torch: Stack(
+                torchrec=entry.get("torchrec"),
+                fbgemm=entry.get("fbgemm"),
+                no_tables=entry.get("no_tables"),
+                needs=(*common, *entry.get("also_needs", ())),
+                tested=entry["tested"],
+            )
+            for torch, entry in table["stacks"].items()
+        },
+        default=table["default"],
+        language_models=table["language_models"],
+    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +155,9 @@ def find_problem(installed: Installed) -> str | None:
     torch = _minor(installed.torch)
     torchrec = _minor(installed.torchrec)
     if installed.torchrec is None:
+        stack = stacks().of_torch.get(torch or "")
+        if stack is not None and stack.no_tables is not None:
+            return _no_tables(installed.torch, stack.no_tables)
         return "The recsys strategies need torchrec, which is not installed."
     if installed.fbgemm_gpu is not None and installed.fbgemm_gpu_cpu is not None:
         return (
@@ -100,10 +166,17 @@ def find_problem(installed: Installed) -> str | None:
         )
     if installed.fbgemm_gpu is None and installed.fbgemm_gpu_cpu is None:
         return f"torchrec {installed.torchrec} is installed without fbgemm, which contains its compiled operators."
-    if torch is not None and _numbers(torch) < _numbers(OLDEST_TORCH):
-        return f"torch must be {OLDEST_TORCH} or newer, got torch {installed.torch}."
-    known = torch in TORCHREC_OF_TORCH or torchrec in TORCHREC_OF_TORCH.values()
-    if torch is not None and torchrec is not None and known and TORCHREC_OF_TORCH.get(torch) != torchrec:
+    table = stacks()
+    oldest = next(iter(table.of_torch))
+    if torch is not None and _numbers(torch) < _numbers(oldest):
+        return f"torch must be {oldest} or newer, got torch {installed.torch}."
+    # Versions newer than the table are accepted: the import shows whether they are compatible.
+    stack = table.of_torch.get(torch or "")
+    newest = list(table.pairs.values())[-1]
+    if stack is not None and stack.no_tables is not None and torchrec and _numbers(torchrec) <= _numbers(newest):
+        return _no_tables(installed.torch, stack.no_tables)
+    known = torch in table.pairs or torchrec in table.pairs.values()
+    if torch is not None and torchrec is not None and known and table.pairs.get(torch) != torchrec:
         return f"torch {installed.torch} and torchrec {installed.torchrec} are not compatible: {_pairs()}."
     fbgemm = _minor(installed.fbgemm_gpu or installed.fbgemm_gpu_cpu)
     if torchrec is not None and fbgemm is not None and torchrec != fbgemm:
@@ -230,15 +303,16 @@ def _mending_commands(installed: Installed, gpu: bool) -> list[str]:
     ]
     if present:
         commands.append(f"pip uninstall -y {' '.join(present)}")
-    if torch not in TORCHREC_OF_TORCH:
-        torch = PREFERRED_TORCH
+    table = stacks()
+    if torch not in table.pairs:
+        torch = table.default
         commands.append(f"pip install torch~={torch}.0")
-    release = f"{TORCHREC_OF_TORCH[torch]}.0"
+    stack = table.of_torch[torch]
     if gpu:
-        commands.append(f"pip install torchrec~={release} fbgemm-gpu~={release}")
+        commands.append(f"pip install torchrec~={stack.torchrec}.0 fbgemm-gpu~={stack.fbgemm}.0")
     else:
-        commands.append(f"pip install --no-deps torchrec~={release} fbgemm-gpu-cpu~={release}")
-        commands.append(f"pip install {TORCHREC_REQUIREMENTS}")
+        commands.append(f"pip install --no-deps torchrec~={stack.torchrec}.0 fbgemm-gpu-cpu~={stack.fbgemm}.0")
+        commands.append(f"pip install {' '.join(stack.needs)}")
     return commands
 
 
@@ -248,12 +322,17 @@ def _wants_gpu(installed: Installed, gpu: bool | None) -> bool:
     return has_nvidia_driver() and not (installed.torch or "").endswith("+cpu")
 
 
+def _no_tables(torch: str | None, reason: str) -> str:
+    newest = list(stacks().pairs)[-1]
+    return f"The recsys strategies need torch {newest} until a newer fbgemm exists, got torch {torch}: {reason}."
+
+
 def _pairs() -> str:
-    return ", ".join(f"torch {torch} needs torchrec {torchrec}" for torch, torchrec in TORCHREC_OF_TORCH.items())
+    return ", ".join(f"torch {torch} needs torchrec {torchrec}" for torch, torchrec in stacks().pairs.items())
 
 
 def _minor(version: str | None) -> str | None:
-    """Minor version, ``"2.13.0+cpu"`` -> ``"2.13"``; ``None`` if it is unknown or has another form."""
+    """Minor version, ``"2.14.1+cpu"`` -> ``"2.14"``; ``None`` if it is unknown or has another form."""
     match = re.match(r"\d+\.\d+", version or "")
     return match.group() if match else None
 

@@ -17,11 +17,12 @@ from lightning_pipe.environment import (
     find_problem,
     import_torchrec,
     require_torch,
+    stacks,
     warn_of_clash,
 )
 
-ON_CPU = Installed(torch="2.13.0+cpu", torchrec="1.8.0", fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0")
-ON_GPU = Installed(torch="2.13.0", torchrec="1.8.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu=None)
+ON_CPU = Installed(torch="2.14.1+cpu", torchrec="1.9.2", fbgemm_gpu=None, fbgemm_gpu_cpu="1.9.0")
+ON_GPU = Installed(torch="2.14.1", torchrec="1.9.2", fbgemm_gpu="1.9.0", fbgemm_gpu_cpu=None)
 
 
 def complaint(installed: Installed, gpu: bool = False) -> str:
@@ -41,8 +42,10 @@ def commands(message: str) -> list[str]:
         ON_GPU,
         Installed("2.11.0", "1.6.1", None, "1.6.0"),
         Installed("2.12.1+cu130", "1.7.0", "1.7.0+cu130", None),
-        Installed("2.14.1", "1.9.2", "1.9.0", None),
+        Installed("2.13.0", "1.8.0", None, "1.8.0"),
         Installed("2.15.0", "1.10.0", "1.10.0", None),
+        Installed("2.15.0", "unknown", "unknown", None),
+        Installed("2.16.0", "1.11.0", "1.11.0", None),
         Installed("2.14.0a0+git1234567", "unknown", "unknown", None),
         replace(ON_CPU, torch=None),
     ],
@@ -54,20 +57,20 @@ def test_versions_that_fit_or_cannot_be_judged_pass(installed: Installed) -> Non
 
 
 def test_both_fbgemm_distributions_are_named_and_both_removed_before_the_right_one_comes_back() -> None:
-    message = complaint(replace(ON_CPU, fbgemm_gpu="1.8.1"))
-    assert "fbgemm-gpu 1.8.1 and fbgemm-gpu-cpu 1.8.0 are both installed" in message
+    message = complaint(replace(ON_CPU, fbgemm_gpu="1.9.1"))
+    assert "fbgemm-gpu 1.9.1 and fbgemm-gpu-cpu 1.9.0 are both installed" in message
     assert commands(message) == [
         "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu",
-        "pip install --no-deps torchrec~=1.8.0 fbgemm-gpu-cpu~=1.8.0",
-        "pip install torchmetrics==1.0.3 tensordict pyre-extensions tqdm iopath",
+        "pip install --no-deps torchrec~=1.9.0 fbgemm-gpu-cpu~=1.9.0",
+        "pip install torchmetrics==1.0.3 tensordict pyre-extensions tqdm",
     ]
 
 
 def test_with_a_gpu_the_cuda_build_comes_back() -> None:
-    message = complaint(replace(ON_GPU, fbgemm_gpu_cpu="1.8.0"), gpu=True)
+    message = complaint(replace(ON_GPU, fbgemm_gpu_cpu="1.9.0"), gpu=True)
     assert commands(message) == [
         "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu",
-        "pip install torchrec~=1.8.0 fbgemm-gpu~=1.8.0",
+        "pip install torchrec~=1.9.0 fbgemm-gpu~=1.9.0",
     ]
 
 
@@ -75,16 +78,19 @@ def test_missing_torchrec_is_installed_to_fit_the_torch_that_is_there() -> None:
     message = complaint(Installed("2.11.0+cpu", None, None, None))
     assert "need torchrec, which is not installed" in message
     assert "torch 2.11.0+cpu" in message
-    assert commands(message)[0] == "pip install --no-deps torchrec~=1.6.0 fbgemm-gpu-cpu~=1.6.0"
+    assert commands(message) == [
+        "pip install --no-deps torchrec~=1.6.0 fbgemm-gpu-cpu~=1.6.0",
+        "pip install torchmetrics==1.0.3 tensordict pyre-extensions tqdm iopath",
+    ]
 
 
 def test_torchrec_without_fbgemm_is_named() -> None:
     message = complaint(replace(ON_CPU, fbgemm_gpu_cpu=None))
-    assert "torchrec 1.8.0 is installed without fbgemm" in message
+    assert "torchrec 1.9.2 is installed without fbgemm" in message
 
 
 @pytest.mark.parametrize(
-    ("torch", "torchrec"), [("2.11.0", "1.8.0"), ("2.13.0", "1.6.1"), ("2.14.0", "1.8.0"), ("2.15.0", "1.9.2")]
+    ("torch", "torchrec"), [("2.11.0", "1.8.0"), ("2.13.0", "1.6.1"), ("2.14.0", "1.8.0"), ("2.16.0", "1.9.2")]
 )
 def test_a_torch_and_a_torchrec_of_different_pairs_are_named_with_the_pairs(torch: str, torchrec: str) -> None:
     message = complaint(Installed(torch, torchrec, None, torchrec))
@@ -101,11 +107,25 @@ def test_mending_a_pair_keeps_the_torch_that_is_there() -> None:
     ]
 
 
-@pytest.mark.parametrize("torch", ["2.9.1", "2.15.0"])
+@pytest.mark.parametrize("torch", ["2.9.1", "2.16.0"])
 def test_a_torch_that_no_known_torchrec_fits_is_replaced(torch: str) -> None:
     message = complaint(Installed(torch, "1.8.0", None, "1.8.0"))
     assert torch in message
-    assert "pip install torch~=2.13.0" in commands(message)
+    assert "pip install torch~=2.14.0" in commands(message)
+
+
+@pytest.mark.parametrize("torchrec", ["1.8.0", "1.9.2", None])
+def test_a_torch_without_an_fbgemm_is_named_with_the_one_that_has_it_and_the_reason(torchrec: str | None) -> None:
+    message = complaint(Installed("2.15.0", torchrec, None, torchrec))
+    assert "need torch 2.14 until a newer fbgemm exists, got torch 2.15.0: no fbgemm is built for it" in message
+    assert "c10::report_overflow" in message
+    uninstall = ["pip uninstall -y fbgemm-gpu-cpu"] if torchrec else []
+    assert commands(message) == [
+        *uninstall,
+        "pip install torch~=2.14.0",
+        "pip install --no-deps torchrec~=1.9.0 fbgemm-gpu-cpu~=1.9.0",
+        "pip install torchmetrics==1.0.3 tensordict pyre-extensions tqdm",
+    ]
 
 
 def test_a_torch_below_the_oldest_supported_is_called_too_old() -> None:
@@ -115,7 +135,7 @@ def test_a_torch_below_the_oldest_supported_is_called_too_old() -> None:
 
 def test_a_fbgemm_of_another_version_than_torchrec_is_named() -> None:
     message = complaint(replace(ON_CPU, fbgemm_gpu_cpu="1.6.0"))
-    assert "torchrec 1.8.0 and fbgemm 1.6.0 are not compatible" in message
+    assert "torchrec 1.9.2 and fbgemm 1.6.0 are not compatible" in message
 
 
 def test_versions_are_read_from_the_metadata_of_the_packages_on_the_path(
@@ -151,16 +171,16 @@ def fails_to_load(name: str) -> ModuleType:
 
 
 def test_a_cuda_build_that_cannot_be_loaded_is_named_with_its_cause_and_replaced_by_the_cpu_build() -> None:
-    with pytest.raises(SetupError, match=r"fbgemm-gpu 1\.8\.0 is a CUDA build.*libnvidia-ml\.so\.1") as error:
+    with pytest.raises(SetupError, match=r"fbgemm-gpu 1\.9\.0 is a CUDA build.*libnvidia-ml\.so\.1") as error:
         import_torchrec(fails_to_load, installed=ON_GPU, gpu=False)
     assert isinstance(error.value.__cause__, OSError)
     assert commands(str(error.value))[:2] == [
         "pip uninstall -y fbgemm-gpu",
-        "pip install --no-deps torchrec~=1.8.0 fbgemm-gpu-cpu~=1.8.0",
+        "pip install --no-deps torchrec~=1.9.0 fbgemm-gpu-cpu~=1.9.0",
     ]
 
 
-@pytest.mark.parametrize("installed", [ON_CPU, replace(ON_GPU, torch="2.13.0+cpu", fbgemm_gpu="1.8.0+cpu")], ids=str)
+@pytest.mark.parametrize("installed", [ON_CPU, replace(ON_GPU, torch="2.14.1+cpu", fbgemm_gpu="1.9.0+cpu")], ids=str)
 def test_a_cpu_build_whose_files_were_removed_is_installed_anew(installed: Installed) -> None:
     def files_are_gone(name: str) -> ModuleType:
         raise ModuleNotFoundError(f"No module named {name!r}")
@@ -176,12 +196,12 @@ def test_a_clash_is_reported_before_any_import_is_tried() -> None:
         raise AssertionError(f"imported {name}")
 
     with pytest.raises(SetupError, match="are both installed"):
-        import_torchrec(must_not_be_called, installed=replace(ON_CPU, fbgemm_gpu="1.8.0"), gpu=False)
+        import_torchrec(must_not_be_called, installed=replace(ON_CPU, fbgemm_gpu="1.9.0"), gpu=False)
 
 
 def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clashes_or_torchrec_is_not_there() -> None:
     with pytest.warns(UserWarning, match=r"are both installed(.|\n)*pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"):
-        warn_of_clash(replace(ON_CPU, fbgemm_gpu="1.8.0"), gpu=False)
+        warn_of_clash(replace(ON_CPU, fbgemm_gpu="1.9.0"), gpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_clash(ON_CPU)
@@ -189,14 +209,19 @@ def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clas
 
 
 def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
-    require_torch("2.13", "stages", "2.13.0+cpu")
+    require_torch("2.12", "stages", "2.12.0+cpu")
     require_torch("2.11", "stages")
     with pytest.raises(
-        SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed. Run: pip install"
+        SetupError, match=r"stages need torch 2\.12 or newer.*torch 2\.11\.0 is installed. Run: pip install"
     ):
-        require_torch("2.13", "stages", "2.11.0")
+        require_torch("2.12", "stages", "2.11.0")
     with pytest.raises(SetupError, match=r"graphs need torch 2\.13 or newer, where they end, but torch 2\.12\.1 is"):
         require_torch("2.13", "graphs", "2.12.1", reason="where they end")
+
+
+def test_the_table_of_versions_is_read_once_and_has_the_default() -> None:
+    assert stacks() is stacks()
+    assert stacks().default in stacks().pairs
 
 
 def test_the_environment_that_runs_the_tests_has_a_torchrec_that_loads() -> None:

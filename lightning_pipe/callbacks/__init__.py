@@ -18,9 +18,9 @@ __all__ = ["BubbleMonitor", "PipelineMonitor", "PipelineProfiler", "PipelineTrac
 def __getattr__(name: str) -> Any:
     # Imported on demand, because it requires a newer torch than the other callbacks.
     if name == "BubbleMonitor":
-        from lightning_pipe.environment import require_torch
+        from lightning_pipe.environment import require_torch, stacks
 
-        require_torch("2.13", "language models in pipeline stages")
+        require_torch(stacks().language_models, "language models in pipeline stages")
         from lightning_pipe.callbacks.bubble import BubbleMonitor
 
         return BubbleMonitor

@@ -70,9 +70,9 @@ def __getattr__(name: str) -> Any:
 
         import_torchrec()
     if name in _LLM_MODULES:
-        from lightning_pipe.environment import require_torch
+        from lightning_pipe.environment import require_torch, stacks
 
-        require_torch("2.13", "language models in pipeline stages")
+        require_torch(stacks().language_models, "language models in pipeline stages")
     modules = _MODULES | _LLM_MODULES
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
