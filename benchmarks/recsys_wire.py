@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Ca
     sharded = shard_model(
         model,
         device=torch.device("cpu"),
-        group=dist.new_group(),
+        group=cast(dist.ProcessGroup, dist.new_group()),
         sparse_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}},
         constraints={f"table{index}": {"sharding_types": ["table_wise"]} for index in range(options.tables)},
         quantized_comms=None if precision is None else {"forward": precision, "backward": precision},

@@ -108,5 +108,5 @@ def with_waits(actions: Mapping[int, Sequence[_Action]]) -> dict[int, list[_Acti
             for one in (action, _Action(action.stage_index, wait_for_reduction, None))
             if one is action or action.computation_type is reduce
         ]
-    added: dict[int, list[_Action]] = schedules._add_wait_send(complete)
+    added: dict[int, list[_Action]] = schedules._add_wait_send(complete)  # type: ignore[attr-defined, unused-ignore]
     return added

@@ -16,7 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Conversion", "conversions_of", "is_pretrained_model", "no_initialisers", "not_ignored"]
+__all__ = [
+    "Conversion",
+    "conversions_of",
+    "is_pretrained_model",
+    "no_initialisers",
+    "not_ignored",
+    "rows_of_one_document",
+]
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -36,6 +43,25 @@ def no_initialisers() -> Generator[None, None, None]:
 
     with no_init_weights():
         yield
+
+
+@contextmanager
+def rows_of_one_document() -> Generator[None, None, None]:
+    """Make models without data take each row for one document, as they do with data unless positions say otherwise.
+
+    Without data, transformers cannot see whether positions restart, and would build masks of (rows, 1, length, length)
+    that training does not have. Without effect if no model of transformers has been imported.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    find = getattr(module, "find_packed_sequence_indices", None)
+    if module is None or find is None:
+        yield
+        return
+    module.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = find
 
 
 @dataclass(frozen=True)

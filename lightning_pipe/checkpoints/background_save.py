@@ -56,7 +56,8 @@ class BackgroundSave:
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.group: dist.ProcessGroup = group
         self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
         self._saving: Future[None] | None = None
         self._after: list[Callable[[], None]] = []

@@ -298,7 +298,8 @@ def fits(rank: int, world_size: int, folder: str) -> dict[str, Seen]:
         mock.patch.object(time, "perf_counter", side_effect=lambda: seconds() + AHEAD * rank),
         mock.patch.object(time, "perf_counter_ns", side_effect=lambda: nanoseconds() + AHEAD * 10**9 * rank),
     ):
-        seen["clock"] = Seen(offset=measure_offset(dist.new_group(backend="gloo")))
+        group: Any = dist.new_group(backend="gloo")
+        seen["clock"] = Seen(offset=measure_offset(group))
         seen["recsys"] = fit_recsys(folder, PipelineTrace("recsys.json", (2, 3), picture="recsys.png"))
         seen["failed"] = fit_recsys(folder, PipelineTrace("failed.json", (1, 9), picture=None), fails=True)
         seen["llm"] = fit_llm(folder, [PipelineTrace("llm.json", (2, 2), picture="llm.png")])

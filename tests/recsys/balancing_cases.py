@@ -88,7 +88,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def opened(balancer: BatchBalancer) -> Iterator[BatchBalancer]:
-    group = dist.new_group()
+    group: Any = dist.new_group()
     balancer.open(group, dist.group.WORLD, CPU)
     try:
         yield balancer

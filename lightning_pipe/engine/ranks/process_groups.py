@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -43,10 +43,10 @@ def new_group(
     if shared and not hasattr(dist.Backend, _NAME.upper()):
         devices = dist.Backend.backend_capability[dist.Backend.GLOO]
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=list(devices))
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=_NAME if shared else backend)
+    group: Any = dist.new_group(ranks, timeout=timeout, backend=_NAME if shared else backend)
     if shared and isinstance(group, dist.ProcessGroup):
         present_as_gloo(group)
-    return group
+    return cast(dist.ProcessGroup, group)
 
 
 def _make(asked: Any, _: Any) -> Any:

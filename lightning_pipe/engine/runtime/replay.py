@@ -120,7 +120,7 @@ def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
         upstream: tensors that require grad.
     """
     anchor = torch.empty(0, device=value.device, requires_grad=True)
-    result: Tensor = _Graft.apply(value, anchor, *upstream)  # type: ignore[no-untyped-call]
+    result: Tensor = _Graft.apply(value, anchor, *upstream)
     return result
 
 

@@ -99,7 +99,7 @@ def pass_router_logits(
     weights: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Return a router's logits or weights unchanged, and add the gradients of its losses to the logits' in the backward.
+    """Return a router's logits or weights unchanged, and add the gradients of its losses in the backward.
 
     Of E experts, expert e gets the share f(e) of the choices (k for each token), and P(e) is its mean probability. The
     load-balancing loss is E times the sum of f(e) P(e) (Switch Transformer, arXiv 2101.03961, equations 4 to 6, with f

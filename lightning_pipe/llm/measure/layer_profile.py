@@ -21,6 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe._compat.torch import TorchDispatchMode, is_view, tree_leaves, tree_map_only
+from lightning_pipe._compat.transformers import rows_of_one_document
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
@@ -182,7 +183,7 @@ def measure_footprints(
 
     @contextmanager
     def without_memory() -> Iterator[None]:
-        with mode, NoConditions():
+        with mode, NoConditions(), rows_of_one_document():
             yield
 
     def weighed(

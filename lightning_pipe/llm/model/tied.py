@@ -94,7 +94,7 @@ class TiedGradients:
             for pipeline in pipelines:
                 members = [pipeline[holder] for holder in holders]
                 group = dist.new_group(members)
-                if dist.get_rank() in members:
+                if isinstance(group, dist.ProcessGroup):
                     self._copies.append((parameters[one.names[0]], group))
 
     @torch.no_grad()

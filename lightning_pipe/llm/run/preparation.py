@@ -173,7 +173,7 @@ class BatchPreparation:
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
         gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
-        work = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
+        work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
         return PreparedBatch(batch, cut, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:

@@ -87,7 +87,7 @@ class _Through:
             return lambda: torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._kind == "all_to_all":
             received = sent.new_empty(int(sizes[:, me].sum()))
-            work = dist.all_to_all_single(
+            work: Any = dist.all_to_all_single(
                 received, sent, sizes[:, me].tolist(), sizes[me].tolist(), group=self._group, async_op=True
             )
 

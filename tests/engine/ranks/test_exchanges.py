@@ -68,7 +68,9 @@ def several(rank: int, world_size: int) -> None:
     sizes = [100_000, 1, 0, 5000]
     sent = [torch.full((2 * size,), 10 * rank + index) for index, size in enumerate(sizes)]
     received = [torch.empty(2 * size, dtype=torch.int64) for size in sizes]
-    works = [dist.all_to_all_single(*pair, group=group, async_op=True) for pair in zip(received, sent, strict=True)]
+    works: list[Any] = [
+        dist.all_to_all_single(*pair, group=group, async_op=True) for pair in zip(received, sent, strict=True)
+    ]
     total = torch.tensor([rank + 1])
     dist.all_reduce(total, group=group)  # among them, on the same group
     # Each rank waits in another order; the second is never waited for.

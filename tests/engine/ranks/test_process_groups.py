@@ -96,7 +96,8 @@ def test_whoever_asks_takes_them_for_gloos() -> None:
 
 
 def asked(rank: int, world_size: int) -> None:
-    group, glooes = new_group(), dist.new_group()
+    group = new_group()
+    glooes: Any = dist.new_group()
     assert dist.get_backend(group) == dist.get_backend(glooes) == "gloo"
     for device in ("cpu", "cuda"):
         assert type(group._get_backend(torch.device(device))) is dist.ProcessGroupGloo

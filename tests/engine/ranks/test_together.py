@@ -64,8 +64,8 @@ def shared(rank: int, world_size: int) -> dict[str, Any]:
 
         return raised(lambda: from_rank(work, FAILED, world, 1, kind))
 
-    pair = dist.new_group([1, 2])
-    alone = [dist.new_group([index]) for index in range(world_size)]
+    pair: Any = dist.new_group([1, 2])
+    alone: list[Any] = [dist.new_group([index]) for index in range(world_size)]
     return {
         "values": gather(10 * rank, world),
         "to first": gather_to_first(10 * rank, world),

@@ -112,7 +112,7 @@ Held = dict[tuple[str, int], list[dict[tuple[int, int], int]]]
 
 
 def all_schedules(rank: int, world_size: int) -> Held:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     whole = dist.group.WORLD
     assert whole is not None
     groups = {2: pairs[rank // 2], 4: whole}

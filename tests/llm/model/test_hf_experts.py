@@ -29,7 +29,8 @@ def make_hf(kind: type[PretrainedConfig], layers: int) -> Any:
     options: dict[str, Any] = {"num_local_experts" if kind is MixtralConfig else "num_experts": EXPERTS}
     if kind is Qwen3MoeConfig:
         options |= {"moe_intermediate_size": 12, "head_dim": 4}
-    config = kind(
+    make: Any = kind
+    config = make(
         vocab_size=17,
         hidden_size=8,
         intermediate_size=12,

@@ -169,7 +169,7 @@ def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     kinds: dict[str, Callable[[dist.ProcessGroup], Statuses | None]]
     kinds = {"board": StatusBoard.of, "reduced": ReducedStatuses}
     for kind, make in kinds.items():
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
         statuses = make(group)
         assert statuses is not None
         found[kind] = given_by_sources(rank, group, statuses)

@@ -409,7 +409,8 @@ CASES: list[Case] = [
 
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     """One start of three ranks for all cases; a case that raises does not hide the others."""
-    pair, everyone = dist.new_group([0, 1]), dist.group.WORLD
+    pair: Any = dist.new_group([0, 1])
+    everyone = dist.group.WORLD
     assert everyone is not None
     results = {}
     for case in CASES:

@@ -147,7 +147,8 @@ def inline(rank: int, world: int, used: dict[str, Any]) -> list[str]:
 
 def fused(rank: int, world: int) -> dict[str, Any]:
     """Counts collectives by process group."""
-    input_group, agree_group = dist.new_group(), dist.new_group()
+    groups: list[Any] = [dist.new_group(), dist.new_group()]
+    input_group, agree_group = groups
     model = shard(Bags(), {"af0": "table_wise", "af1": "row_wise", "bf1": "row_wise", "bf2": "column_wise"})
     rewrite = ModelRewrite(model, input_group=input_group, agree_group=agree_group)
     data = batches(3)
@@ -193,9 +194,10 @@ def fused(rank: int, world: int) -> dict[str, Any]:
 
 def other_ranks(rank: int, world: int) -> tuple[dict[str, str], bool]:
     """Modules sharded over both ranks, and an input group of one."""
-    alone = [dist.new_group([0]), dist.new_group([1])]
+    alone: list[Any] = [dist.new_group([0]), dist.new_group([1])]
     model, plain = shard(Bags()), shard(Bags())
-    rewrite = ModelRewrite(model, input_group=alone[rank], agree_group=dist.new_group())
+    together: Any = dist.new_group()
+    rewrite = ModelRewrite(model, input_group=alone[rank], agree_group=together)
     losses = pipelined_losses(rewrite, model, batches(3))
     return rewrite.unpipelined, losses == reference_losses(plain, batches(3))
 
