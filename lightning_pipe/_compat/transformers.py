@@ -52,7 +52,7 @@ def rows_of_one_document() -> Generator[None, None, None]:
     Without data, transformers cannot see whether positions restart, and would build masks of (rows, 1, length, length)
     that training does not have. Without effect if no model of transformers has been imported.
     """
-    module = sys.modules.get("transformers.masking_utils")
+    module: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
     if module is None or find is None:
         yield

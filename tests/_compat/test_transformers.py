@@ -24,7 +24,7 @@ from lightning_pipe._compat.transformers import (
     rows_of_one_document,
 )
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 19,
     "hidden_size": 16,
     "intermediate_size": 32,
