@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than the files that the environment is made from, so that a second call does nothing.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-all test-oldest bench bench-all docs lint format clean
+.PHONY: setup train train-llm test test-all test-matrix bench bench-all docs lint format clean
 
 setup: $(STAMP)
 
@@ -32,9 +32,10 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest --exhaustive $(or $(FILE),-n $(WORKERS) --dist loadfile)
 
-# The oldest supported versions. The package index only has their CUDA builds (several GB).
-test-oldest:
-	scripts/test_oldest.sh
+# The tests on every tested combination of PyTorch and Python, with a download of some GB for each PyTorch. One of them:
+# .venv/bin/nox --list, then .venv/bin/nox -s NAME. The counts are put into docs/stacks.md.
+test-matrix: setup
+	$(BIN)/nox
 
 # One table, and benchmarks/results/latest.json. bench measures the figures of the docs, in about 12 minutes on two quiet
 # cores; bench-all runs every benchmark.

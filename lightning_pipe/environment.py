@@ -67,11 +67,13 @@ class Stacks:
         of_torch: one stack for each minor version of torch, oldest first.
         default: minor version of torch that this project is developed with, proposed if torch must be replaced.
         language_models: oldest minor version of torch for language models in stages.
+        python: minor versions of Python, oldest first.
     """
 
     of_torch: dict[str, Stack]
     default: str
     language_models: str
+    python: tuple[str, ...]
 
     @property
     def pairs(self) -> dict[str, str]:
@@ -97,6 +99,7 @@ def stacks() -> Stacks:
         },
         default=table["default"],
         language_models=table["language_models"],
+        python=tuple(table["python"]),
     )
 
 

@@ -13,8 +13,8 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
     echo "setup: $python is $("$python" --version 2>&1); expected Python 3.11 or newer. Run make setup PYTHON=..." >&2
     exit 1
 }
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-    echo "setup: $python is $("$python" --version 2>&1); the pinned versions are only tested with Python 3.11." >&2
+"$python" -c 'import sys; sys.exit(sys.version_info > (3, 14))' ||
+    echo "setup: $python is $("$python" --version 2>&1); the pinned versions are tested with Python 3.11 to 3.13." >&2
 
 # The interpreter's own pip installs the pinned pip into .venv, so Debian's python3-venv is not required.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
