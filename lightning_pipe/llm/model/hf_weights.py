@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_pipe._compat.torch import dispatch_modes_disabled
 from lightning_pipe._compat.transformers import (
     Conversion,
     conversions_of,
@@ -208,12 +209,13 @@ class PretrainedWeights:
         sources = [self.tensors[name] for name in conversion.sources]
         if conversion.transform is None:
             return {conversion.first: sources[0]}
-        empty = {
-            name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
-            for name, one in zip(conversion.sources, sources, strict=True)
-        }
         kind = next((one.dtype for one in sources if one.dtype not in _FLOATS), sources[0].dtype)
-        results = conversion.run(empty, model)
+        with dispatch_modes_disabled():  # such as that of deferred_init, which would record these tensors
+            empty = {
+                name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
+                for name, one in zip(conversion.sources, sources, strict=True)
+            }
+            results = conversion.run(empty, model)
         return {own: StoredTensor(sources[0].file, tuple(one.shape), kind) for own, one in results.items()}
 
 
