@@ -1,4 +1,4 @@
-"""Families of Hugging Face's, dense and mixtures of experts: loaded, trained in stages as by a plain loop, and exported."""
+"""Hugging Face's families, dense and mixtures of experts: loaded, trained in stages as by a plain loop, exported."""
 
 from __future__ import annotations
 
