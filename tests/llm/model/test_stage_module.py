@@ -245,7 +245,7 @@ def test_the_last_stage_gives_logits_whatever_else_the_model_returns() -> None:
 def test_no_cache_of_keys_and_values_is_kept() -> None:
     model = llama(use_cache=True)
     caches: list[Any] = []
-    layers: Any = model.model.layers
+    layers: Any = model.model.layers  # type: ignore[union-attr]
     # The argument has another name in transformers 5.24.
     (cached,) = {"cache", "past_key_values"} & inspect.signature(layers[0].forward).parameters.keys()
     for layer in layers:
