@@ -234,9 +234,7 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     """Causal LM with uninitialised parameters, which have no memory inside ``deferred_init``.
 
     No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
-    have torch's default dtype, not the dtype of the files that the config names (as with ``from_pretrained(dtype=...)``
-    of that dtype). Buffers
-    that the constructor computes have their values.
+    have torch's default dtype, not that of the files. Buffers that the constructor computes have their values.
 
     Args:
         config: a ``PretrainedConfig``.
