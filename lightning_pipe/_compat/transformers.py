@@ -102,12 +102,15 @@ class Conversion:
         return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
 
 
-def conversions_of(model: Any, names: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+def conversions_of(
+    model: Any, names: Iterable[str], own_names: Iterable[str] | None = None
+) -> tuple[list[Conversion], list[str]]:
     """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would.
 
     Args:
-        model: transformers' whole model.
+        model: transformers' model, whole or a part of its layers.
         names: names of the tensors in the files.
+        own_names: names of the whole model's tensors (default: those of *model*).
 
     Returns:
         Conversions, and the names, as the model would have them, of tensors that the model does not have.
@@ -119,7 +122,7 @@ def conversions_of(model: Any, names: Iterable[str]) -> tuple[list[Conversion], 
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    state = model.state_dict()
+    state = dict.fromkeys(model.state_dict() if own_names is None else own_names)
     found: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(names, key=dot_natural_key):

@@ -33,6 +33,7 @@ __all__ = [
     "EXPORTED_FROM",
     "check_stages",
     "differences",
+    "fill_alone",
     "fill_from_folder",
     "misfits",
     "read_metadata",
@@ -178,14 +179,23 @@ def read_whole(
         if only in (None, path[0]):
             # Backed by files: the operating system can evict values that do not fit into memory.
             set_element(whole, path, room(stored, partial(_on_disk, beside / str(number))))
+    fill_alone(folder, saved, whole, weights_only)
+    return whole
+
+
+def fill_alone(folder: Path, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
+    """Fill the tensors of *state* from the folder, in one process, or in each without communication.
+
+    Raises:
+        SetupError: see :func:`read_whole`.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = SafePlanner(weights_only=weights_only)
         try:
-            dcp.load(whole, storage_reader=SafeReader(folder, saved), planner=planner, no_dist=True)
+            dcp.load(state, storage_reader=SafeReader(folder, saved), planner=planner, no_dist=True)
         except dcp.CheckpointException as error:
             raise SetupError(reasons(error)) from error
-    return whole
 
 
 def room(stored: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:

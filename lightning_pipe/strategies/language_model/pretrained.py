@@ -15,6 +15,7 @@ from lightning_pipe.checkpoints.folder_reading import differences, read_metadata
 from lightning_pipe.checkpoints.stage_layout import KIND, MODEL, other_names
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
+from lightning_pipe.strategies.language_model.older_names import under_own_names
 
 __all__ = ["export_pretrained"]
 
@@ -48,6 +49,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=kinds.pop() if len(kinds) == 1 else None
             )
+        weights = under_own_names(model, weights)
         tied = other_names(model)
         sizes = {name: value.size() for name, value in weights.items()}
         needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
