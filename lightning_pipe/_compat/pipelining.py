@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -24,7 +24,10 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe._compat.torch import is_view
 
-__all__ = ["forget_output", "is_wait", "make_detachable", "run_microbatches", "with_waits"]
+__all__ = ["KEEPS_MESSAGES", "forget_output", "is_wait", "make_detachable", "run_microbatches", "with_waits"]
+
+# True if received and sent hidden states of all micro-batches exist until the end of a step, as until PyTorch 2.14.
+KEEPS_MESSAGES = not hasattr(PipelineStage, "release_fwd_send_outputs")
 
 _WAIT = re.compile(r"\s*\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*\s*")
 _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters

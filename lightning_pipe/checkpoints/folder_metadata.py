@@ -101,7 +101,8 @@ def _storage_info(state: dict[str, Any]) -> _StorageInfo:
 
 
 def _properties(state: Any) -> TensorProperties:
-    if type(state) is not tuple or len(state) != 5 or state[0] not in DTYPES.values():
+    # PyTorch 2.15 adds the strides that the tensor had in memory, which the files do not depend on.
+    if type(state) is not tuple or len(state) not in (5, 6) or state[0] not in DTYPES.values():
         raise _Refused("properties of state_dict_metadata have no dtype, expected a numeric or boolean dtype")
     return TensorProperties(dtype=state[0])
 

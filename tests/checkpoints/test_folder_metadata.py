@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from lightning_pipe.checkpoints.safe_reading import SafeReader
 from lightning_pipe.engine import SetupError
@@ -42,6 +42,19 @@ def test_members_of_an_enum_are_read_as_early_releases_of_python_3_11_pickle_the
     )
     path.write_bytes(pickle.dumps(metadata))
     assert b"getattr" in path.read_bytes()
+    assert SafeReader(folder).read_metadata() == expected
+
+
+@pytest.mark.parametrize("more", [(), (None,), ((1,),)], ids=["2.14", "2.15, unknown strides", "2.15"])
+def test_properties_of_tensors_are_read_as_any_release_of_pytorch_writes_them(
+    folder: Path, more: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = SafeReader(folder).read_metadata()
+    state = (torch.float32, torch.strided, False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False, *more)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda _: state)
+    path.write_bytes(pickle.dumps(metadata))
     assert SafeReader(folder).read_metadata() == expected
 
 

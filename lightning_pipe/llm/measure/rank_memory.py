@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch.distributed.pipelining.schedules import _Action
 
+from lightning_pipe._compat.pipelining import KEEPS_MESSAGES
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
@@ -96,6 +97,7 @@ def estimate_memory(
     optimizer_bytes: Pieces[int],
     *,
     sharing: Sharing | None = None,
+    keeps_messages: bool = KEEPS_MESSAGES,
 ) -> list[RankMemory]:
     """Estimate the memory of each rank.
 
@@ -107,13 +109,16 @@ def estimate_memory(
         sharing: numbers of ranks that share each stage; None (default) for no sharing. Parameters are assumed to be
             shared evenly, and layers to be sharded completely by tensor parallelism; activations of layers are assumed
             not to be sharded by it.
+        keeps_messages: True if hidden states that are received or sent exist until the end of the step; False if those
+            of a micro-batch exist until its backward (default: what the installed PyTorch does).
 
     Returns:
         The memory of each rank of the pipeline, in order.
     """
     shared = sharing or Sharing()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
-    stages = [_stage_memory(pieces, layers_per_stage, stage, shared) for stage in range(len(layers_per_stage))]
+    numbers = range(len(layers_per_stage))
+    stages = [_stage_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers]
     # For each piece: its footprint, the bytes of its optimiser states, and the number of ranks that share its matrices.
     sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)
     owned: Pieces[tuple[Footprint, int, int]] = Pieces.of(lambda *parts: parts, pieces, optimizer_bytes, sharers)
@@ -131,7 +136,7 @@ def estimate_memory(
                 gradients=sum(_divide(one.gradients, tensor * shared.shard) for one, _, tensor in parts) + in_step,
                 optimizer=sum(_divide(states, tensor * shared.shard) for _, states, tensor in parts),
                 buffers=pieces.empty.buffers * len(mine) + sum(one.buffers for one, *_ in parts),
-                messages=microbatches * sum(_messages(stages, stage, len(mine)) for stage in mine),
+                messages=sum(_messages(stages, stage, len(mine), microbatches, keeps_messages) for stage in mine),
                 activations=activations,
                 live=live,
             )
@@ -140,7 +145,7 @@ def estimate_memory(
 
 
 def _stage_memory(
-    pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int, sharing: Sharing
+    pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int, sharing: Sharing, keeps_messages: bool
 ) -> _StageMemory:
     parts = pieces_of_stage(pieces, layers_per_stage, stage)
     kept, held = pieces.empty.kept, pieces.empty.kept
@@ -158,7 +163,10 @@ def _stage_memory(
     first = next(iter(parts), pieces.empty)
     received = 0 if stage == 0 else _hidden(pieces, layers_per_stage, stage)
     output = parts[-1].output if parts else first.output
-    numbers = (kept, held, received, output, in_forward, in_backward - kept, in_first - kept, in_second)
+    numbers = [kept, held, received, output, in_forward, in_backward - kept, in_first - kept, in_second]
+    if not keeps_messages:  # a received input exists until its backward
+        numbers[0] += received
+        numbers[1] += received
     return _StageMemory(*(_divide(max(one, 0), sharing.context) for one in numbers))
 
 
@@ -190,13 +198,17 @@ def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory]) -> tuple[int, 
     return most, most_live
 
 
-def _messages(stages: Sequence[_StageMemory], stage: int, stages_of_rank: int) -> int:
-    """Bytes per micro-batch: buffers for hidden states and their gradients, and sent tensors that PyTorch keeps."""
+def _messages(
+    stages: Sequence[_StageMemory], stage: int, stages_of_rank: int, microbatches: int, keeps_messages: bool
+) -> int:
+    """Bytes of receive buffers for hidden states and their gradients, and of sent tensors that PyTorch keeps."""
     last = stage == len(stages) - 1
-    received = stages[stage].received + (0 if last else stages[stage].output)
-    # Gradients of received tensors are kept; with several stages a rank, sent outputs are kept, too.
-    kept = stages[stage].received + (0 if last or stages_of_rank == 1 else stages[stage].output)
-    return received + kept
+    received, output = stages[stage].received, 0 if last else stages[stage].output
+    if keeps_messages:
+        # Gradients of received tensors are kept; with several stages a rank, sent outputs are kept, too.
+        return microbatches * (2 * received + output + (0 if stages_of_rank == 1 else output))
+    # Gradients, received and sent, stay until the end of the step; hidden states belong to their micro-batch.
+    return microbatches * (received + output)
 
 
 def _divide(number: int, parts: int) -> int:

@@ -29,9 +29,11 @@ EASY = replace(PIECES, layers=(replace(LAYER, held=0, in_input_backward=0, in_we
 STATES = Pieces(0, 7, (2000,) * 4, 9)
 
 
-def memory_of(schedule: str, layers: tuple[int, ...], m: int = 4, **options: Any) -> list[RankMemory]:
+def memory_of(
+    schedule: str, layers: tuple[int, ...], m: int = 4, keeps_messages: bool = True, **options: Any
+) -> list[RankMemory]:
     actions = actions_of(SCHEDULES[schedule], 2, m)
-    return estimate_memory(actions, layers, PIECES, STATES, **options)
+    return estimate_memory(actions, layers, PIECES, STATES, keeps_messages=keeps_messages, **options)
 
 
 def test_parameters_gradients_and_states_are_those_of_a_ranks_pieces() -> None:
@@ -50,7 +52,8 @@ def test_what_needs_most_is_the_first_backward_after_all_forwards_that_come_befo
 def test_a_forward_may_need_more_than_any_backward() -> None:
     (needy,) = (footprint(output=1, kept=10, held=10, in_forward=500),)
     pieces = Pieces(footprint(output=1), None, (needy,) * 2, footprint())
-    found = estimate_memory(actions_of(SCHEDULES["gpipe"], 2, 3), (1, 1), pieces, Pieces(0, 7, (2000,) * 2, 9))
+    actions, states = actions_of(SCHEDULES["gpipe"], 2, 3), Pieces(0, 7, (2000,) * 2, 9)
+    found = estimate_memory(actions, (1, 1), pieces, states, keeps_messages=True)
     assert [one.activations for one in found] == [2 * 10 + 500] * 2
 
 
@@ -79,6 +82,14 @@ def test_buffers_of_messages_are_there_for_every_micro_batch() -> None:
     several = memory_of("interleaved_1f1b", (1, 1, 1, 1))
     # The middle stages receive two tensors, and keep what they send: a gradient and hidden states.
     assert [one.messages for one in several] == [4 * (2 + 4), 4 * (4 + 2)]
+
+
+def test_hidden_states_belong_to_their_micro_batch_from_pytorch_2_15_on() -> None:
+    first, last = memory_of("1f1b", (2, 2), keeps_messages=False)
+    before, before_last = memory_of("1f1b", (2, 2))
+    # Gradients are there for every micro-batch, hidden states for the one that the last stage has in its backward.
+    assert (first.messages, last.messages) == (4 * 1, 4 * 1)
+    assert (first.activations, last.activations) == (before.activations, before_last.activations + 1)
 
 
 @pytest.mark.parametrize("gathered", [True, False])

@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
         ),
         (
             8,
-            "head_dim",
+            "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim q_lora_rank kv_lora_rank",
         ),
         (
             0,
@@ -83,6 +83,8 @@ def config_of(family: str, window: int | None = None) -> dict[str, Any]:
     config = {key: value for key, value in _SIZES.items() if key in known}
     if family == "falcon":
         config.pop("head_dim", None)  # which it computes
+    if family == "deepseek_v3":
+        config["num_key_value_heads"] = config["num_attention_heads"]  # which the checkpoints of the family have, too
     if family == "dbrx":
         config["attn_config"] = {"rope_theta": 10_000.0, "clip_qkv": 8.0}  # without which it has no forward
     if family == "gpt_neo":
