@@ -33,6 +33,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "ALL_TO_ALL_SINGLE",
     "EnumerableShardingSpec",
     "ShardedTensor",
     "TorchDispatchMode",
@@ -70,6 +71,9 @@ __all__ = [
     "tree_unflatten",
     "version_counters_preserved",
 ]
+
+# The method of process groups has another name before PyTorch 2.13.
+ALL_TO_ALL_SINGLE = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 
 _CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe._compat.torch import backend_of
+from lightning_pipe._compat.torch import ALL_TO_ALL_SINGLE, backend_of
 from lightning_pipe.engine.ranks.together import shares_host
 
 __all__ = ["exchanging", "gains_from_messages"]
@@ -96,8 +96,7 @@ class _Exchanging:
             ValueError: tensors and splits do not match. Raised before any data is sent.
         """
         if input.device != _CPU or output.device != _CPU:
-            name = "all_to_all_single" if hasattr(self._group, "all_to_all_single") else "alltoall_base"
-            return getattr(self._group, name)(output, input, output_splits, input_splits, options)
+            return getattr(self._group, ALL_TO_ALL_SINGLE)(output, input, output_splits, input_splits, options)
         sent = self._parts("input", input, input_splits)
         received = self._parts("output", output, output_splits)
         if sent[self._rank].shape != received[self._rank].shape:
@@ -115,7 +114,7 @@ class _Exchanging:
             received[self._rank].copy_(sent[self._rank])
         return _Exchange(works, (output, input), self._count, self._abandoned)
 
-    # Name of the method before torch 2.13.
+    # Name of the method before PyTorch 2.13.
     alltoall_base = all_to_all_single
 
     def _parts(self, what: str, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:

@@ -52,8 +52,8 @@ def check_ring() -> None:
     if missing:
         raise SetupError(
             f"parallel.cp_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
-            " torch.distributed.tensor.experimental._context_parallel. Install PyTorch 2.13, or set"
-            " parallel.cp_method='ulysses'"
+            " torch.distributed.tensor.experimental._context_parallel. Install one of the tested versions"
+            " (docs/stacks.md), or set parallel.cp_method='ulysses'"
         )
 
 

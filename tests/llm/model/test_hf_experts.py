@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import RouterLosses, pass_router_logits, sum_router_losses
 from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
@@ -68,6 +68,17 @@ def test_a_tapped_layer_of_hugging_face_has_the_loss_of_its_model(kind: type[Pre
     found["balance"] = torch.tensor(balance / count)
     assert expected.differences(found) == []
     assert found.keys() == expected.values.keys()
+
+
+def test_a_router_that_returns_something_else_is_named() -> None:
+    class Router(nn.Linear):
+        pass
+
+    block = nn.Module()
+    block.gate, block.experts = Router(8, EXPERTS), nn.ModuleList()
+    tap_routers(nn.Sequential(block), balance_coefficient=0.1)
+    with pytest.raises(InputError, match=r"Router returned Tensor; expected a tuple of its logits, and of the weights"):
+        block.gate(torch.ones(2, 8))
 
 
 def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_layer_has_that_loss_by_itself() -> None:
