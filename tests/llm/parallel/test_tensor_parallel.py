@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.hf_experts import skip_experts
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
@@ -49,6 +50,12 @@ class Case:
     reshard: bool = False
 
 
+# Experts stay whole on every rank.
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
+}
 SINGLE = {"pipeline": 1, "copy": 2}
 SHARDED = {"pipeline": 1, "shard": 2}
 CASES = {
@@ -60,6 +67,9 @@ CASES = {
     "plain PyTorch, ZBV": Case("plain", "zbv_zero_bubble"),
     "Qwen3, sharded, gathered anew for backward": Case("qwen3", "1f1b", SHARDED, reshard=True),
     "GPT-NeoX, sharded, ZBV": Case("gpt_neox", "zbv_zero_bubble", SHARDED),
+    "Qwen3-MoE, 1F1B": Case("qwen3_moe", "1f1b"),
+    "Mixtral, ZBV": Case("mixtral", "zbv_zero_bubble"),
+    "OLMoE, sharded": Case("olmoe", "1f1b", SHARDED),
     "GPT-NeoX, replicated, ZBV": Case("gpt_neox", "zbv_zero_bubble", {"pipeline": 1, "replicate": 2}),
 }
 OFTEN = ("Qwen3, ZBV", "plain PyTorch, ZBV", "Qwen3, sharded, gathered anew for backward")
@@ -112,7 +122,7 @@ def build(kind: str) -> Any:
     if kind == "plain":
         return Plain(*(Block() for _ in range(4)))
     heads = {"num_attention_heads": 4} | ({} if kind == "gpt_neox" else {"num_key_value_heads": 2})
-    module = HFCausalLM(hf_config(kind) | heads, chunk_tokens=8)
+    module = HFCausalLM(hf_config(kind) | heads | EXPERTS.get(kind, {}), chunk_tokens=8)
     module.configure_model()
     assert module.model is not None
     with torch.no_grad():
@@ -184,6 +194,7 @@ class Trainee:
         count = size * count_stages(spec, size)
         fqns = split_evenly(config, count)
         fake, mode = fake_copy(model)
+        skip_experts(fake)
         plan = plan or derive_tensor_plan(fake, config)
         shapes = [make_stage(shallow_copy(fake), config, names, index, count) for index, names in enumerate(fqns)]
         self.names = [name for name, _ in model.named_parameters()]
