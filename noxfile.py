@@ -10,9 +10,11 @@ import datetime
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # nox does not
@@ -28,12 +30,47 @@ COMBINATIONS = [(STACKS.default, python) for python in STACKS.python] + [
 ]
 # Packages of the pinned list that these PyTorch versions, or their TorchRec, need in another version.
 LOOSE = re.compile(r"^(setuptools|tensordict)==")
+PARALLEL = ("-n", "2", "--dist", "loadfile")
+
+
+# Tests of ``in_turn``: each private name of other projects, and what depends on them most.
+CONTRACTS = ("tests/_compat", "tests/test_environment.py", "tests/llm/schedules", "tests/loops", "tests/recsys/rewrite")
 
 
 @nox.session(python=False)
 @nox.parametrize(("torch", "python"), COMBINATIONS, ids=[f"{torch}, {python}" for torch, python in COMBINATIONS])
 def tests(session: nox.Session, torch: str, python: str) -> None:
-    """Run the tests on one combination."""
+    """Run the tests of ``make test`` on one combination, or pytest with the given arguments."""
+    executable = _environment(session, torch, python)
+    report = executable.parents[1] / "report.xml"
+    report.unlink(missing_ok=True)
+    _test(session, executable, f"--junitxml={report}", *(session.posargs or PARALLEL))
+    counts = _counts(report)
+    if counts is not None and not session.posargs:
+        tables.add_result(torch, python, counts, datetime.datetime.now(datetime.UTC).date().isoformat())
+        for path, text in tables.written().items():
+            path.write_text(text, encoding="utf-8")
+    if counts is None or counts["failed"]:
+        session.error(f"tests failed on torch {torch} and Python {python}: see {report}")
+
+
+@nox.session(python=False, default=False)
+def in_turn(session: nox.Session) -> None:
+    """Run the contract tests on one combination other than the default; the number of commits decides which."""
+    others = [one for one in COMBINATIONS if one != (STACKS.default, STACKS.python[0])]
+    commits = session.run("git", "rev-list", "--count", "HEAD", external=True, silent=True)
+    torch, python = others[int(str(commits)) % len(others)]
+    session.log(f"in turn: torch {torch}, Python {python}")
+    try:
+        executable = _environment(session, torch, python)
+    except CommandFailed:
+        session.warn(f"no tests with torch {torch} on Python {python}: the environment cannot be made on this machine")
+    else:
+        _test(session, executable, *PARALLEL, *CONTRACTS, success_codes=[0])
+
+
+def _environment(session: nox.Session, torch: str, python: str) -> Path:
+    """Make the environment of a combination if it does not exist, and return its Python."""
     folder = ROOT / ".nox" / f"torch-{torch}-python-{python}"
     executable, stack = folder / "bin" / "python", STACKS.of_torch[torch]
     pinned = [
@@ -50,22 +87,12 @@ def tests(session: nox.Session, torch: str, python: str) -> None:
         session.run(*install, "--no-deps", *pair, external=True)
         session.run(*install, *stack.needs, external=True)
     session.run(*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT), external=True)
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    options = session.posargs or ["-n", "2", "--dist", "loadfile"]
-    session.run(
-        *(str(executable), "-m", "pytest", "-q", f"--junitxml={report}", *options),
-        external=True,
-        env={"OMP_NUM_THREADS": "1"},
-        success_codes=[0, 1],
-    )
-    counts = _counts(report)
-    if counts is not None and not session.posargs:
-        tables.add_result(torch, python, counts, datetime.datetime.now(datetime.UTC).date().isoformat())
-        for path, text in tables.written().items():
-            path.write_text(text, encoding="utf-8")
-    if counts is None or counts["failed"]:
-        session.error(f"tests failed on torch {torch} and Python {python}: see {report}")
+    return executable
+
+
+def _test(session: nox.Session, executable: Path, *arguments: str, success_codes: Sequence[int] = (0, 1)) -> None:
+    command = (str(executable), "-m", "pytest", "-q", *arguments)
+    session.run(*command, external=True, env={"OMP_NUM_THREADS": "1"}, success_codes=list(success_codes))
 
 
 def _counts(report: Path) -> dict[str, int] | None:
