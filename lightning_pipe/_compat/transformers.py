@@ -122,7 +122,7 @@ def conversions_of(
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    state = dict.fromkeys(model.state_dict() if own_names is None else own_names)
+    state: dict[str, Any] = dict.fromkeys(model.state_dict() if own_names is None else own_names, True)
     found: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(names, key=dot_natural_key):

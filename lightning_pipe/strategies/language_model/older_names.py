@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -138,11 +137,9 @@ class OlderNames:
         """Remove the computed entries from a nested *state*, and return them by path."""
         taken = {}
         for path in self.computed:
-            inner: Any = state
-            for step in path[:-1]:
-                inner = inner.get(step, {})
-            if path[-1] in inner:
-                taken[path] = inner.pop(path[-1])
+            holder = _holder(state, path)
+            if path[-1] in holder:
+                taken[path] = holder.pop(path[-1])
         return taken
 
     def put_in(
@@ -164,7 +161,7 @@ class OlderNames:
             if isinstance(target, DTensor):
                 value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(value)
-            set_element(state, path, target)
+            _holder(state, path)[path[-1]] = target
 
 
 def under_own_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,6 +174,13 @@ def under_own_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     for conversion in conversions:
         found |= conversion.run(tensors, model)
     return found
+
+
+def _holder(state: dict[str, Any], path: _Path) -> dict[Any, Any]:
+    """Dict of a nested *state* that holds the entry at *path*; an empty one if the state does not reach so far."""
+    for step in path[:-1]:
+        state = state.get(step, {})
+    return state
 
 
 def _place_of_name(path: _Path) -> int:

@@ -155,9 +155,11 @@ def test_the_largest_number_of_steps_is_taken() -> None:
     older = older_of(read_metadata(folder, (MODEL,), ""))
     path = ("optimizer_0", "state", "model.model.layers.0.mlp.experts.down_proj", "step")
     values = iter([3.0, 1.0, 2.0, 0.0])
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {"optimizer_0": {"state": {path[2]: {"step": torch.tensor(0.0)}}}}
+    taken = older.take_out(state)
+    assert state == {"optimizer_0": {"state": {path[2]: {}}}}
     with mock.patch.object(dcp, "load", lambda read, **_: [one.fill_(next(values)) for one in read.values()]):
-        older.put_in(state, {path: torch.tensor(0.0)}, folder, None)
+        older.put_in(state, taken, folder, None)
     assert state == {"optimizer_0": {"state": {path[2]: {"step": torch.tensor(3.0)}}}}
 
 
