@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def _members(found: type) -> dict[str, Any]:
 
 
 def _signature(found: Any) -> str:
+    if inspect.isclass(found) and issubclass(found, Enum):
+        return f"({', '.join(found.__members__)})"  # versions of Python give different signatures
     try:
         # A function that is a default is shown with its place in memory.
         return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(found)))

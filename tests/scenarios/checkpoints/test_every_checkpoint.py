@@ -29,7 +29,7 @@ TIMEOUT = 1800.0
 FEW = [
     (Setting("recsys", "1 worker", validates=2), 2),
     (Setting("recsys", "2 persistent workers", reloads=1), 1),
-    (Setting("pipeline", "2 persistent workers", validates=2, reloads=2), 1),
+    (Setting("pipeline", "1 worker", validates=2, reloads=2), 2),
     (Setting("pipeline", "1 worker, own sampler"), 3),
     (Setting("pipeline", "no workers", validates=2, reloads=1), 1),
     (Setting("llm", "1 persistent worker", validates=2), 2),

@@ -16,6 +16,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
+    MAX_LENGTH,
     VOCABULARY,
     WIDTH,
     Noted,
@@ -96,7 +97,8 @@ def masked() -> list[dict[str, Tensor]]:
 # model, batches, schedule, strategy's options, trainer's options
 Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
 RING = {"cp_method": "ring"}
-COMPILED = {"compile_layers": {"backend": "aot_eager"}}
+# At one length, since the layers are compiled again for another one.
+COMPILED = {"compile_layers": {"backend": "aot_eager"}, "variable_lengths": False, "max_length": MAX_LENGTH}
 CASES: dict[str, Case] = {
     "context": ("llama", "rows", "1f1b", {"cp": 2}, {"gradient_clip_val": 0.1}),
     "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"cp": 2}, {}),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.gradients import scale_gradients
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
@@ -123,8 +124,13 @@ def batches(packed: bool, count: int) -> list[Any]:
     return packed_batches(count, STEPS) if packed else row_batches(STEPS)
 
 
-def run_directly(rank: int, schedule: str, ranks: int, cases: Sequence[Any]) -> Iterator[tuple[Case, Trained]]:
-    """All cases of a schedule over the same stages, which begin anew with the same values."""
+def run_directly(
+    rank: int, schedule: str, ranks: int, cases: Sequence[Any], shapes: dict[int, StageShapes]
+) -> Iterator[tuple[Case, Trained]]:
+    """All cases of a schedule over the same stages, which begin anew with the same values.
+
+    *shapes* are of earlier schedules, by their number of stages.
+    """
     spec, group = SCHEDULES[schedule], dist.group.WORLD
     assert group is not None
     torch.manual_seed(SEED)
@@ -142,7 +148,7 @@ def run_directly(rank: int, schedule: str, ranks: int, cases: Sequence[Any]) -> 
         device=cpu,
         parallelism=StageParallelism(),
     )
-    runner = PipelineRunner(split.stages, stages, spec, group, cpu, split.shapes)
+    runner = PipelineRunner(split.stages, stages, spec, group, cpu, shapes.setdefault(stages, split.shapes))
     parameters, initial = list(split.kept.parameters()), values_of(split.kept)
     for case in [case for case in CASES if case in cases and (case.schedule, case.ranks) == (schedule, ranks)]:
         lengths = Lengths(variable=not case.static, maximum=MAX_LENGTH)
@@ -188,8 +194,9 @@ def run_all(rank: int, world: int, way: Any, cases: Sequence[Any]) -> dict[Any, 
     if way is not run_directly:
         return {case: way(case) for case in cases}
     found: dict[Any, Any] = {}
+    shapes: dict[int, StageShapes] = {}
     for schedule in dict.fromkeys(case.schedule for case in cases):
-        found |= run_directly(rank, schedule, world, cases)
+        found |= run_directly(rank, schedule, world, cases, shapes)
     return found
 
 

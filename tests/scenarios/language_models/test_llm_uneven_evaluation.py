@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -66,11 +67,9 @@ def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
     return row_batches(count, rows=3)
 
 
-def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
+def evaluated(used: pl.Trainer, module: Any, counts: tuple[int, ...], part: int) -> dict[str, Any]:
     first = sum(counts[:part])
     mine = loader(batches_of(sum(counts))[first : first + counts[part]])
-    torch.manual_seed(SEED)
-    used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), module_of(case)
     (metrics,) = used.validate(module, mine, verbose=False)
     return {"metrics": metrics, "predicted": used.predict(module, mine)}
 
@@ -78,10 +77,12 @@ def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
 def run_cases(rank: int, world_size: int, cases: Sequence[str]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for case in cases:
+        torch.manual_seed(SEED)
+        used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), module_of(case)
         for counts in PARTS:
             # As many parts of the data as dimensions, of which the others have none.
             parts = 4 if case == "one stage, sharded" else 2
-            found[case, counts] = evaluated(case, (*counts, *(0,) * (parts - 2)), part_of(case, rank))
+            found[case, counts] = evaluated(used, module, (*counts, *(0,) * (parts - 2)), part_of(case, rank))
     used = trainer(llm("1f1b", 2, dp_replicate=2), use_distributed_sampler=False)
     try:
         used.validate(Scored(), loader(batches_of(rank)), verbose=False)
