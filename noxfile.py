@@ -34,7 +34,7 @@ PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 
 # Tests of ``in_turn``: each private name of other projects, and what depends on them most.
-CONTRACTS = ("tests/_compat", "tests/test_environment.py", "tests/llm/schedules", "tests/loops", "tests/recsys/rewrite")
+CONTRACTS = ("tests/_compat", "tests/test_environment.py", "tests/llm/schedules")
 
 
 @nox.session(python=False)
