@@ -17,7 +17,7 @@ from tests.strategies.llm_cases import SEED, Tiny, TinyHF, hf_config, llm, loade
 from tests.tiers import sampled, wanted
 
 # Batches of the two parts of the data.
-PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
+PARTS = [(3, 0), (0, 1), (1, 4), (2, 5)]
 CASES: dict[str, dict[str, Any]] = {
     "replicated": {"dp_replicate": 2},
     "sharded": {"dp_shard": 2, "reshard_after_forward": True},
