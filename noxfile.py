@@ -31,7 +31,8 @@ COMBINATIONS = [(STACKS.default, python) for python in STACKS.python] + [
 # Packages of the pinned list that these PyTorch versions, or their TorchRec, need in another version.
 LOOSE = re.compile(r"^(setuptools|tensordict)==")
 PARALLEL = ("-n", "2", "--dist", "loadfile")
-
+# Of the environment that nox is in, which need not be activated.
+UV = str(Path(sys.prefix) / "bin" / "uv")
 
 # Tests of ``in_turn``: each private name of other projects, and what depends on them most.
 CONTRACTS = ("tests/_compat", "tests/test_environment.py", "tests/llm/schedules")
@@ -79,8 +80,8 @@ def _environment(session: nox.Session, torch: str, python: str) -> Path:
     if torch != STACKS.default:
         pinned = [one.split("==")[0] if LOOSE.match(one) else one for one in pinned]
     if not executable.exists():
-        session.run("uv", "venv", "--python", python, str(folder), external=True)
-    install = ("uv", "pip", "install", "--python", str(executable))
+        session.run(UV, "venv", "--python", python, str(folder), external=True)
+    install = (UV, "pip", "install", "--python", str(executable))
     session.run(*install, f"torch=={stack.tested['torch']}", *pinned, external=True)
     if stack.torchrec is not None:
         pair = [f"torchrec=={stack.tested['torchrec']}", f"fbgemm-gpu-cpu=={stack.tested['fbgemm']}"]
