@@ -80,7 +80,9 @@ def _environment(session: nox.Session, torch: str, python: str) -> Path:
     if torch != STACKS.default:
         pinned = [one.split("==")[0] if LOOSE.match(one) else one for one in pinned]
     if not executable.exists():
-        session.run(UV, "venv", "--python", python, str(folder), external=True)
+        # pyenv has versions that are not on the PATH.
+        of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python"))
+        session.run(UV, "venv", "--python", str(of_pyenv[-1]) if of_pyenv else python, str(folder), external=True)
     install = (UV, "pip", "install", "--python", str(executable))
     session.run(*install, f"torch=={stack.tested['torch']}", *pinned, external=True)
     if stack.torchrec is not None:
