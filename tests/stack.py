@@ -20,7 +20,9 @@ _TABLES = re.compile(
     r"recsys|recommender|torchrec|table|dlrm|prefetch|fused_sparse_dist|movielens|cli/test_plan|public_api",
     re.IGNORECASE,
 )
-_STAGES = re.compile(r"llm|language_model|1f1b|gpipe|pipelining|schedule|stage", re.IGNORECASE)
+_STAGES = re.compile(
+    r"llm|language_model|1f1b|gpipe|pipelining|schedule|stage|bubble|public_api|names_without_tables", re.IGNORECASE
+)
 
 
 def lacking(node: str) -> str | None:

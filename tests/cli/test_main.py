@@ -537,3 +537,14 @@ def test_a_users_exception_on_one_rank_keeps_its_traceback_and_ends_both_process
     assert result.returncode == 1
     assert "[rank1]: ZeroDivisionError: the user's own" in result.stderr
     assert "raise ZeroDivisionError" in textwrap.dedent(result.stderr)
+
+
+def test_commands_that_train_no_language_model_do_without_what_only_newer_releases_of_torch_have() -> None:
+    code = (
+        "import sys; sys.modules['lightning_pipe.llm.parallel.ring_attention'] = None\n"
+        "from lightning_pipe.cli.main import main\n"
+        "sys.exit(main(['plan', 'show', 'llm']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ScheduleStep" in done.stdout

@@ -8,10 +8,12 @@ is not divided further, since the schedule determines the order inside it. No ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule, TrainingContext
-from lightning_pipe.llm.run.preparation import PreparedBatch
+
+if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
+    from lightning_pipe.llm.run.preparation import PreparedBatch
 
 __all__ = ["llm_evaluation_plan", "llm_plan"]
 
