@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import raise_together
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
@@ -138,6 +139,7 @@ class ShardedDynamicModule:
             self._unclaimed = [rows]
         raise_together(_begun(rows, trains), "", self.rows.group, InputError)
         assert rows.features is not None
+        record_use(rows.features)
         slots = KJTList([rows.features])
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
         if not trains:
