@@ -25,6 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -32,207 +33,19 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX, ArgumentHandler, zip_arguments
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pipe.engine.runtime import executor
 from lightning_pipe.engine.runtime.worker import Worker
-from tests.engine.race_detector import (
-    PAGEABLE,
-    PINNED,
-    Detector,
-    FakeEvent,
-    FakeStream,
-    Storage,
-    Use,
-    cheap_stacks,
-    span_of,
-)
+from tests.engine.findings import PAGEABLE, PINNED
+from tests.engine.operators import Accelerator, Operators, tensors_of
+from tests.engine.race_detector import FakeEvent, FakeStream, cheap_stacks
 
-# Arguments that collectives write and read, by position. Their schemas do not say.
-_COLLECTIVES = {
-    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"), ((0,), (0,))),
-    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_coalesced_", "gather_"), ((0,), (1,))),
-    **dict.fromkeys(("alltoall_", "alltoall_base_", "reduce_scatter_", "_reduce_scatter_base_"), ((0,), (1,))),
-    **{"scatter_": ((0,), (1,)), "send": ((), (0,)), "recv_": ((0,), ()), "barrier": ((), ())},
-}
-# Operators whose result the host needs: a number, or the size of the output.
-_HOST_NEEDS = {
-    *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2"),
-    *("aten::unique_consecutive", "aten::unique_dim", "aten::bincount"),
-}
-_COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy"}
 # Messages between hosts: their device is the CPU where the backend has one.
 _FOR_THE_HOST = ("lightning_pipe.engine.ranks", "torch.distributed")
 _BACK = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
-
-
-class Accelerator(Detector):
-    """Takes the place of ``torch.cuda``. Inside `watched`, all operators of its threads are reported."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_collectives: WeakKeyDictionary[Any, list[FakeEvent]] = WeakKeyDictionary()
-        self.of_groups: dict[str, FakeStream] = {}
-        self.here = _Here()
-
-    # As torch.cuda spells them.
-    def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:  # noqa: N802
-        return FakeStream(self, device)
-
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:  # noqa: N802
-        return FakeEvent(self, enable_timing)
-
-    def is_available(self) -> bool:
-        return False  # PyTorch itself would call the driver
-
-    def on_host(self, batch: Any) -> Any:
-        """The batch, whose tensors are in pinned memory of the host."""
-        for tensor in tensors_of(batch):
-            self.put(tensor, PINNED)
-        return batch
-
-
-class _Here(threading.local):
-    """What the current call of this thread is about.
-
-    Attributes:
-        place: where a factory allocates; None if its inputs say so.
-        waits: whether the host waits for a copy.
-        group: process group of a collective.
-        submitted: events of the collectives that the call has submitted.
-    """
-
-    place: int | None = None
-    waits: bool = True
-    group: str = "world"
-    submitted: list[FakeEvent] | None = None
-
-
-class _Arguments(ArgumentHandler):
-    """Storages that an operator reads and writes, from its schema."""
-
-    def __init__(self, accelerator: Accelerator, place: int | None = None) -> None:
-        super().__init__()
-        self._accelerator, self._place = accelerator, place
-        self.inputs: list[Storage] = []
-        self.reads: list[Use] = []
-        self.writes: list[Use] = []
-
-    def _handle_argument(
-        self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
-    ) -> None:
-        if isinstance(value, Tensor) and (found := self._accelerator.storage(value, self._place)) is not None:
-            self.inputs.append(found)
-            if is_write:
-                self.writes.append((found, span_of(value)))
-            elif not metadata_only:
-                self.reads.append((found, span_of(value)))
-
-
-class Operators(TorchDispatchMode):
-    """Reports each operator of the threads that have entered it."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if name.startswith("profiler::"):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            if name.startswith("c10d::"):
-                return self._collective(name, func, args, kwargs)
-            # Numbers that torch.tensor has put into memory without an operator.
-            place = self._accelerator.here.place if name == "aten::lift_fresh" else None
-            given = _Arguments(self._accelerator, place)
-            is_factory = bool(FACTORY_FUNCTION_REGEX.match(name.removeprefix("aten::")))
-            given.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
-            if any(storage.rows for storage in given.inputs):
-                named = {argument.name: value for argument, value in zip_arguments(func._schema, args, kwargs)}
-                given.reads = [use for one in given.reads for use in used_rows(name, named, one)]
-                given.writes = [use for one in given.writes for use in used_rows(name, named, one)]
-            out = func(*args, **kwargs)
-            self._report(name, given, out, args, kwargs)
-            return out
-
-    def _report(self, name: str, given: _Arguments, out: Any, args: Any, kwargs: Any) -> None:
-        accelerator, here = self._accelerator, self._accelerator.here
-        places = [one.place for one in given.inputs]
-        place = here.place
-        if place is None:
-            # Without inputs: a factory of C++, such as autograd's zeros, which are on the device.
-            place = max(places, default=0)
-        devices = {one for one in (*places, place) if one >= 0}
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and (made := accelerator.storage(tensor, place, new=True)) is not None:
-                # Memory of an input that is not declared to be written: a view, whatever its schema says.
-                if made not in given.inputs:
-                    given.writes.append((made, span_of(tensor)))
-        reads, writes = given.reads, given.writes
-        if not devices:
-            if reads or writes:
-                accelerator.access(accelerator.host(), reads, writes, name)
-            return
-        stream = accelerator.current_stream(max(devices))
-        others = [accelerator.current_stream(one) for one in devices if one != stream.device.index]
-        for other in others:  # a copy between two devices is ordered on both
-            stream.wait_stream(other)
-        # Pageable memory is read by the host, as is a number on the host that an operator of the device takes.
-        by_host = {PAGEABLE} if name in _COPIES else {PAGEABLE, PINNED}
-        if by_them := [use for use in (*reads, *writes) if use[0].place in by_host]:
-            accelerator.access(accelerator.host(), by_them, [], name)
-        left = [[use for use in uses if use[0].place not in by_host] for uses in (reads, writes)]
-        accelerator.access(stream.number, *left, name)
-        for other in others:
-            other.wait_stream(stream)
-        if self._host_waits(name, reads, writes, args, kwargs):
-            accelerator.synced(stream, name.removeprefix("aten::"))
-
-    def _host_waits(self, name: str, reads: Any, writes: Any, args: Any, kwargs: Any) -> bool:
-        if name in _COPIES:
-            if all(storage.place >= 0 for storage, _ in (*reads, *writes)):
-                return False
-            if name == "aten::copy_":
-                non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking", False))
-            else:
-                non_blocking = not self._accelerator.here.waits
-            to_pageable = any(storage.place == PAGEABLE for storage, _ in writes)
-            return to_pageable or not non_blocking
-        if name == "aten::index" and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1]):
-            return True
-        if name == "aten::repeat_interleave":
-            return kwargs.get("output_size") is None
-        return name in _HOST_NEEDS and any(storage.place >= 0 for storage, _ in reads)
-
-    def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        accelerator, here = self._accelerator, self._accelerator.here
-        written, read = (
-            [use for index in indices for tensor in tensors_of(args[index]) for use in accelerator.uses_of(tensor)]
-            for indices in _COLLECTIVES[name.removeprefix("c10d::")]
-        )
-        out = func(*args, **kwargs)
-        if all(storage.place < 0 for storage, _ in (*written, *read)):
-            accelerator.access(accelerator.host(), read, written, name)  # of a group for the host
-            return out
-        with accelerator.lock:
-            if here.group not in accelerator.of_groups:
-                accelerator.of_groups[here.group] = FakeStream(accelerator, name=f"group {here.group}")
-        stream = accelerator.of_groups[here.group]
-        stream.wait_stream(accelerator.current_stream())
-        accelerator.access(stream.number, read, written, name)
-        for storage, _ in (*written, *read):
-            storage.recorded.add(stream.number)  # the backend holds them until the work is waited for
-        if here.submitted is not None:
-            here.submitted.append(stream.record_event())
-        else:
-            accelerator.current_stream().wait_stream(stream)
-        return out
 
 
 class Devices(TorchFunctionMode):
@@ -243,7 +56,7 @@ class Devices(TorchFunctionMode):
         self._accelerator = accelerator
         self._handled: dict[Any, Callable[..., Any]] = {
             Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
-            Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
+            Tensor.device.__get__: self._device,
             Tensor.to: self._to,
             Tensor.cuda: lambda func, tensor, *args, **kwargs: self._to(Tensor.to, tensor, "cuda", **kwargs),
             Tensor.cpu: lambda func, tensor, *args, **kwargs: self._to(Tensor.to, tensor, "cpu", **kwargs),
@@ -312,16 +125,17 @@ class Devices(TorchFunctionMode):
         return made if place is None or place < 0 or self._place(made) == place else self._copied(made, place)
 
     def _to(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.pop("device", None)
-        if args and (isinstance(args[0], (str, torch.device, Tensor)) or type(args[0]) is int):
-            device, args = args[0], args[1:]
-            dtype = device.dtype if isinstance(device, Tensor) else None
-            args = (dtype, *args) if dtype is not None else args
-        non_blocking = kwargs.get("non_blocking", args[1] if len(args) > 1 else False)
-        place = self._named(device)
-        made = func(tensor, *args, **{"dtype": None, **kwargs} if not args else kwargs)
+        names = ["device", "dtype", "non_blocking", "copy"]
+        if args and isinstance(args[0], Tensor):
+            args = (args[0], args[0].dtype, *args[1:])
+        elif args and isinstance(args[0], torch.dtype):
+            names = names[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        place = self._named(given.pop("device", None))
+        made = func(tensor, **{name: value for name, value in given.items() if value is not None} or {"copy": False})
         if place is None or place == self._place(made):
             return made
+        non_blocking = given.get("non_blocking", False)
         if place == PAGEABLE and non_blocking:
             place = PINNED  # PyTorch allocates so for an asynchronous copy
         return self._copied(made, place, waits=not non_blocking)
@@ -366,7 +180,7 @@ class Devices(TorchFunctionMode):
         """Note the stream of the nodes of autograd that were made now."""
         if not torch.is_grad_enabled():
             return
-        pending = [one.grad_fn for one in tensors_of(value) if one.grad_fn is not None]
+        pending: list[Any] = [one.grad_fn for one in tensors_of(value)]
         stream = self._accelerator.current_stream()
         while pending:
             node = pending.pop()
@@ -394,38 +208,8 @@ def _on_stream_of_forward(accelerator: Accelerator, node: Any, stream: FakeStrea
     node.register_hook(after)
 
 
-def used_rows(name: str, named: dict[str, Any], use: Use) -> list[Use]:
-    """What an operator uses of a storage whose rows are used independently: the rows of its index, or of its ids."""
-    storage, (start, _) = use
-    indexed = name in ("aten::index_copy_", "aten::index_fill_", "aten::index_select") and named.get("dim") == 0
-    if not storage.rows or not (indexed or "split_embedding" in name):
-        return [use]
-    if indexed:
-        table = named["self"]
-        tables, parts = [(start, table[:1].numel() * table.element_size())], [named["index"]]
-    else:  # FBGEMM: ids of all features, one feature after the other
-        tables, offsets = storage.rows, named["offsets"].tolist()
-        bags = (len(offsets) - 1) // len(tables)
-        parts = [named["indices"][offsets[at * bags] : offsets[(at + 1) * bags]] for at in range(len(tables))]
-    spans = {
-        (first + row * size, first + (row + 1) * size)
-        for (first, size), rows in zip(tables, parts, strict=True)
-        for row in rows.tolist()
-    }
-    return [(storage, span) for span in sorted(spans)]
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Tensors in collections, objects with attributes among them."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [one for part in value.values() for one in tensors_of(part)]
-    if isinstance(value, (list, tuple)):
-        return [one for part in value for one in tensors_of(part)]
-    if isinstance(value, (str, int, float, bytes, type)) or value is None or not hasattr(value, "__dict__"):
-        return []
-    return tensors_of(vars(value)) if type(value).__name__.endswith(("Batch", "JaggedTensor")) else []
+def left_out(*_: Any) -> None:
+    """Stands for a function that a planted fault leaves out. A mock would hold its arguments, tensors among them."""
 
 
 def _caller() -> str:
@@ -469,7 +253,7 @@ def watched() -> Iterator[Accelerator]:
     accelerator = Accelerator()
     mode = Devices(accelerator)
     get_device_module = torch.get_device_module
-    run_backward, from_numpy = torch.autograd._engine_run_backward, torch.from_numpy  # type: ignore[attr-defined]
+    run_backward, from_numpy = torch.autograd._engine_run_backward, torch.from_numpy
     wait, submit, settle = dist.Work.wait, Worker.submit, Worker.settle
     done: WeakKeyDictionary[Worker, dict[int, int]] = WeakKeyDictionary()
 
@@ -507,7 +291,7 @@ def watched() -> Iterator[Accelerator]:
         return accelerator if device is not None and torch.device(device).type == "cuda" else get_device_module(device)
 
     signal = type("_SignalHere", (_Signal,), {"accelerator": accelerator})
-    threads = mock.Mock(wraps=threading, Event=signal)
+    threads = SimpleNamespace(Event=signal)
     cuda: dict[str, Any] = {
         "is_initialized": lambda: True,
         "current_device": lambda: 0,

@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -31,82 +30,18 @@ from unittest import mock
 import torch
 from torch.cuda import _sanitizer
 
-# Places of memory other than the devices, whose places are their indices.
-PAGEABLE, PINNED = -1, -2
+from tests.engine.findings import Finding, Site, Span, Storage, Sync, Use, overlap, span_of
+
 # Frames of these modules say nothing about where an access comes from.
 _BETWEEN = (
     "torch.",
     "tests.engine.race_detector",
     "tests.engine.device_tensors",
+    "tests.engine.operators",
     "contextlib",
     "functools",
     "unittest",
 )
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where an access comes from: the task, the innermost function outside of PyTorch, and that of the package."""
-
-    task: str
-    function: str
-    package: str
-
-    def __str__(self) -> str:
-        return f"{self.task or 'no task'}, {self.package}" + f" in {self.function}" * (self.package != self.function)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault: its kind, and both sides of it. *kind* is 'race', 'wait without a record' or 'reused too early'."""
-
-    kind: str
-    what: str
-    first: Site
-    second: Site
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.what}: [{self.first}] then [{self.second}]"
-
-
-@dataclass(frozen=True)
-class Sync:
-    """The host waits for a stream, in a task, to read the result of *operator*."""
-
-    site: Site
-    operator: str
-    stream: str
-
-
-# First byte of a tensor in its storage, and the one after its last.
-Span = tuple[int, int]
-
-
-@dataclass(eq=False)
-class Storage:
-    """Memory of tensors, which views share.
-
-    Attributes:
-        place: index of the device, or `PAGEABLE` or `PINNED`.
-        stream: where it was allocated; None if that was before all work.
-        spans: the sanitizer's number of each part of it that a tensor has used.
-        uses: last access of each stream, by the stream's number.
-        recorded: streams that ``record_stream`` was called for.
-        rows: where rows are used independently, as in a cache of rows: first byte and bytes of a row of the table of
-            each feature. Operators on rows then use these rows only.
-    """
-
-    place: int
-    stream: FakeStream | None
-    made: Site
-    spans: dict[Span, int] = field(default_factory=dict)
-    uses: dict[int, tuple[int, Site]] = field(default_factory=dict)
-    recorded: set[int] = field(default_factory=set)
-    rows: list[tuple[int, int]] = field(default_factory=list)
-
-
-# A storage that an operator uses, and the part of it.
-Use = tuple[Storage, Span]
 
 
 class FakeStream:
@@ -307,7 +242,7 @@ class Detector:
             )
             here = self.site()
             for storage, _ in (*reads, *writes):
-                storage.uses[stream] = (self.handler.seq_num, here)
+                storage.uses[stream], storage.user = (self.handler.seq_num, here), self.host()
             for error in errors:
                 assert isinstance(error, _sanitizer.UnsynchronizedAccessError)
                 first, second = error.previous_access, error.current_access
@@ -340,8 +275,10 @@ class Detector:
             for number in storage.spans.values():
                 self.handler._handle_memory_deallocation(number)
             if storage.stream is not None:
-                # What the thread has waited for is over.
-                over = self.handler.syncs.current_sync_states[self.host()]
+                # What the thread has waited for is over. Threads of Gloo may free last, at any time after the thread
+                # that has used the memory last: NCCL's do not.
+                thread = self.host() if hasattr(self._local, "host") else storage.user
+                over = self.handler.syncs.current_sync_states.get(thread, {})
                 storage.uses = {one: use for one, use in storage.uses.items() if use[0] > over.get(one, -1)}
                 self._free.setdefault(storage.stream.number, []).append(storage)
 
@@ -408,17 +345,6 @@ class _Stacks:
 def cheap_stacks(detector: Detector) -> Iterator[None]:
     with mock.patch.object(_sanitizer, "traceback", _Stacks(detector.site)):
         yield
-
-
-def span_of(tensor: torch.Tensor) -> Span:
-    """The part of its storage that a tensor lies in. Tensors that interleave, such as columns, overlap."""
-    size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * size if tensor.numel() else start
-
-
-def overlap(one: Span, other: Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
 
 
 def index_of(device: Any) -> int:

@@ -18,8 +18,8 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.executor import Operation
 from lightning_pipe.engine.runtime.record_use import record_use
-from tests.engine.device_tensors import Accelerator, watched
-from tests.engine.race_detector import Finding
+from tests.engine.device_tensors import Accelerator, left_out, watched
+from tests.engine.findings import Finding
 from tests.patience import HANG
 
 CUDA = torch.device("cuda")
@@ -101,7 +101,7 @@ def test_disjoint_parts_of_one_memory_are_used_independently() -> None:
     def use_half(ctx: Any) -> None:
         ctx.y = whole[4:] + 1
 
-    with mock.patch.object(DeviceStreams, "current_waits_for"):
+    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
         assert run(plan(copy=write_half, train=use_half)).findings == []
 
 
@@ -109,7 +109,7 @@ def test_disjoint_parts_of_one_memory_are_used_independently() -> None:
 
 
 def test_a_dropped_wait_for_an_event_is_found() -> None:
-    with mock.patch.object(DeviceStreams, "current_waits_for"):
+    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
         assert ("race", "copy", "train") in kinds(run(plan()))
 
 
@@ -245,7 +245,8 @@ def test_a_collective_is_waited_for() -> None:
 @pytest.mark.usefixtures("world")
 def test_the_result_of_a_collective_that_is_not_waited_for_is_found() -> None:
     (found,) = reduced(lambda tensor, work: tensor + 1)
-    assert found.kind == "race" and "allreduce_ is writing" in found.what
+    assert found.kind == "race"
+    assert "allreduce_ is writing" in found.what
 
 
 @pytest.mark.usefixtures("world")

@@ -1,0 +1,1 @@
+"""Scenarios of the streams of a GPU, watched on a CPU."""

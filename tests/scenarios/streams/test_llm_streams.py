@@ -1,0 +1,158 @@
+"""Copies and preparation of a language model's batches, and the offload of its optimiser, whose streams are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SWPipeline
+from lightning_pipe.engine.runtime.devices import DeviceStreams
+from lightning_pipe.llm.batches.microbatches import count_tokens
+from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.run.optimizer_offload import OffloadedState
+from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths, PreparedBatch
+from lightning_pipe.llm.run.training_tasks import llm_plan
+from lightning_pipe.loops.programs import program
+from lightning_pipe.loops.programs.program import TrainingProgram
+from tests.engine.device_tensors import Accelerator, left_out, watched
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _world(tmp_path: Path) -> None:
+    """A process group of this process alone. The suite destroys it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
+def batch(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 9, (4, 5 + number % 2), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def moved(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(CUDA, non_blocking=True) for name, value in batch.items()}
+
+
+def inputs_of(micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (micro_batch["input_ids"],), {}
+
+
+def train(batches: int = 6, count: Callable[[Tensor], int] = count_tokens) -> Accelerator:
+    """Batches that are copied and prepared one ahead, as the strategy does it."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[PreparedBatch | None] = [None]
+    world = dist.group.WORLD
+    assert world is not None
+    preparation = BatchPreparation(
+        inputs_of,
+        lambda item: count(item["labels"]),
+        world,
+        [[0]],
+        2,
+        lengths=Lengths(multiple_of=4),
+        keys=SequenceKeys(),
+    )
+
+    def step() -> None:
+        prepared = held[0]
+        assert prepared is not None
+        inputs = preparation.finish(prepared)
+        for one in inputs.micro_batches:
+            found = model(*one.args)
+            target = one.target["labels"]
+            nn.functional.cross_entropy(found.flatten(0, 1), target.flatten(), reduction="sum").backward()
+
+    with watched() as accelerator:
+        plan = llm_plan(moved, preparation.begin, lambda prepared: held.__setitem__(0, prepared))
+        made = TrainingProgram(
+            SWPipeline(plan, CUDA), transfer="H2D", step="OptimStep", forward="ScheduleStep", backward="ScaleGradients"
+        )
+        data = iter(accelerator.on_host([batch(number) for number in range(batches)]))
+        for _ in range(batches):
+            made.begin(data)
+            made.run_forward(step)
+            made.run_backward(lambda: None)
+            made.begin_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.end_step()
+            made.finish()
+        made.close()
+    return accelerator
+
+
+def test_batches_are_copied_and_prepared_ahead_without_a_race() -> None:
+    accelerator = train()
+    assert list(map(str, accelerator.findings)) == []
+    assert accelerator.handler.seq_num > 200
+
+
+def test_a_preparation_that_does_not_wait_for_the_copy_is_found() -> None:
+    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
+        found = {(one.kind, one.first.task, one.second.task) for one in train().findings}
+    assert ("race", "H2D", "Prepare") in found
+
+
+def test_a_batch_that_is_not_recorded_on_the_stream_of_the_step_is_found() -> None:
+    # Counting tokens makes the host wait for the step before, which hides the fault.
+    with mock.patch.object(program, "record_use", left_out):
+        found = {(one.kind, one.first.task) for one in train(count=Tensor.numel).findings}
+    assert found == {("reused too early", "H2D")}
+
+
+# ---------------------------------------------------------------------- the optimiser's state on the host
+
+
+@contextmanager
+def accelerated() -> Iterator[Accelerator]:
+    with (
+        watched() as accelerator,
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(torch.accelerator, "synchronize", accelerator.synchronize),
+        # PyTorch would ask the driver whether a graph is being captured.
+        mock.patch.object(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"),
+    ):
+        yield accelerator
+
+
+def offloaded(read_state: bool = False) -> Accelerator:
+    with accelerated() as accelerator:
+        parameters = [nn.Parameter(torch.ones(4, 4, device=CUDA)) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        state = OffloadedState(optimizer, bucket_bytes=64)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.ones(4, 4, device=CUDA)
+            optimizer.step()
+            if read_state:
+                assert optimizer.state[parameters[0]]["exp_avg"].tolist()
+        state.close()
+    return accelerator
+
+
+def test_offloaded_state_is_ordered_with_the_steps_of_its_buckets() -> None:
+    accelerator = offloaded(read_state=True)
+    assert list(map(str, accelerator.findings)) == []
+    assert accelerator.handler.seq_num > 100
+
+
+def test_the_host_waits_once_in_a_step_for_offloaded_state() -> None:
+    counted = [one.operator for one in offloaded().syncs]
+    assert set(counted) == {"synchronize"}
+    assert len(counted) == 4  # at construction, and after each of three steps
+
+
+def test_state_that_is_read_before_its_copy_to_the_host_is_complete_is_found() -> None:
+    with mock.patch.object(OffloadedState, "_finish_copies", left_out):
+        assert {one.kind for one in offloaded(read_state=True).findings} == {"race"}
