@@ -254,7 +254,7 @@ def watched() -> Iterator[Accelerator]:
     mode = Devices(accelerator)
     get_device_module = torch.get_device_module
     run_backward, from_numpy = torch.autograd._engine_run_backward, torch.from_numpy
-    wait, submit, settle = dist.Work.wait, Worker.submit, Worker.settle
+    wait, submit, settle, close = dist.Work.wait, Worker.submit, Worker.settle, Worker.close
     done: WeakKeyDictionary[Worker, dict[int, int]] = WeakKeyDictionary()
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -281,6 +281,11 @@ def watched() -> Iterator[Accelerator]:
     def settled(worker: Worker) -> None:
         settle(worker)
         accelerator.learn(done.get(worker, {}))
+
+    def closed(worker: Worker) -> bool:
+        ended = close(worker)
+        accelerator.learn(done.get(worker, {}))
+        return ended
 
     def numbers(array: Any) -> Tensor:
         made = from_numpy(array)
@@ -310,6 +315,7 @@ def watched() -> Iterator[Accelerator]:
             (dist.Work, "wait", waited),
             (Worker, "submit", handed),
             (Worker, "settle", settled),
+            (Worker, "close", closed),
             (executor, "task_range", accelerator.task),
             (executor, "threading", threads),
         ):
