@@ -183,6 +183,18 @@ FAULTS = [
         "step - others[0][1].step != ttl:",
         "recsys/dynamic/cache/test_row_cache.py",
     ),
+    Fault(
+        "recsys/dynamic/tables/sharded_tables.py",
+        "        record_use(rows.features)\n",
+        "",
+        "scenarios/streams/test_recsys_streams.py::test_nothing_is_found_under_any_plan",
+    ),
+    Fault(
+        "pipe/copies.py",
+        "stream.wait_event(event)  # (2)",
+        "pass",
+        "scenarios/streams/test_pipe_streams.py",
+    ),
 ]
 
 

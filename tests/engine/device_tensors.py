@@ -1,12 +1,12 @@
-"""CPU tensors that play those of a GPU: for the package they are on ``cuda``, and their accesses are reported.
+"""CPU tensors in place of a GPU's tensors: the package takes them for tensors on ``cuda``.
 
 A function mode stands where a device is named: factories, copies and ``Tensor.device``. A dispatch mode stands below
 autograd, and sees every operator with what it reads and writes (`tests.engine.race_detector`). The engine gives both
 modes to its workers.
 
-Where memory is
-    of a factory      on the device, if one is named: ``cuda``, or the device of a library's module. On the host, if
-                      none is, or "cpu" as a string.
+Place of memory
+    of a factory      on the device, if the call names ``cuda``, or the device of a library's module. On the host, if
+                      the call names no device, or "cpu" as a string.
     of an operator    on the device, if any input is.
     of `on_host`      on the host, pinned: batches of a loader.
     of anything else  on the device since before all work: parameters, tables.
@@ -229,7 +229,7 @@ def _wait_for(accelerator: Accelerator, events: list[FakeEvent]) -> None:
 
 
 class _Signal(threading.Event):
-    """An event between threads of the engine, which hands over what its setter has done."""
+    """An event between threads of the engine. Waiting for it also receives the clock of the thread that set it."""
 
     accelerator: Accelerator
 
@@ -322,7 +322,7 @@ def watched() -> Iterator[Accelerator]:
             stack.enter_context(mock.patch.object(of, name, stand_in))
         stack.enter_context(cheap_stacks(accelerator))
         collects = gc.isenabled()
-        gc.disable()  # what is freed when must not depend on it
+        gc.disable()  # its runs would free memory at times that differ
         if collects:
             stack.callback(gc.enable)
         stack.enter_context(mode)

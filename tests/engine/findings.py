@@ -1,4 +1,4 @@
-"""What the race detector knows of memory, and what it reports."""
+"""Memory as the race detector sees it, and its reports."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Storage:
 
     Attributes:
         place: index of the device, or `PAGEABLE` or `PINNED`.
-        stream: where it was allocated; None if that was before all work.
+        stream: stream of its allocation; None for memory that existed before all work.
         spans: the sanitizer's number of each part of it that a tensor has used.
         uses: last access of each stream, by the stream's number.
         user: the thread of the last access.
         recorded: streams that ``record_stream`` was called for.
-        rows: where rows are used independently, as in a cache of rows: first byte and bytes of a row of the table of
-            each feature. Operators on rows then use these rows only.
+        rows: for memory whose rows are used independently, such as a cache of rows: first byte of the table of each
+            feature, and bytes of a row. Operators on rows then use these rows only. Otherwise empty.
     """
 
     place: int

@@ -1,6 +1,6 @@
 """Reports which memory each operator reads and writes: from its schema, or by a description where that does not say.
 
-Below autograd every operator is seen. For the parts that stand for a GPU see `tests.engine.device_tensors`.
+The mode runs below autograd, so it sees every operator. `tests.engine.device_tensors` imitates the GPU.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Accelerator(Detector):
 
 
 class _Here(threading.local):
-    """What the current call of this thread is about.
+    """State of the calling thread's current call.
 
     Attributes:
-        place: where a factory allocates; None if its inputs say so.
-        waits: whether the host waits for a copy.
+        place: place of a factory's memory; None for the place of its inputs.
+        waits: True if the host waits for a copy.
         group: process group of a collective.
         submitted: events of the collectives that the call has submitted.
     """

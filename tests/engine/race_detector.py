@@ -6,13 +6,13 @@ whether the accesses of two streams are ordered::
 
     operator ──► accesses to storages ──┐
     records and waits of events ────────┼──► torch.cuda._sanitizer.EventHandler ──► findings
-    host reads, hand-offs of threads ───┘    last write and reads of each storage; a clock of all streams for each
+    host reads, signals of threads ─────┘    last write and reads of each storage; a clock of all streams for each
 
-A thread of the host is a stream as well: work that it submits is ordered after what it has done and waited for. Threads
-get the clocks of others where the engine hands over work, and nowhere else, so that a result does not depend on which
-thread is faster.
+A thread of the host is a stream as well: work that it submits is ordered after all that it has done and waited for. A
+thread receives the clock of another one only where the engine submits work or sets a signal. So the findings do not
+depend on the speed of threads.
 
-Beside races it finds waits for events without a record, which return at once, and memory that PyTorch's caching
+The detector also finds waits for events without a record, which return at once, and memory that PyTorch's caching
 allocator would give to another tensor too early (see `Detector._allocated`). Host reads are listed in `Detector.syncs`.
 """
 
@@ -149,12 +149,12 @@ class Detector:
         return number
 
     def clock(self) -> dict[int, int]:
-        """What the calling thread's next work is ordered after."""
+        """Last work of each stream that the calling thread's next work is ordered after."""
         with self.lock:
             return dict(self.handler.syncs.current_sync_states[self.host()])
 
     def learn(self, clock: dict[int, int]) -> None:
-        """Order the calling thread's next work after that of another thread, which has handed over to it."""
+        """Order the calling thread's next work after the work in a clock of another thread."""
         with self.lock:
             self.handler.syncs._state_wait_for_other(self.handler.syncs.current_sync_states[self.host()], clock)
 
@@ -198,13 +198,13 @@ class Detector:
 
         Args:
             tensor: any tensor.
-            place: where its memory is, unless that is known (default: the first device, where it was before all
+            place: place of its memory, unless that is known (default: the first device, where it was before all
                 work).
-            new: whether it was allocated just now, on the calling thread's current stream.
+            new: True if it was allocated just now, on the calling thread's current stream.
         """
         try:
             memory = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        except (NotImplementedError, RuntimeError):  # a subclass that has no memory
             return None
         if memory.nbytes() == 0:
             return None
@@ -275,8 +275,8 @@ class Detector:
             for number in storage.spans.values():
                 self.handler._handle_memory_deallocation(number)
             if storage.stream is not None:
-                # What the thread has waited for is over. Threads of Gloo may free last, at any time after the thread
-                # that has used the memory last: NCCL's do not.
+                # Uses that the thread has waited for are complete. Gloo's threads may hold memory longest, unlike
+                # NCCL's: the thread that used it last then stands for them.
                 thread = self.host() if hasattr(self._local, "host") else storage.user
                 over = self.handler.syncs.current_sync_states.get(thread, {})
                 storage.uses = {one: use for one, use in storage.uses.items() if use[0] > over.get(one, -1)}

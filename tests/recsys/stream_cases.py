@@ -32,14 +32,14 @@ from tests.recsys.pipeline_cases import CASES, Case, adam, grouped, sharded, tra
 from tests.recsys.stream_faults import FAULTS
 
 CUDA = torch.device("cuda")
-# The first batch is recorded, the second and third fill the pipeline: from the fifth on each step is like the others.
+# The first batch is recorded, and the next ones fill the pipeline. All steps from the fifth one on are alike.
 WARM, COUNTED, STEPS = 4, 2, 10
 EVERYTHING = CASES["everything"]
 
 
 @dataclass
 class Seen:
-    """What was seen on a rank.
+    """Observations on a rank.
 
     Attributes:
         findings: all findings, as text.
@@ -62,7 +62,7 @@ class Training:
         case: model and data.
         arguments: of the pipeline.
         middle: called with the pipeline, the model and the accelerator after some steps.
-        replicated: whether each rank has all tables.
+        replicated: True if each rank has all tables.
     """
 
     case: Case = field(default_factory=lambda: EVERYTHING)
@@ -129,7 +129,7 @@ def found_plans() -> list[PipelinePlan]:
 
 
 def plan_named(name: str) -> Any:
-    """A named plan, or one that was found: 'found 0' and so on, those with streams of their own."""
+    """A named plan, or a plan of the planner that has streams: 'found 0', 'found 1' and so on."""
     if name in PLANS:
         return name
     found = [one for one in found_plans() if one.name not in PLANS and one.streams]
@@ -138,7 +138,7 @@ def plan_named(name: str) -> Any:
 
 @contextmanager
 def built_for_gpu() -> Iterator[None]:
-    """What the package asks of libraries that are built for the CPU, answered as those for a GPU would."""
+    """Let libraries that are built for the CPU answer the package as libraries for a GPU do."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Sharded, "device", CUDA))
         # Compiled functions take CPU tensors, and would run unseen.
@@ -149,7 +149,7 @@ def built_for_gpu() -> Iterator[None]:
 
 
 def place(accelerator: Accelerator, model: ShardedModel, optimizers: list[torch.optim.Optimizer]) -> None:
-    """What is on the host on a GPU, too, and what knows its device from before."""
+    """Place tensors that are on the host of a GPU too, and correct devices that were stored earlier."""
     for module in model.sharded_modules.values():
         for kernel in fused_kernels(module):
             for name in ("learning_rate_tensor", "iter_cpu"):  # FBGEMM's, made for device="cpu" in every build

@@ -1,4 +1,4 @@
-"""Tables of ``docs/gpu.md``: how often the host waits for the device in a step.
+"""Tables of ``docs/gpu.md``: number of times that the host waits for the device in a step.
 
 ``python -m tests.scenarios.streams.host_syncs`` prints them, from trainings that the race detector has watched.
 """

@@ -1,4 +1,4 @@
-"""The host waits for the device only where docs/gpu.md says so, with a reason, and as often as it says."""
+"""Each wait of the host for the device is listed in docs/gpu.md, with its number and a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.scenarios.streams.host_syncs import (
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
-# What the user's own step does is the user's: TorchRec's to_dense reads each length.
+# Waits in the user's step belong to the user: TorchRec's to_dense reads each length.
 STEP = "recsys.tasks.train_pipeline._training_step"
 
 plans, dynamic = cache(by_plan), cache(of_dynamic_tables)

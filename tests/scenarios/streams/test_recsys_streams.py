@@ -75,8 +75,8 @@ def test_a_planted_fault_is_found(fault: str, plan: str, training: str) -> None:
 def test_the_prefetch_and_a_later_input_dist_share_nothing() -> None:
     """TorchRec has a report of a race between the two (meta-pytorch/torchrec, pull request 4191).
 
-    The input dist reads and writes fields of its own batch only, and no table or cache of a table. So no edge is
-    needed. What the two can share is memory: messages that were received on the input dist's stream are read on the
+    The input dist reads and writes only fields of a later batch, and no table or cache of a table. So no edge is
+    needed. The two can only share memory: messages that were received on the input dist's stream are read on the
     prefetch's, and freed there. They are not recorded on it, but TorchRec reads the received lengths on the host after
     its last use of the messages, so the host has waited for the prefetch when it frees them. The planted fault "no read
     of received lengths" leaves that read out, and is found.
