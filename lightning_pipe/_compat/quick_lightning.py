@@ -11,6 +11,7 @@ Tested in ``tests/_compat/test_lightning.py``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +31,7 @@ __all__ = [
     "call_callback_hooks",
     "call_module_hook",
     "call_strategy_hook",
+    "data_hook",
     "end_batch",
     "is_watched",
     "make_quick",
@@ -84,6 +86,14 @@ def call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
     return _called(strategy.lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
+
+
+def data_hook(trainer: pl.Trainer, hook_name: str) -> Callable[..., Any]:
+    """Return the transfer hook *hook_name* of the data module or module, without Lightning's record of the call."""
+    selector = trainer._data_connector._datahook_selector
+    assert selector is not None, "the trainer has attached its data"
+    hook: Callable[..., Any] = getattr(selector.get_instance(hook_name), hook_name)
+    return hook
 
 
 def _is_heard(trainer: Any, name: str) -> bool:

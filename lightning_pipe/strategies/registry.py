@@ -42,6 +42,7 @@ STRATEGIES = (
     RegisteredStrategy("pipeline", "data parallelism with the next batch copied ahead, for any LightningModule"),
     _recsys("serial", ", one batch at a time"),
     _recsys("base", ", copy and input dist ahead"),
+    _recsys("threaded_input", "; copy and input dist of the next batch in a worker thread"),
     _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
     _recsys("early_prefetch", "; as prefetch, with the prefetch before the previous batch's lookup, for rows on disk"),
     _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are updated"),

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
 from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 
-PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")  # those that train the same
+PLANS = ("serial", "base", "threaded_input", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
 # As the classes have it: an eps that is left out is the kernel's where the optimiser is given in TorchRec's way.
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}

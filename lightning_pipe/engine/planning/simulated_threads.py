@@ -24,7 +24,7 @@ from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, aw
 from lightning_pipe.engine.planning.discrete_events import Clock, Process, ResourceUse, SharedResource, Signal
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.engine.runtime.executor import Operation
+from lightning_pipe.engine.runtime.executor import Operation, operations
 
 # Relative difference, in units of an iteration's total work, up to which the remaining work of two states is equal.
 _RESOLUTION = 1e-9
@@ -70,11 +70,11 @@ class SimulatedThreads:
         self.plan = plan
         self.costs = costs
         self.machine = machine
-        operations = [Operation(plan, name, i, machine.device_streams) for i, name in enumerate(plan.tasks)]
-        by_name = {op.name: op for op in operations}
+        ops = operations(plan, machine.device_streams)
+        by_name = {op.name: op for op in ops}
         self.order = [by_name[name] for name in plan.order]
-        self.on_workers = [op for op in operations if op.group != MAIN]
-        self.on_named_streams = [op for op in operations if op.stream is not None]
+        self.on_workers = [op for op in ops if op.group != MAIN]
+        self.on_named_streams = [op for op in ops if op.stream is not None]
         self.waits_for: dict[str, list[str]] = {name: [] for name in plan.tasks}
         for submitter, waiter in awaited(costs):
             self.waits_for[waiter].append(submitter)
@@ -89,14 +89,14 @@ class SimulatedThreads:
         self.queues: dict[Hashable, _Queue] = {}
         for group in plan.thread_groups:
             if group != MAIN:
-                self.queues[group] = _Queue(sum(op.group == group for op in operations))
+                self.queues[group] = _Queue(sum(op.group == group for op in ops))
                 self.clock.start(Process(group), self._worker(group))
         if machine.device_streams:
             for name in (None, *plan.streams):
                 key = ("stream", name)
-                self.queues[key] = _Queue(sum(op.stream == name for op in operations) + (name is None))
+                self.queues[key] = _Queue(sum(op.stream == name for op in ops) + (name is None))
                 self.clock.start(Process(key), self._stream(key))
-        self.tickets = itertools.count()
+        self.tickets = {op.turns: itertools.count() for op in ops if op.turns is not None}
 
         self.work: list[Bar] = []
         self.retired: list[float] = []
@@ -119,7 +119,7 @@ class SimulatedThreads:
                 iteration = period + op.stage
                 if iteration < 0:
                     continue
-                entry = _QueueEntry(op, iteration, next(self.tickets) if op.ordered else None)
+                entry = _QueueEntry(op, iteration, None if op.turns is None else next(self.tickets[op.turns]))
                 if op.group == MAIN:
                     yield from self._run(entry, op)
                 else:
@@ -150,7 +150,7 @@ class SimulatedThreads:
             if entry.iteration >= distance:
                 yield from self._wait("done", upstream, entry.iteration - distance)
         if entry.ticket:
-            yield from self._wait("submitted", entry.ticket - 1)
+            yield from self._wait("submitted", op.turns, entry.ticket - 1)
         cost = self.costs[op.name]
         if not self.machine.by_device(cost):
             yield from self._perform(entry, op, TASK, op.group)
@@ -160,7 +160,7 @@ class SimulatedThreads:
                 yield self._share("host", cost.launch)
             self._note(entry, op, TASK, op.group, start)
         if entry.ticket is not None:
-            self._set("submitted", entry.ticket)
+            self._set("submitted", op.turns, entry.ticket)
         if self.machine.device_streams:
             self._put(("stream", op.stream), entry)
 
@@ -192,7 +192,7 @@ class SimulatedThreads:
             yield self._share(cost.resource, cost.seconds)
         waits = bool(cost.background) and cost.waited_by == op.name
         if waits and kind == TASK and entry.ticket is not None:
-            self._set("submitted", entry.ticket)  # the turn passes to the next task before this wait
+            self._set("submitted", op.turns, entry.ticket)  # the turn passes to the next task before this wait
         if cost.background:
             self.clock.start(Process((op.name, entry.iteration)), self._background(entry, op))
         if waits:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.plans.collectives import check_one_order
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.order import check_order, derive_order, find_cycle
 from lightning_pipe.engine.plans.render import plan_table, plan_timeline
@@ -36,7 +37,8 @@ class PipelinePlan:
 
     Raises:
         PlanError: unknown or repeated task, cycle, dependency on a task of a lower stage, a required dependency dropped
-            without ``stale``, too small a depth, or an *order* that contradicts the dependencies.
+            without ``stale``, too small a depth, an *order* that contradicts the dependencies, or collectives of one
+            process group from several thread groups without ``globally_ordered``.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PipelinePlan:
         )
         self._check_cycle()
         self._check_stages()
+        check_one_order(name, self.tasks.values(), self.schedule, has_streams=False)
         self.max_stage = spec.max_stage
         self.pipeline_depth = self.max_stage + 1 if spec.pipeline_depth is None else spec.pipeline_depth
         if self.pipeline_depth < self.max_stage + 1:
@@ -118,7 +121,8 @@ class PipelinePlan:
         for task, where in self.schedule.items():
             declared = self.tasks[task]
             reads, writes = (sorted(map(repr, entries)) for entries in (declared.reads, declared.writes))
-            entries.append((f"task {task}", f"{where} reads {reads} writes {writes}"))
+            submits = f" submits to {sorted(declared.collectives)}" if declared.collectives else ""
+            entries.append((f"task {task}", f"{where} reads {reads} writes {writes}{submits}"))
         entries.append(("dependencies", "; ".join(sorted(map(str, self.dependencies)))))
         return entries
 

@@ -19,9 +19,9 @@ class TaskSchedule:
         stream: name of a device stream (default ``None``, the current stream). On devices without streams the name only
             labels the task.
         thread_group: name of the worker thread that runs the task (default ``"main"``, the calling thread).
-        globally_ordered: submit the task's collectives in the plan's order on every rank (default False). Set it if
-            several thread groups submit collectives: their order must be the same on all ranks. A task then waits for
-            its turn.
+        globally_ordered: submit the task's collectives in the plan's order on every rank (default False). Required if
+            tasks in several thread groups submit collectives to one process group or, on a device with streams, to any
+            process groups. A task then waits for its turn where other threads may submit before it.
     """
 
     stage: int = 0

@@ -119,16 +119,18 @@ class PipelineTask:
         io: side effects of ``fn`` that replays must restore (default none). Only profiling and shortcuts use them.
         reads: context fields (strings) and state (:class:`State`) that ``fn`` reads.
         writes: context fields and state that ``fn`` writes, including in-place changes.
+        collectives: names of the process groups that ``fn`` submits collectives to (default none). A plan that runs
+            tasks with a common group in several threads must order them (:class:`~.schedule.TaskSchedule`).
         not_replayable: reason why a run cannot be replayed, as the end of a sentence (default empty: it can be
             replayed).
         context: class of the context that ``fn`` expects (default :class:`IterContext`). A plan creates contexts of the
             most derived class of its tasks.
 
     Raises:
-        PlanError: *reads* or *writes* is a single name instead of a list of names.
+        PlanError: *reads*, *writes* or *collectives* is a single name instead of a list of names.
     """
 
-    __slots__ = ("context", "fn", "io", "name", "not_replayable", "reads", "writes")
+    __slots__ = ("collectives", "context", "fn", "io", "name", "not_replayable", "reads", "writes")
 
     def __init__(
         self,
@@ -138,10 +140,11 @@ class PipelineTask:
         *,
         reads: Iterable[str] = (),
         writes: Iterable[str] = (),
+        collectives: Iterable[str] = (),
         not_replayable: str = "",
         context: type[IterContext] = IterContext,
     ) -> None:
-        for what, names in (("reads", reads), ("writes", writes)):
+        for what, names in (("reads", reads), ("writes", writes), ("collectives", collectives)):
             if isinstance(names, str):
                 raise PlanError(f"task {name!r}: {what} is the single name {names!r}; give a list, [{names!r}]")
         self.name = name
@@ -149,6 +152,7 @@ class PipelineTask:
         self.not_replayable = not_replayable
         self.reads = tuple(reads)
         self.writes = tuple(writes)
+        self.collectives = tuple(collectives)
         self.context = context
         self.fn = CheckedTask(fn, name, fields(self.reads), fields(self.writes)) if checks_contexts() else fn
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -24,26 +25,27 @@ from lightning_pipe.engine.common.errors import TaskError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.ranges import task_range
 from lightning_pipe.engine.observe.trace import Begun, Trace
+from lightning_pipe.engine.plans.collectives import check_one_order, turns_of
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.runtime.devices import DeviceStreams
-from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer
+from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, Ticket
 from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
 from lightning_pipe.engine.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
 
 # State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
-Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float]
+Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float, Ticket | None]
 
 
 class Operation:
     """Task of the plan with its schedule and dependencies resolved in advance."""
 
-    __slots__ = ("cpu_waits", "device_waits", "fn", "group", "index", "name", "ordered", "records", "stage", "stream")
+    __slots__ = ("cpu_waits", "device_waits", "fn", "group", "index", "name", "records", "stage", "stream", "turns")
 
-    def __init__(self, plan: PipelinePlan, name: str, index: int, has_streams: bool) -> None:
+    def __init__(self, plan: PipelinePlan, name: str, index: int, has_streams: bool, turns: Mapping[str, int]) -> None:
         where = plan.schedule[name]
         self.name = name
         self.index = index
@@ -51,9 +53,7 @@ class Operation:
         self.stage = where.stage
         self.group = where.thread_group
         self.stream = where.stream if has_streams else None
-        # The order only matters if several threads submit collectives.
-        ordered_groups = {s.thread_group for s in plan.schedule.values() if s.globally_ordered}
-        self.ordered = where.globally_ordered and len(ordered_groups) > 1
+        self.turns = turns.get(name)  # the sequence in which the task submits its collectives
         positions = {task: position for position, task in enumerate(plan.tasks)}
         upstream = [
             ((positions[d.upstream], d.distance), plan.schedule[d.upstream])
@@ -73,6 +73,18 @@ class Operation:
             self.records = where.stream is not None or any(
                 d.upstream == name and plan.schedule[d.downstream].stream is not None for d in plan.dependencies
             )
+
+
+def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
+    """Operations of the plan's tasks, in serial order.
+
+    Raises:
+        PlanError: the plan's collectives could be submitted in different orders on two ranks.
+    """
+    tasks = plan.tasks.values()
+    check_one_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
+    turns = turns_of(tasks, plan.schedule, has_streams=has_streams)
+    return [Operation(plan, name, index, has_streams, turns) for index, name in enumerate(plan.tasks)]
 
 
 class Slot:
@@ -104,14 +116,12 @@ class Executor:
 
     def __init__(self, plan: PipelinePlan, device: torch.device) -> None:
         self.streams = DeviceStreams(device, plan.streams)
-        self.operations = [
-            Operation(plan, name, index, self.streams.available) for index, name in enumerate(plan.tasks)
-        ]
+        self.operations = operations(plan, self.streams.available)
         # A task may wait for an iteration that is already trained, whose slot must not have been reused by then.
         longest = max((d.distance for d in plan.dependencies), default=0)
         self._slots = [Slot(self.operations, self.streams) for _ in range(plan.pipeline_depth + longest)]
         self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
-        self._sequencer = SubmissionSequencer()
+        self._sequencers = [SubmissionSequencer() for _ in {op.turns for op in self.operations} - {None}]
         self._base = 0
         self.trace: Trace | None = None
         self.meter: Meter | None = None
@@ -145,13 +155,12 @@ class Executor:
             TaskError: this task failed, or another task failed before.
         """
         self.raise_failure()
-        ticket = None
+        ticket: Ticket | None = None
         try:
             if serial:
                 self._call_here(op, slot, None, None)
                 return
-            if op.ordered:
-                ticket = self._sequencer.issue()
+            ticket = self._ticket(op)
             if op.group == MAIN:
                 if op.cpu_waits or op.device_waits:
                     self._wait_here(op, slot)
@@ -169,20 +178,34 @@ class Executor:
             raise failure from failure.__cause__
         finally:
             if ticket is not None:
-                self._sequencer.end(ticket)
+                ticket.end()
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
-        """Wait for the dependencies of *op*, whose work the caller does; returns the state for :meth:`leave`."""
-        self._wait_here(op, slot)
-        self.raise_failure()
+        """Wait for the dependencies and the turn of *op*, whose work the caller does.
+
+        Returns:
+            State for :meth:`leave` or :meth:`drop`, one of which must follow.
+        """
+        ticket = self._ticket(op)
+        try:
+            self._wait_here(op, slot)
+            if ticket is not None:
+                ticket.begin()
+            self.raise_failure()
+        except BaseException:
+            if ticket is not None:
+                ticket.end()
+            raise
         trace = self.trace
         shown = task_range(op.name, trace is not None)
         shown.__enter__()
-        return shown, trace, trace.begin() if trace else None, time.perf_counter()
+        return shown, trace, trace.begin() if trace else None, time.perf_counter(), ticket
 
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End a task after :meth:`enter`."""
-        shown, trace, begun, metered = entered
+        shown, trace, begun, metered, ticket = entered
+        if ticket is not None:
+            ticket.end()
         if op.records:
             self.streams.record(slot.events[op.index])
         if trace and begun:
@@ -190,6 +213,27 @@ class Executor:
         if self.meter is not None:
             self.meter.ran(op.name, metered)
         shown.__exit__(None, None, None)
+
+    def drop(self, entered: Entered) -> None:
+        """Pass on the turn of a task that will not be ended."""
+        ticket = entered[-1]
+        if ticket is not None:
+            ticket.end()
+
+    def wait_for(self, op: Operation, slot: Slot) -> None:
+        """Wait in the calling thread until *op* has run for the iteration of *slot*, and on its stream for its work.
+
+        Raises:
+            TaskError: a task failed.
+        """
+        begun = time.perf_counter()
+        if op.group != MAIN:
+            slot.done[op.index].wait()
+        if self.meter is not None:
+            self.meter.waited(begun)
+        self.raise_failure()
+        if op.stream is not None:
+            self.streams.current_waits_for(slot.events[op.index])
 
     def retire(self, slot: Slot) -> IterContext:
         """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work.
@@ -247,7 +291,10 @@ class Executor:
         for slot in self._slots:
             slot.ctx = None
 
-    def _work(self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: int | None) -> None:
+    def _ticket(self, op: Operation) -> Ticket | None:
+        return None if op.turns is None else self._sequencers[op.turns].issue()
+
+    def _work(self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: Ticket | None) -> None:
         """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end."""
         try:
             # After a failure queued tasks are skipped, but their signals are set so that no thread waits forever.
@@ -260,7 +307,7 @@ class Executor:
             self.failed(error, op.name, slot.iteration, op.stage)
         finally:
             if ticket is not None:
-                self._sequencer.end(ticket)
+                ticket.end()
             # This thread no longer refers to the context, which can be freed after all signals are set.
             slot.done[op.index].set()
 
@@ -281,15 +328,15 @@ class Executor:
         if self.meter is not None:
             self.meter.waited(begun)
 
-    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: int | None) -> None:
+    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: Ticket | None) -> None:
         begun = time.perf_counter()
         self._call(op, slot, MAIN, stream, ticket)
         if self.meter is not None:
             self.meter.ran(op.name, begun)
 
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: int | None) -> None:
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: Ticket | None) -> None:
         if ticket is not None:
-            self._sequencer.begin(ticket)
+            ticket.begin()
             self.raise_failure()
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):

@@ -135,13 +135,13 @@ class SWPipeline(Periods):
         Returns:
             The number of abandoned batches, including the batch of an open period.
         """
+        self._drop_begun()
         self.settle()
         for slot in self._in_flight.values():
             slot.ctx = None
         abandoned = len(self._in_flight)
         self._in_flight.clear()
         self._open = False
-        self._begun = None
         return abandoned
 
     def settle(self) -> None:
@@ -227,12 +227,32 @@ class SWPipeline(Periods):
             self._advance()
 
     @ends_on_interrupt
+    def wait_for(self, task: str) -> None:
+        """Wait until a task that ran ahead has run for the batch of the open period, in whatever thread it runs.
+
+        The current stream waits for the task's work on its stream.
+
+        Raises:
+            PlanError: *task* is unknown or has not been submitted yet for this batch, or no period is open.
+            TaskError: a task raised.
+        """
+        self._check_running()
+        position = self._position(task)
+        op = self._ops[position]
+        if self._cursor <= position and (self._serial or not op.stage):
+            raise PlanError(
+                f"task {task!r} of iteration {self._trained} has not been submitted yet; call run_until({task!r}) first"
+            )
+        if not self._serial:
+            self._executor.wait_for(op, self._in_flight[self._trained])
+
+    @ends_on_interrupt
     def begin_task(self, task: str) -> IterContext:
         """Run all tasks before *task* and wait for its dependencies, so that the caller can do its work.
 
         For work that the caller must do between its own hooks, such as an optimizer step inside Lightning. Call
-        :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main", on the current stream and without a
-        place in the global order can be run in this way.
+        :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be run in
+        this way. A globally ordered task holds its turn until then.
 
         Raises:
             PlanError: *task* does not meet these conditions, is replayed or has already run, or a condition of
@@ -244,10 +264,10 @@ class SWPipeline(Periods):
         if isinstance(self._ops[target].fn, Shortcut):
             raise PlanError(f"task {task!r} is replayed and cannot be begun; call disable_shortcut({task!r}) first")
         where = self.plan.schedule[task]
-        if where.stage != 0 or where.thread_group != MAIN or where.stream is not None or where.globally_ordered:
+        if where.stage != 0 or where.thread_group != MAIN or where.stream is not None:
             raise PlanError(
                 f"task {task!r} is scheduled as {where}; only a task of stage 0 in group {MAIN!r}, without a named"
-                " stream and without global order, can be run by the caller"
+                " stream, can be run by the caller"
             )
         if self._cursor > target:
             raise PlanError(
@@ -385,9 +405,16 @@ class SWPipeline(Periods):
         trace, self._executor.trace = self._executor.trace, None
         return trace.spans() if trace else []
 
+    def _drop_begun(self) -> None:
+        """Forget a task that the caller has begun, so that workers do not wait for its turn to end."""
+        if self._begun is not None:
+            self._executor.drop(self._begun[1])
+            self._begun = None
+
     def close(self) -> None:
         """Abandon all batches in flight and end the worker threads. Can be called repeatedly and after a failure."""
         self._closed = True
+        self._drop_begun()
         self._executor.close()
         self._in_flight.clear()
         self._source = None

@@ -21,29 +21,47 @@ class SubmissionSequencer:
         self._turn = 0
         self._passed: set[int] = set()
 
-    def issue(self) -> int:
+    def issue(self) -> Ticket:
         """Issue the next ticket. Only the thread that submits tasks calls this."""
-        ticket = self._issued
+        number = self._issued
         self._issued += 1
-        return ticket
+        return Ticket(self, number)
 
-    def begin(self, ticket: int) -> None:
-        """Wait for the turn of *ticket*. This thread holds the turn until :func:`submitted` or :meth:`end`."""
+    def begin(self, number: int) -> None:
+        """Wait for the turn of the ticket *number*."""
         with self._condition:
-            self._condition.wait_for(lambda: self._turn >= ticket)
-        _current.turn = (self, ticket)
+            self._condition.wait_for(lambda: self._turn >= number)
 
-    def end(self, ticket: int) -> None:
-        """End the turn of *ticket*. Also called for tasks that failed or were skipped; repeated calls do nothing."""
-        _current.turn = None
+    def end(self, number: int) -> None:
+        """End the turn of the ticket *number*; repeated calls do nothing."""
         with self._condition:
-            if ticket < self._turn:
+            if number < self._turn:
                 return
-            self._passed.add(ticket)
+            self._passed.add(number)
             while self._turn in self._passed:
                 self._passed.remove(self._turn)
                 self._turn += 1
             self._condition.notify_all()
+
+
+class Ticket:
+    """Place of one run of a task in the order of submissions."""
+
+    __slots__ = ("_number", "_sequencer")
+
+    def __init__(self, sequencer: SubmissionSequencer, number: int) -> None:
+        self._sequencer = sequencer
+        self._number = number
+
+    def begin(self) -> None:
+        """Wait for the turn. The calling thread then holds it until :func:`submitted` or :meth:`end`."""
+        self._sequencer.begin(self._number)
+        _current.ticket = self
+
+    def end(self) -> None:
+        """End the turn. Also called for tasks that failed or were skipped; repeated calls do nothing."""
+        _current.ticket = None
+        self._sequencer.end(self._number)
 
 
 def submitted() -> None:
@@ -51,7 +69,6 @@ def submitted() -> None:
 
     Does nothing outside a globally ordered task.
     """
-    turn = getattr(_current, "turn", None)
-    if turn is not None:
-        sequencer, ticket = turn
-        sequencer.end(ticket)
+    ticket = getattr(_current, "ticket", None)
+    if ticket is not None:
+        ticket.end()

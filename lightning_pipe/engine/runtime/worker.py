@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+_this_thread = threading.local()
+
 JOIN_TIMEOUT = 60.0
 # Seconds between two checks that the thread is still alive.
 _LOOK = 1.0
@@ -48,7 +50,13 @@ class Worker:
         return not self._thread.is_alive()
 
 
+def on_worker() -> bool:
+    """Return True if the calling thread is a worker's."""
+    return getattr(_this_thread, "serves", False)
+
+
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    _this_thread.serves = True
     while (call := queue.get()) is not None:
         call()
         # Otherwise the last function, and the iteration it refers to, would stay alive until the next one arrives.

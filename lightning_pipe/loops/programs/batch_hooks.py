@@ -11,7 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lightning_pipe._compat.quick_lightning import call_strategy_hook, is_watched, replaces
+from lightning_pipe._compat.quick_lightning import call_strategy_hook, data_hook, is_watched, replaces
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.runtime.worker import on_worker
 from lightning_pipe.loops.data.random_streams import RandomStreams
 
 _PREPARES = ("on_before_batch_transfer",)
@@ -19,7 +21,7 @@ _TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class BatchHooks:
-    """Calls the batch-transfer hooks on the main thread, as Lightning's loops do.
+    """Calls the batch-transfer hooks as Lightning's loops do.
 
     If the user has not overridden a kind of hook, its random stream is not used, and the work of Lightning's default
     hooks is done without calling them.
@@ -42,12 +44,32 @@ class BatchHooks:
         return self._trainer.precision_plugin.convert_input(batch)
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device and call ``on_after_batch_transfer``."""
+        """Move a batch to the device and call ``on_after_batch_transfer``.
+
+        In a worker thread the hooks have no random stream of their own, and no profiler records them.
+
+        Raises:
+            SetupError: a worker thread moves batches, but a hook was set or a profiler started after training began.
+        """
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
         if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
             return move_data_to_device(batch, strategy.root_device)
+        if on_worker():
+            return self._move_on_worker(batch, dataloader_idx)
         move = partial(call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
         return self._streams.draw("transfer", move) if draws else move()
+
+    def _move_on_worker(self, batch: Any, dataloader_idx: int) -> Any:
+        trainer = self._trainer
+        if not getattr(trainer.strategy, "transfer_on_worker", False):
+            raise SetupError(
+                f"a worker thread moves batches to the device, but training has begun without"
+                f" {', '.join(users_transfers(trainer))}. Set hooks and profilers before fit, or pass"
+                " transfer_on_worker=True to the strategy"
+            )
+        # Lightning's helpers would store the hook's name in the module, for calls of log() in the main thread.
+        move, after = (data_hook(trainer, name) for name in _TRANSFERS)
+        return after(move(batch, trainer.strategy.root_device, dataloader_idx), dataloader_idx)
 
     def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
@@ -55,5 +77,17 @@ class BatchHooks:
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
         """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
-        holders = (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None))
-        return any(replaces(one, name) for one in holders if one is not None for name in hooks)
+        return any(replaces(one, name) for one in _holders(self._trainer) for name in hooks)
+
+
+def users_transfers(trainer: pl.Trainer) -> list[str]:
+    """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any."""
+    found = [f"{type(one).__name__}.{name}" for one in _holders(trainer) for name in _TRANSFERS if replaces(one, name)]
+    if replaces(trainer.strategy, "batch_to_device"):
+        found.append(f"{type(trainer.strategy).__name__}.batch_to_device")
+    return [*found, "a profiler of hooks"] if is_watched(trainer) else found
+
+
+def _holders(trainer: pl.Trainer) -> list[Any]:
+    both = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    return [one for one in both if one is not None]

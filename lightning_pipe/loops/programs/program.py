@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline, TrainingContext
 from lightning_pipe.engine.common.renamed_argument import renamed_argument
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.record_use import record_use
 
 
@@ -90,6 +91,10 @@ class TrainingProgram:
         self.pipeline.run_until(self.transfer)
         if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
             self.pipeline.run_until(self._prepared)
+        for task in (self.transfer, self._prepared):
+            # The hooks read the batch. If a worker transfers batches, it may still transfer this one.
+            if task is not None and not alone and self.pipeline.plan.schedule[task].thread_group != MAIN:
+                self.pipeline.wait_for(task)
         # Its tensors were allocated on the transfer's stream. Their memory must not be reused while this stream uses
         # them.
         record_use(current.batch)

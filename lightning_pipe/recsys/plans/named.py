@@ -2,6 +2,7 @@
 
 batches ahead      copy    input dist    rows fetched    looked up    tables include updates up to
 serial             0       0             0               0            the previous batch
+threaded_input     1       1             0               0            the previous batch
 base               2       1             0               0            the previous batch
 prefetch           2       2, 1          1               0            the previous batch
 early_prefetch     2       2, 1          1               0            the previous batch
@@ -67,6 +68,22 @@ _NAMED = (
             *("EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
         ),
     ),
+    # A worker thread copies the next batch and distributes its ids while this batch trains. The ids are submitted
+    # between two collectives of the main thread, at a point that is the same on all ranks.
+    _plan(
+        "threaded_input",
+        {
+            "H2DAndShuffle": TaskSchedule(1, "input", "input"),
+            "EmbInputDistStart": TaskSchedule(1, "input", "input", globally_ordered=True),
+            "EmbInputDistWait": TaskSchedule(1, "input", "input", globally_ordered=True),
+            "EmbPrefetch": TaskSchedule(0, "data_dist"),
+            **{task: TaskSchedule(globally_ordered=True) for task in ("EmbForward", *_STEP[1:])},
+        },
+        (
+            *("H2DAndShuffle", "EmbPrefetch", "EmbForward", "EmbInputDistStart", "EmbInputDistWait"),
+            *_STEP,
+        ),
+    ),
     _PREFETCH,
     # The prefetch precedes the lookup, so a whole step hides it. For rows that are read from disk.
     replace(_PREFETCH.move("EmbPrefetch", after="EmbInputDistWait"), name="early_prefetch"),
@@ -107,9 +124,11 @@ _NAMED = (
 PLANS = {plan.name: plan for plan in _NAMED}
 
 
-# Tasks that may run in a separate thread: they wait, and submit nothing. The other tasks submit to process groups,
-# which two threads must not use concurrently, or run user code, which draws random numbers and expects the main thread.
-ON_WORKERS = frozenset({"EmbPrefetch"})
+# Tasks up to the input dist. They may run in a worker thread: they use process groups of their own.
+INPUT = ("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait")
+# Tasks that may run in a worker thread. The other tasks submit to process groups that the main thread uses between
+# tasks too, or run the user's step.
+ON_WORKERS = frozenset({*INPUT, "EmbPrefetch"})
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -157,7 +176,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
             raise PlanError(
                 f"plan {found.name!r} assigns task {task!r} to thread group {where.thread_group!r}, but only"
                 f" {', '.join(sorted(ON_WORKERS))} can leave the main thread: other recsys tasks submit to process"
-                f" groups or run user code. Set its thread_group to {MAIN!r}."
+                f" groups of the main thread or run the user's step. Set its thread_group to {MAIN!r}."
             )
     return found
 
@@ -187,7 +206,24 @@ def needs_input_group(plan: PipelinePlan) -> bool:
     """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
     # If no task runs ahead, no other collective is in flight: a group only pays off for Gloo across hosts.
-    return plan.max_stage > 0 or (world is not None and gains_from_messages(world))
+    return plan.max_stage > 0 or input_on_worker(plan) or (world is not None and gains_from_messages(world))
+
+
+def input_on_worker(plan: PipelinePlan) -> bool:
+    """Return True if a worker thread runs a task of the input dist.
+
+    The first batch must then be trained alone: it resolves the rewrite, with collectives of the main thread.
+    """
+    return any(plan.schedule[task].thread_group != MAIN for task in INPUT if task in plan.schedule)
+
+
+def with_transfer_on_main(plan: PipelinePlan) -> PipelinePlan:
+    """Move the copy of batches to the main thread, for transfers that call the user's hooks."""
+    where = plan.schedule[INPUT[0]]
+    if where.thread_group == MAIN:
+        return plan
+    schedule = {**plan.spec.schedule, INPUT[0]: replace(where, thread_group=MAIN)}
+    return PipelinePlan.from_spec(replace(plan.spec, schedule=schedule), plan.tasks.values())
 
 
 def looks_ahead(plan: PipelinePlan | PlanSpec) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_pipe.engine import PlanSpec, TaskSchedule
+from dataclasses import replace
+
+from lightning_pipe.engine import PlanSpec
 
 __all__ = ["BALANCING", "with_balancing"]
 
@@ -10,7 +12,7 @@ BALANCING = ("BalanceStart", "BalanceFinish")
 
 
 def with_balancing(plan: PlanSpec) -> PlanSpec:
-    """Add the tasks of a balancer to a plan that names neither, in the copy's stage and on the input dist's stream.
+    """Add the tasks of a balancer to a plan that names neither: in the copy's stage, otherwise as the input dist.
 
     The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads and
     compute the partition while another batch runs forward. If the order leaves no room for that, the exchange precedes
@@ -26,7 +28,7 @@ def with_balancing(plan: PlanSpec) -> PlanSpec:
     copy, input_dist = (plan.schedule.get(name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if copy is None or input_dist is None or any(name in plan.schedule for name in BALANCING):
         return plan
-    where = TaskSchedule(copy.stage, input_dist.stream)
+    where = replace(input_dist, stage=copy.stage)
     gather, exchange = BALANCING
     plan = plan.insert(gather, where, after="H2DAndShuffle")
     if not plan.order:

@@ -27,5 +27,6 @@ def with_replicas(plan: PlanSpec) -> PlanSpec:
     """
     if AVERAGING in plan.schedule or "EmbBackward" not in plan.schedule:
         return plan
+    where = TaskSchedule(globally_ordered=plan.schedule["EmbBackward"].globally_ordered)
     stale = [(AVERAGING, *edge[1:]) for edge in plan.stale if edge[:2] == ("EmbBackward", "EmbForward")]
-    return replace(plan.insert(AVERAGING, TaskSchedule(), after="EmbBackward"), stale=(*stale, *plan.stale))
+    return replace(plan.insert(AVERAGING, where, after="EmbBackward"), stale=(*stale, *plan.stale))

@@ -61,18 +61,24 @@ class Splits:
 
 @dataclass
 class Requests:
-    """State after EmbInputDistWait: each module's awaitable of its distributed features."""
+    """State after EmbInputDistWait: each module's awaitable of its distributed features.
+
+    Attributes:
+        error: error of the batch, the same on all ranks, that the lookup raises; None if the batch can be trained.
+    """
 
     inputs: Inputs
     tensors: dict[str, Awaitable[Any]]
+    error: Exception | None = None
 
 
 @dataclass
 class Features:
-    """State after EmbPrefetch: each module's distributed features."""
+    """State after EmbPrefetch: each module's distributed features, and the error of its :class:`Requests`."""
 
     inputs: Inputs
     distributed: dict[str, Any]
+    error: Exception | None = None
 
 
 @dataclass

@@ -25,6 +25,7 @@ from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
 from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.runtime.sequencer import submitted
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
@@ -224,7 +225,8 @@ class ModelRewrite(ReplacedForwards):
         """Wait for the splits and submit the tensors of all modules.
 
         Raises:
-            InputError: the batch of a rank cannot be trained; raised on every rank, and names the rank.
+            InputError: the batch of a rank cannot be trained; raised on all ranks that exchange splits, and names the
+                rank.
         """
         any_failed = splits.error is not None
         if splits.status is not None:
@@ -236,7 +238,8 @@ class ModelRewrite(ReplacedForwards):
         if any_failed:
             if splits.answer is not None:
                 splits.answer.wait()
-            raise_gathered(splits.error, "", self._agree_group, InputError)
+            # Not the agreement group, which the main thread may be using if this is a worker.
+            raise_gathered(splits.error, "", self._status_group, InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
@@ -255,7 +258,7 @@ class ModelRewrite(ReplacedForwards):
             features = distributed[name] = tensors.wait()
             record_use([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
-        return Features(inputs, distributed)
+        return Features(inputs, distributed, requests.error)
 
     def lookup(self, features: Features) -> Embeddings:
         """Look up for all modules, wait for the output dist of each, and cut the outputs.
@@ -267,7 +270,12 @@ class ModelRewrite(ReplacedForwards):
 
         Returns:
             Outputs by module, of the types and shapes of the sharded modules, with the state for their backward.
+
+        Raises:
+            InputError: the features have an error.
         """
+        if features.error is not None:
+            raise features.error
         inputs = features.inputs
         record_use([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
@@ -278,6 +286,7 @@ class ModelRewrite(ReplacedForwards):
             for name, module in modules.items():
                 with self._capturing(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
+            submitted()
             outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
         embeddings.hold_rows(_claim_rows(modules.values()))
         for name, output in outputs.items():

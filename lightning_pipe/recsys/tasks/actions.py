@@ -15,9 +15,10 @@ from typing_extensions import deprecated
 
 from lightning_pipe.engine import InputError, IterContext, State
 from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.runtime.worker import on_worker
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Requests
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
 from lightning_pipe.recsys.tasks.context import RecsysContext
@@ -157,7 +158,12 @@ class RecsysActions:
         assert self.balancer is not None
         if ctx.balance is not None:
             record_use(ctx.batch)
-            ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
+            try:
+                ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
+            except InputError as error:
+                if not on_worker():
+                    raise
+                ctx.transfer_error = error  # for the input dist
         del ctx.balance
 
     def emb_input_dist_start(self, ctx: RecsysContext) -> None:
@@ -167,7 +173,13 @@ class RecsysActions:
 
     def emb_input_dist_wait(self, ctx: RecsysContext) -> None:
         """Wait for the splits and submit the all-to-all of lengths and values."""
-        ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
+        try:
+            ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
+        except InputError as error:
+            if not on_worker():
+                raise
+            # The main threads of all ranks must raise it at one point, or some would wait for a rank that has stopped.
+            ctx.input_requests = Requests(ctx.splits.inputs, {}, error)
         del ctx.splits
 
     def emb_prefetch(self, ctx: RecsysContext) -> None:
@@ -176,7 +188,10 @@ class RecsysActions:
         del ctx.input_requests
 
     def emb_forward(self, ctx: RecsysContext) -> None:
-        """Look up the rows and exchange the outputs; the only wait is for that exchange."""
+        """Look up the rows and exchange the outputs; the only wait is for that exchange.
+
+        Raises an error of the batch that a worker thread has found.
+        """
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
             self._bring_rates()

@@ -61,6 +61,9 @@ class RecsysTask:
         needs: feature that a model must have for the task to exist; None for every model.
         device: resource that the task keeps busy on a GPU: compute units or copy engine.
         waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
+        collectives: process groups that it submits collectives to: the input dist's, the tables', the one of dense
+            gradients, the balancer's, the replicas', and all ranks' (``world``). A ``training_step`` that calls
+            collectives is not included.
         trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
         late: changes if gradients are scaled late, that is, in the optimiser step; None for no change.
     """
@@ -74,6 +77,7 @@ class RecsysTask:
     needs: Literal["balancer", "replicas"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
+    collectives: tuple[str, ...] = ()
     trains: bool = False
     late: LateScaling | None = None
 
@@ -95,14 +99,16 @@ TASKS: tuple[RecsysTask, ...] = (
         replay=RecsysReplays.balance,
         needs="balancer",
         waited_by="BalanceFinish",
+        collectives=("balance",),
     ),
     RecsysTask(
         "BalanceFinish",
         RecsysActions.balance_finish,
         reads=("batch", "balance"),
-        writes=("batch", "balance"),
+        writes=("batch", "balance", "transfer_error"),
         needs="balancer",
         waited_by="BalanceFinish",
+        collectives=("balance",),
     ),
     RecsysTask(
         "EmbInputDistStart",
@@ -111,6 +117,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("splits",),
         replay=RecsysReplays.splits,
         waited_by="EmbInputDistWait",
+        collectives=("input",),
     ),
     RecsysTask(
         "EmbInputDistWait",
@@ -119,6 +126,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("splits", "input_requests"),
         replay=RecsysReplays.requests,
         waited_by="EmbPrefetch",
+        collectives=("input",),
     ),
     RecsysTask(
         "EmbPrefetch",
@@ -135,6 +143,7 @@ TASKS: tuple[RecsysTask, ...] = (
         model_reads=lambda actions: actions.lookup_reads,
         replay=RecsysReplays.outputs,
         waited_by="EmbForward",
+        collectives=("tables",),
         trains=True,
     ),
     # A step may begin with zero_grad(). From this task on, the tables' learning rates are those of the batch.
@@ -151,6 +160,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.loss_postprocess,
         reads=("output", "trained"),
         writes=("loss",),
+        collectives=("dense",),
         trains=True,
     ),
     RecsysTask(
@@ -160,6 +170,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("loss", "run_backward", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
         replay=RecsysReplays.dense_backward,
         waited_by="FinalizeGrads",
+        collectives=("dense", "tables", "world"),
         trains=True,
     ),
     RecsysTask(
@@ -169,6 +180,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("embeddings", TABLES, DENSE_GRADIENTS),
         replay=RecsysReplays.emb_backward,
         waited_by="EmbBackward",
+        collectives=("tables", "world"),
         trains=True,
         late=LateScaling(writes=("embeddings", TABLES), after_step=True),
     ),
@@ -179,6 +191,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=(TABLES, REPLICA_STEPS),
         needs="replicas",
         waited_by=AVERAGING,
+        collectives=("replicas",),
         trains=True,
         late=LateScaling(after_step=True),
     ),
@@ -188,6 +201,7 @@ TASKS: tuple[RecsysTask, ...] = (
         reads=("has_gradients", DENSE_GRADIENTS),
         writes=(DENSE_GRADIENTS,),
         replay=RecsysReplays.finalize,
+        collectives=("dense",),
         trains=True,
     ),
     RecsysTask(
@@ -195,6 +209,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.optim_step,
         reads=("has_gradients", DENSE_GRADIENTS),
         writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES),
+        collectives=("world",),
         trains=True,
         late=LateScaling(
             reads=("embeddings",),

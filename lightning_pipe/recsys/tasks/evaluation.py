@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
 from lightning_pipe.recsys.plans.named import evaluation_plan
-from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 
 __all__ = ["PipelinedEvaluation"]
 
@@ -51,7 +51,7 @@ class PipelinedEvaluation:
     @property
     def alone(self) -> bool:
         """True if the next batch must be evaluated alone, with all tasks in serial order."""
-        return self._rewrite.records and not self._rewrite.resolved
+        return starts_alone(self._rewrite, self.pipeline.plan)
 
     @contextmanager
     def attached(self) -> Generator[None, None, None]:

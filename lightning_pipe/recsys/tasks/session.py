@@ -26,7 +26,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import prefetches_suspended
-from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
+from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
@@ -35,7 +35,7 @@ from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
-__all__ = ["RecsysSession"]
+__all__ = ["RecsysSession", "starts_alone"]
 
 Transfer = Callable[[Any], Any]
 
@@ -301,6 +301,14 @@ class RecsysSession:
         """Restore the model and leave the process groups. May be called again."""
         self.rewrite = self._actions = None
         self._undo.close()
+
+
+def starts_alone(rewrite: ModelRewrite, plan: PipelinePlan) -> bool:
+    """Return True if the next batch must run alone, with all tasks in serial order in the calling thread.
+
+    The first batch resolves the rewrite, from an observed step or with collectives that only the main thread may call.
+    """
+    return not rewrite.resolved and (rewrite.records or input_on_worker(plan))
 
 
 def _no_loss(output: Any) -> None:

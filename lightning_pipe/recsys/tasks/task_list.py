@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MethodType
+from typing import Any
 
 from lightning_pipe.engine import IterContext, PipelineTask, PlanError
 from lightning_pipe.recsys.tasks.actions import RecsysActions
@@ -66,16 +67,17 @@ def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask])
 
 def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
     reads, writes = declared.reads, declared.writes
+    both: dict[str, Any] = {"collectives": declared.collectives, "context": RecsysContext}
     if scaled_late and declared.late is not None:
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
-        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes, context=RecsysContext)
+        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes, **both)
     if declared.model_reads is not None:
         reads = (*reads, *declared.model_reads(actions))
     io = () if declared.replay is None else declared.replay(actions.replays)
     run = MethodType(declared.action, actions)
-    return PipelineTask(declared.name, run, io, reads=reads, writes=writes, context=RecsysContext)
+    return PipelineTask(declared.name, run, io, reads=reads, writes=writes, **both)
 
 
 class _Undefined:

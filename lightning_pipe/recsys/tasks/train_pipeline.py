@@ -26,7 +26,7 @@ from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import (
     SessionOptions,
 )
-from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.recsys.tasks.train_pipeline_checks import (
     check_model,
@@ -253,7 +253,7 @@ class TrainPipeline:
         return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
-        if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:
+        if not self.pipeline.in_flight and starts_alone(self.rewrite, self.pipeline.plan):
             self.pipeline.begin_serial(dataloader_iter)
         else:
             self.pipeline.begin(dataloader_iter)

@@ -11,19 +11,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
-from lightning_pipe.engine.common.options import option_group
+from lightning_pipe.engine.common.options import check_flags, option_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import PlanChoice
+from lightning_pipe.loops.programs.batch_hooks import users_transfers
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
     MemoryOptions,
@@ -66,8 +68,9 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
     Args:
         plan: name of a plan, path of a YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` (default
-            ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"prefetch"``, ``"early_prefetch"`` (for rows on
-            disk), ``"fused_sparse_dist"`` and ``"semi_sync"``. ``"auto"`` times plans in the first iterations and
+            ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"threaded_input"`` (copy and input dist in a worker
+            thread), ``"prefetch"``, ``"early_prefetch"`` (for rows on disk), ``"fused_sparse_dist"`` and
+            ``"semi_sync"``. ``"auto"`` times plans in the first iterations and
             continues with the fastest: the named plans that suit the model, and plans that a planner proposes for the
             measured tasks. All plans train to the same values except ``"semi_sync"``, which looks up a batch before the
             previous batch has updated the tables and is never a candidate of ``"auto"``. Plans that run further ahead
@@ -87,6 +90,9 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         balancer: exchange of samples between ranks in training, so that all ranks have about the same workload: True, a
             :class:`~lightning_pipe.recsys.BatchBalancer`, or a mapping of its arguments (default None: no exchange).
             Use it if the cost of samples varies; :attr:`balance_report` shows the effect.
+        transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
+            worker thread of a plan such as ``"threaded_input"`` (default False: in the main thread). They must then
+            draw no random numbers and call neither ``log`` nor collectives.
         auto: size of the search and file for its result under ``plan="auto"``; see
             :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`.
         uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
@@ -123,6 +129,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         memory: MemoryOptions | Mapping[str, Any] | None = None,
         checks: CheckOptions | Mapping[str, Any] | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        transfer_on_worker: bool = False,
         auto: AutoOptions | Mapping[str, Any] | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
@@ -142,10 +149,13 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._sparse_optimizer = sparse_optimizer
         self._sparse_lr_scheduler = sparse_lr_scheduler
         self._balancer = make_balancer(balancer)
+        check_flags(transfer_on_worker=transfer_on_worker)
+        self.transfer_on_worker = transfer_on_worker
         self.plan_choice: PlanChoice | None = None
         self._session: RecsysSession | None = None
         self._training: TableTraining | None = None
         self._evaluation: TableEvaluation | None = None
+        self._told_of_transfer = False
 
     # ------------------------------------------------------------------ current pipeline, traces and profiles
 
@@ -253,7 +263,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan of the training. The training loop calls this method when training begins."""
         assert self._training is not None
-        return self._training.build(checked_transfer(trainer, transfer))
+        return self._training.build(checked_transfer(trainer, transfer), partial(self._with_users_transfer, trainer))
 
     def _plan_chosen(self, choice: PlanChoice) -> None:
         """Store the choice; rank 0 prints it and writes the plan."""
@@ -266,7 +276,23 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         assert self._evaluation is not None
         # Until "auto" has chosen a plan, evaluation follows the default plan.
         plan = self.plan_choice.plan if self.plan_choice else self._declared or recsys_plan("prefetch", recsys_tasks())
+        plan = self._with_users_transfer(trainer, plan)
         return self._evaluation.build(trainer, checked_transfer(trainer, transfer), step, plan)
+
+    def _with_users_transfer(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
+        """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
+        found = with_transfer_on_main(plan)
+        users = users_transfers(trainer)
+        if found is plan or not users or self.transfer_on_worker:
+            return plan
+        if not self._told_of_transfer:
+            self._told_of_transfer = True
+            rank_zero_info(
+                f"Plan {plan.name!r} moves batches to the device in the main thread, not in its worker thread, because"
+                f" of {', '.join(users)}. Pass transfer_on_worker=True if the hooks draw no random numbers and call"
+                " neither log nor collectives"
+            )
+        return found
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lightning_pipe._compat.quick_lightning import call_strategy_hook
-from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.loops.programs.batch_hooks import users_transfers
+from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
@@ -59,16 +61,22 @@ class TableProfile:
             "training_step",
             self.plan,
             clipped=clip is not None,
-            transfer=lambda batch: call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0),
+            transfer=self._move,
             training_step=self._step,
             loss_of=self.loss_of,
             optimizer_step=self._optimize,
             lookup_context=self.trainer.precision_plugin.forward_context,
             clip=clip,
         )
+
+        def plan_of(tasks: Sequence[PipelineTask]) -> PipelinePlan:
+            plan = recsys_plan(self.plan, tasks)
+            # Lightning's calls of the user's hooks belong to the main thread.
+            return with_transfer_on_main(plan) if users_transfers(self.trainer) else plan
+
         with (
             rehearsal as found,
-            SWPipeline(recsys_plan(self.plan, found), session.device, session.world) as pipeline,
+            SWPipeline(plan_of(found), session.device, session.world) as pipeline,
             leaving_no_trace(self.trainer, self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
@@ -100,6 +108,11 @@ class TableProfile:
                 f"a profile was requested of dynamic tables ({', '.join(rows)}), but replayed batches would leave their"
                 " rows in the cache. Profile the model with fixed-size tables of similar size"
             )
+
+    def _move(self, batch: Any) -> Any:
+        if users_transfers(self.trainer):
+            return call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+        return move_data_to_device(batch, self.session.device)
 
     def _step(self, batch: Any) -> Any:
         for optimizer in self.trainer.optimizers:

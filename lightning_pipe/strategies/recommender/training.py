@@ -26,7 +26,7 @@ from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
-from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions
 from lightning_pipe.strategies.recommender.table_gradients import TableGradients
@@ -85,11 +85,12 @@ class TableTraining:
         """Pipeline of the training; None before the first epoch."""
         return None if self.program is None else self.program.pipeline
 
-    def build(self, transfer: Callable[[Any], Any]) -> TrainingProgram:
+    def build(self, transfer: Callable[[Any], Any], allowed: Callable[[PipelinePlan], PipelinePlan]) -> TrainingProgram:
         """Build the tasks and the plan. Every rank calls this method when training begins.
 
         Args:
             transfer: moves a batch to the device.
+            allowed: moves the transfer of a plan to the main thread if it must run there.
         """
         session, sharded, precision = self._session, self._sharded, self._precision
         clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
@@ -114,12 +115,12 @@ class TableTraining:
             "backward": "FinalizeGrads",
             "step": "OptimStep",
             "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
-            "alone": lambda: rewrite.records and not rewrite.resolved,
+            "alone": lambda: self.pipeline is not None and starts_alone(rewrite, self.pipeline.plan),
             "on_close": self._end,
             "on_abandon": session.abandon,
         }
         if self._plan != AUTO:
-            pipeline = SWPipeline(recsys_plan(self._plan, tasks), session.device, session.world)
+            pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self.program = TrainingProgram(pipeline, **arguments)
             return self.program
         exploration = self._auto.search
@@ -133,7 +134,7 @@ class TableTraining:
         )
         by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         self.program = AutoProgram(
-            by_hand, propose, session.device, session.world, exploration, self._chosen, **arguments
+            [*map(allowed, by_hand)], propose, session.device, session.world, exploration, self._chosen, **arguments
         )
         return self.program
 

@@ -19,6 +19,7 @@ from lightning_pipe.engine import (
     TaskError,
     TaskSchedule,
 )
+from tests.engine.fake_device import fake_device
 from tests.engine.within import within
 from tests.patience import HANG
 
@@ -332,7 +333,6 @@ def test_a_worker_that_failed_is_raised_when_the_caller_begins_a_task_that_needs
         TaskSchedule(1),
         TaskSchedule(thread_group="w"),
         TaskSchedule(stream="copy"),
-        TaskSchedule(globally_ordered=True),
     ],
 )
 def test_a_task_that_needs_the_engine_cannot_be_run_by_the_caller(where: TaskSchedule) -> None:
@@ -340,6 +340,92 @@ def test_a_task_that_needs_the_engine_cannot_be_run_by_the_caller(where: TaskSch
         pipeline.begin(iter(range(3)))
         with pytest.raises(PlanError, match=r"task 'a' is scheduled as .* can be run by the caller"):
             pipeline.begin_task("a")
+
+
+def two_in_turn(log: list[str]) -> PipelinePlan:
+    """The caller runs the first of two tasks in one order, and a worker the second."""
+    first = PipelineTask("mine", lambda ctx: None)
+    second = PipelineTask("w", lambda ctx: log.append(f"w {ctx.iter_idx}"))
+    ordered = TaskSchedule(globally_ordered=True)
+    return PipelinePlan([(first, ordered), (second, TaskSchedule(thread_group="w", globally_ordered=True))])
+
+
+def test_a_globally_ordered_task_of_the_caller_holds_its_turn_until_it_ends() -> None:
+    log: list[str] = []
+
+    def run() -> None:
+        with SWPipeline(two_in_turn(log)) as pipeline:
+            for iteration in range(3):
+                pipeline.begin(iter([0]))
+                pipeline.begin_task("mine")
+                log.append(f"mine {iteration}")
+                pipeline.end_task("mine")
+                pipeline.finish()
+
+    within(HANG, run)
+    assert log == [f"{who} {iteration}" for iteration in range(3) for who in ("mine", "w")]
+
+
+def test_a_turn_that_the_caller_never_ends_is_passed_on() -> None:
+    log: list[str] = []
+
+    def run() -> None:
+        with SWPipeline(two_in_turn(log)) as pipeline:
+            pipeline.begin(iter([0]))
+            pipeline.begin_task("mine")
+            pipeline.abandon()
+            pipeline.progress(iter([0]))
+
+    within(HANG, run)
+    assert log == ["w 1"]
+
+
+def test_waiting_for_a_task_that_ran_ahead_in_a_worker() -> None:
+    free = threading.Event()
+    copied: list[int] = []
+
+    def copy(ctx: IterContext) -> None:
+        free.wait(HANG)
+        copied.append(ctx.iter_idx)
+
+    copying = PipelineTask("copy", copy, writes=["x"])
+    plan = PipelinePlan(
+        [(copying, TaskSchedule(1, thread_group="w")), (PipelineTask("train", lambda ctx: None), TaskSchedule())]
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            pipeline.begin(iter(range(3)))
+            assert copied == []
+            free.set()
+            pipeline.wait_for("copy")
+            assert copied[0] == 0
+            pipeline.finish()
+
+    within(HANG, run)
+
+
+def test_waiting_for_a_task_makes_the_current_stream_wait_for_its_work() -> None:
+    with fake_device() as device:
+        copying = PipelineTask("copy", lambda ctx: device.launch(("copy", ctx.iter_idx)), writes=["x"])
+        hooks = PipelineTask("train", lambda ctx: None)
+        plan = PipelinePlan([(copying, TaskSchedule(1, "input", "w")), (hooks, TaskSchedule())])
+        with SWPipeline(plan, "cuda") as pipeline:
+            pipeline.begin(iter(range(3)))
+            pipeline.wait_for("copy")
+            device.launch(("hook", 0))
+            pipeline.finish()
+        assert ("copy", 0) in device.ran_after["hook", 0]
+
+
+def test_a_task_that_was_not_submitted_cannot_be_waited_for() -> None:
+    with SWPipeline(two_in_turn([])) as pipeline:
+        pipeline.begin(iter(range(3)))
+        with pytest.raises(PlanError, match=r"task 'w' of iteration 0 has not been submitted yet; call run_until"):
+            pipeline.wait_for("w")
+        pipeline.finish()
+        with pytest.raises(PlanError, match="no period is open"):
+            pipeline.wait_for("w")
 
 
 # ---------------------------------------------------------------------- misuse

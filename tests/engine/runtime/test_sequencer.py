@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, submitted
+from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, Ticket, submitted
 from tests.engine.within import within
 from tests.patience import HANG
 
@@ -10,14 +10,14 @@ from tests.patience import HANG
 def test_turns_come_in_the_order_of_issue_whatever_thread_asks_first() -> None:
     sequencer = SubmissionSequencer()
     tickets = [sequencer.issue() for _ in range(4)]
-    log: list[int] = []
+    log: list[Ticket] = []
     started = threading.Barrier(len(tickets))
 
-    def take(ticket: int) -> None:
+    def take(ticket: Ticket) -> None:
         started.wait()
-        sequencer.begin(ticket)
+        ticket.begin()
         log.append(ticket)
-        sequencer.end(ticket)
+        ticket.end()
 
     threads = [threading.Thread(target=take, args=(ticket,)) for ticket in reversed(tickets)]
     for thread in threads:
@@ -33,18 +33,18 @@ def test_a_turn_passed_on_by_submitted_lets_the_next_submit_while_the_first_goes
     second_has_submitted = threading.Event()
 
     def take_second() -> None:
-        sequencer.begin(second)
+        second.begin()
         second_has_submitted.set()
-        sequencer.end(second)
+        second.end()
 
     def run() -> None:
         thread = threading.Thread(target=take_second)
         thread.start()
-        sequencer.begin(first)
+        first.begin()
         assert not second_has_submitted.is_set()
         submitted()
         second_has_submitted.wait()
-        sequencer.end(first)  # once more does no harm
+        first.end()  # once more does no harm
         thread.join()
 
     within(HANG, run)
@@ -53,9 +53,9 @@ def test_a_turn_passed_on_by_submitted_lets_the_next_submit_while_the_first_goes
 def test_a_ticket_that_is_never_taken_is_skipped_once_it_is_ended() -> None:
     sequencer = SubmissionSequencer()
     first, second, third = (sequencer.issue() for _ in range(3))
-    sequencer.end(second)
-    sequencer.end(first)
-    within(HANG, lambda: sequencer.begin(third))
+    second.end()
+    first.end()
+    within(HANG, third.begin)
 
 
 def test_submitted_outside_an_ordered_task_does_nothing() -> None:

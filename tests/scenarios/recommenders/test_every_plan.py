@@ -46,7 +46,7 @@ BY_COLUMN = {"people": "column_wise", "things": "row_wise", "tags": "data_parall
 SEQUENCES = {"past": "table_wise", "people": "row_wise"}
 HALF = {"forward": "bf16", "backward": "fp16", "backward_loss_scale": 1024.0}
 BYTES = {"forward": "int8", "backward": "int8"}
-DEPTHS = {"serial": 1, "base": 3, "prefetch": 3, "fused_sparse_dist": 3}
+DEPTHS = {"serial": 1, "base": 3, "threaded_input": 2, "prefetch": 3, "fused_sparse_dist": 3}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def train_all(
 OFTEN: dict[str, tuple[str, ...]] = {
     "pooled": ("prefetch",),
     "sequences": ("fused_sparse_dist",),
-    "several modules": ("base", "prefetch", "fused_sparse_dist"),
+    "several modules": ("base", "threaded_input", "prefetch", "fused_sparse_dist"),
     "16 bits on the wire": ("base",),
     "a scaled loss that overflows": ("prefetch",),
     DYNAMIC: ("fused_sparse_dist",),

@@ -1,0 +1,76 @@
+"""Order in which the tasks of several threads submit collectives.
+
+Collectives of one process group must be submitted in the same order on every rank, which two threads do not guarantee.
+Tasks with ``globally_ordered`` submit theirs in the plan's order. On a device with streams the order also holds across
+process groups: the kernels of two NCCL communicators may wait for each other if ranks launch them in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.plans.schedule import TaskSchedule
+from lightning_pipe.engine.plans.task import PipelineTask
+
+__all__ = ["check_one_order", "turns_of"]
+
+
+def check_one_order(
+    plan: str, tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
+) -> None:
+    """Refuse a plan whose collectives could be submitted in different orders on two ranks.
+
+    Args:
+        plan: name of the plan, for the message.
+        tasks: tasks of the plan.
+        schedule: schedule of each task, by name.
+        has_streams: True if the device has streams, so that the order matters across process groups.
+
+    Raises:
+        PlanError: tasks of several thread groups submit to a process group (with streams: to any process groups), and
+            one of these tasks is not globally ordered.
+    """
+    groups = dict.fromkeys(group for task in tasks for group in task.collectives)
+    shared = [tuple(groups)] if has_streams else [(group,) for group in groups]
+    for names in shared:
+        users = [task.name for task in tasks if not set(names).isdisjoint(task.collectives)]
+        threads = dict.fromkeys(schedule[user].thread_group for user in users)
+        unordered = [user for user in users if not schedule[user].globally_ordered]
+        if len(threads) > 1 and unordered:
+            of = f"the process group {names[0]!r}" if len(names) == 1 else f"the process groups {', '.join(names)}"
+            raise PlanError(
+                f"plan {plan!r}: {', '.join(users)} submit collectives to {of} from the thread groups"
+                f" {', '.join(threads)}, whose order may differ between ranks. Set globally_ordered of"
+                f" {', '.join(unordered)} to true, or run these tasks in one thread group."
+            )
+
+
+def turns_of(
+    tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
+) -> dict[str, int]:
+    """Number of the sequence in which each task takes turns; tasks that need not wait for other threads are left out.
+
+    Args:
+        tasks: tasks of a plan.
+        schedule: schedule of each task, by name.
+        has_streams: True for one sequence of all globally ordered tasks; False for a sequence for each set of tasks
+            that share process groups, where a task without declared groups shares those of every task.
+    """
+    ordered = [task for task in tasks if schedule[task.name].globally_ordered]
+    sets: list[list[PipelineTask]] = []
+    for task in ordered:
+        joined = [task]
+        for one in [one for one in sets if has_streams or _share(task, one)]:
+            sets.remove(one)
+            joined += one
+        sets.append(joined)
+    several = [one for one in sets if len({schedule[task.name].thread_group for task in one}) > 1]
+    return {task.name: number for number, one in enumerate(several) for task in one}
+
+
+def _share(task: PipelineTask, others: Collection[PipelineTask]) -> bool:
+    return any(
+        not task.collectives or not other.collectives or set(task.collectives) & set(other.collectives)
+        for other in others
+    )
