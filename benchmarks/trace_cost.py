@@ -21,7 +21,6 @@ from benchmarks.figures import add_options, at_most, save
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from lightning_pipe.engine.runtime import pipeline as pipeline_module
 from lightning_pipe.engine.runtime.executor import Executor, Operation, Slot
-from lightning_pipe.engine.runtime.sequencer import Ticket
 
 TASKS, PERIODS, ROUNDS = 10, 100, 41
 KEEP = 1000
@@ -35,9 +34,7 @@ def empty(ctx: IterContext) -> None:
 class Untraced(Executor):
     """An executor without code for traces and profilers."""
 
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: Ticket | None) -> None:
-        if ticket is not None:
-            ticket.begin()
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None) -> None:
         with self.streams.named(stream):
             op.fn(slot.ctx)
             if op.records:

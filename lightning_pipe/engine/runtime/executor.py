@@ -90,13 +90,14 @@ def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
 class Slot:
     """Iteration in flight: its context, and the signals and device events of its tasks. Later iterations reuse it."""
 
-    __slots__ = ("ctx", "done", "events", "iteration")
+    __slots__ = ("ctx", "done", "events", "iteration", "lost")
 
     def __init__(self, operations: list[Operation], streams: DeviceStreams) -> None:
         self.iteration = -1
         self.ctx: IterContext | None = None
         self.done = {op.index: threading.Event() for op in operations if op.group != MAIN}
         self.events = {op.index: streams.event() for op in operations if op.records}
+        self.lost: set[int] = set()  # tasks on workers that failed or were skipped
         for signal in self.done.values():
             signal.set()
 
@@ -126,6 +127,7 @@ class Executor:
         self.trace: Trace | None = None
         self.meter: Meter | None = None
         self.failure: TaskError | None = None
+        self._broken: set[str | int] = set()  # thread groups and sequences of turns in which a task failed
 
     def restart(self, base: int) -> None:
         """Restart at iteration *base* while no iteration is in flight. Later tasks do not wait for earlier iterations.
@@ -139,6 +141,7 @@ class Executor:
         """Assign a slot to the iteration of *ctx*."""
         slot = self._slot(ctx.iter_idx)
         slot.iteration = ctx.iter_idx
+        slot.lost.clear()
         slot.ctx = ctx
         return slot
 
@@ -295,21 +298,36 @@ class Executor:
         return None if op.turns is None else self._sequencers[op.turns].issue()
 
     def _work(self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: Ticket | None) -> None:
-        """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end."""
+        """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end.
+
+        After a failure in another thread the tasks that were submitted before it still run, unless they depend on it:
+        other ranks have submitted their collectives too, and wait for them.
+        """
         try:
-            # After a failure queued tasks are skipped, but their signals are set so that no thread waits forever.
-            if self.failure is None:
-                with entered(state), self.streams.using(stream):
-                    self._wait(op, slot)
-                    if self.failure is None:
-                        self._call(op, slot, op.group, op.stream, ticket)
+            with entered(state), self.streams.using(stream):
+                self._wait(op, slot)
+                if ticket is not None:
+                    ticket.begin()
+                if self._depends_on_failure(op, slot):
+                    slot.lost.add(op.index)
+                else:
+                    self._call(op, slot, op.group, op.stream)
         except BaseException as error:
+            slot.lost.add(op.index)
+            self._broken.update({op.group, op.turns} - {None})
             self.failed(error, op.name, slot.iteration, op.stage)
         finally:
             if ticket is not None:
                 ticket.end()
             # This thread no longer refers to the context, which can be freed after all signals are set.
             slot.done[op.index].set()
+
+    def _depends_on_failure(self, op: Operation, slot: Slot) -> bool:
+        """Return True if a task failed that *op* depends on, that its thread ran, or that had its turn before it."""
+        if not self._broken.isdisjoint((op.group, op.turns)):
+            return True
+        reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
+        return any(upstream in one.lost for one, upstream in reads)
 
     def _wait(self, op: Operation, slot: Slot) -> None:
         for upstream, distance in op.cpu_waits:
@@ -330,14 +348,19 @@ class Executor:
 
     def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: Ticket | None) -> None:
         begun = time.perf_counter()
-        self._call(op, slot, MAIN, stream, ticket)
+        try:
+            if ticket is not None:
+                ticket.begin()
+                self.raise_failure()
+            self._call(op, slot, MAIN, stream)
+        except BaseException:
+            if op.turns is not None:
+                self._broken.add(op.turns)
+            raise
         if self.meter is not None:
             self.meter.ran(op.name, begun)
 
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: Ticket | None) -> None:
-        if ticket is not None:
-            ticket.begin()
-            self.raise_failure()
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None) -> None:
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None

@@ -4,8 +4,8 @@
               workloads ─► all-gather ┐                                    ┌─► exchange of samples
     worker                            └─► wait, partition (no lock held) ──┘
 
-The tasks ``BalanceStart`` and ``BalanceFinish`` run the two halves. The collectives of both are submitted by the main
-thread; the work between them runs on a worker thread and submits no collectives.
+The tasks ``BalanceStart`` and ``BalanceFinish`` run the two halves. Both submit their collectives from the thread that
+the plan gives them; the work between them runs on a worker thread of the balancer and submits no collectives.
 """
 
 from __future__ import annotations
@@ -158,19 +158,15 @@ class BatchBalancer:
         self.report = BalanceReport()
         self._group: dist.ProcessGroup | None = None
         self._is_open = False
-        self._agree_group: dist.ProcessGroup | None = None
         self._worker: Worker | None = None
         self._device = torch.device("cpu")
         self._room = Room()
 
-    def open(
-        self, group: dist.ProcessGroup | None, agree_group: dist.ProcessGroup | None, device: torch.device
-    ) -> None:
+    def open(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Prepare for batches. Collective: every rank calls it.
 
         Args:
             group: process group of all ranks, reserved for this balancer; None for a single process.
-            agree_group: process group of all ranks for the texts of errors.
             device: device of the batches.
 
         Raises:
@@ -179,9 +175,8 @@ class BatchBalancer:
         if self._is_open:
             raise SetupError("this BatchBalancer is in use by another pipeline. Create one balancer for each pipeline")
         settings = [("exchange", self._kind), ("keep", str(sorted(self._keep)))]
-        check_agreement(settings, "balancer", agree_group, error=SetupError)
+        check_agreement(settings, "balancer", group, error=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
-        self._agree_group = agree_group
         self._is_open = True
         self._device = device
         self._room = Room()
@@ -244,11 +239,11 @@ class BatchBalancer:
         partition = balance.found.result()
         gathered = partition.gathered
         if gathered.failed:
-            raise_gathered(balance.error, "", self._agree_group, InputError)
+            raise_gathered(balance.error, "", self._group, InputError)
         assert balance.samples is not None
         if gathered.forms_differ:
             form = balance.samples.description
-            check_agreement(form, "form of the batch", self._agree_group, error=InputError, advice=_SAME_FORM)
+            check_agreement(form, "form of the batch", self._group, error=InputError, advice=_SAME_FORM)
         if partition.assignment is None:
             self._room = Room(max(self._room.samples, gathered.needed.samples), gathered.needed.jagged)
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())

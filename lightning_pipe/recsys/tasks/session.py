@@ -134,7 +134,7 @@ class RecsysSession:
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
         if self._balancer is not None:
-            self._balancer.open(None if self.world is None else self._group("balance"), self.world, self.device)
+            self._balancer.open(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
         ahead = self._plan is None or looks_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped, look_ahead=ahead)

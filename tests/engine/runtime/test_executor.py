@@ -392,6 +392,32 @@ def test_a_task_whose_turn_comes_after_a_failure_does_not_submit(group: str, mon
     assert ran == []
 
 
+def test_tasks_of_workers_that_were_submitted_before_a_failure_elsewhere_still_run() -> None:
+    """Other ranks have submitted them too, and wait for their collectives."""
+    failed = threading.Event()
+    ran: list[str] = []
+
+    def bad(ctx: IterContext) -> None:
+        raise ValueError("broken row")
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("waits", lambda ctx: failed.wait(HANG)), TaskSchedule(thread_group="w")),
+            (PipelineTask("sends", lambda ctx: ran.append("sends")), TaskSchedule(thread_group="w")),
+            (PipelineTask("bad", bad), TaskSchedule()),
+        ]
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            with pytest.raises(TaskError, match="broken row"):
+                pipeline.progress(iter([0]))
+            failed.set()
+
+    within(HANG, run)
+    assert ran == ["sends"]
+
+
 def test_a_task_that_raises_stop_iteration_does_not_end_the_data() -> None:
     def stop(ctx: IterContext) -> None:
         raise StopIteration

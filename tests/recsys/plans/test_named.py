@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
+from lightning_pipe.engine.plans.collectives import check_one_order, turns_of
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
-from lightning_pipe.recsys.plans.named import evaluation_plan
+from lightning_pipe.recsys.plans.named import evaluation_plan, with_transfer_on_main
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, Case, difference, outcome
 from tests.tiers import sampled, wanted
@@ -165,6 +166,14 @@ STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "Fina
             ),
         ),
         (
+            "threaded_input",  # i looked up, then a worker's input dist of i+1 between i's lookup and its backward
+            2,
+            (
+                *("H2DAndShuffle", "EmbPrefetch", "EmbForward", "EmbInputDistStart", "EmbInputDistWait"),
+                *STEP,
+            ),
+        ),
+        (
             "prefetch",  # i+2 copied, i+1's input dist waited for, i's forward, i+1 prefetched beside i's backward
             3,
             (
@@ -215,6 +224,7 @@ def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
     assert ahead == {
         "serial": {},
         "base": {"H2DAndShuffle": 2, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
+        "threaded_input": {"H2DAndShuffle": 1, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
         "prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
         "early_prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
         "fused_sparse_dist": {
@@ -234,7 +244,7 @@ def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
     }
 
 
-def test_only_prefetches_have_a_thread_of_their_own() -> None:
+def test_only_prefetches_and_the_input_have_a_thread_of_their_own() -> None:
     workers = {
         plan: {
             task: where.thread_group
@@ -243,7 +253,27 @@ def test_only_prefetches_have_a_thread_of_their_own() -> None:
         }
         for plan in PLANS
     }
-    assert workers == {plan: {"EmbPrefetch": "prefetch"} if "prefetch" in plan else {} for plan in PLANS}
+    in_threads = {plan: {"EmbPrefetch": "prefetch"} for plan in PLANS if "prefetch" in plan}
+    in_threads["threaded_input"] = dict.fromkeys(("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"), "input")
+    assert workers == {plan: {} for plan in PLANS} | in_threads
+
+
+def test_collectives_of_a_threaded_input_are_ordered_among_those_of_the_main_thread() -> None:
+    """Those of a balancer and of replicas as well; without a GPU, no task waits for its turn."""
+    tasks = recsys_tasks(balanced=True, replicated=True)
+    plan = recsys_plan("threaded_input", tasks)
+    check_one_order(plan.name, tasks, plan.schedule, has_streams=True)
+    submitting = [task.name for task in tasks if task.collectives]
+    assert turns_of(tasks, plan.schedule, has_streams=True) == dict.fromkeys(submitting, 0)
+    assert turns_of(tasks, plan.schedule, has_streams=False) == {}
+
+
+def test_a_transfer_can_be_moved_to_the_main_thread_and_the_input_dist_stays_in_its_own() -> None:
+    plan = with_transfer_on_main(recsys_plan("threaded_input", recsys_tasks()))
+    assert plan.schedule["H2DAndShuffle"] == TaskSchedule(1, "input")
+    assert plan.schedule["EmbInputDistStart"].thread_group == "input"
+    base = recsys_plan("base", recsys_tasks())
+    assert with_transfer_on_main(base) is base
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -310,7 +340,11 @@ def edited(old: str, new: str) -> str:
         ("  EmbForward: {}\n", "  EmbForward: {stage: 2}\n", "drops a required dependency"),
         ("  EmbInputDistStart: {stage: 2", "  EmbInputDistStart: {stage: 3", "lower"),
         ("  EmbForward: {}\n", "  EmbForward: {thread_group: own}\n", "'EmbForward' to thread group 'own'"),
-        ("{stage: 2, stream: memcpy}", "{stage: 2, thread_group: own}", "'H2DAndShuffle' to thread group 'own'"),
+        (
+            "{stage: 2, stream: data_dist}",
+            "{stage: 2, thread_group: own}",
+            "the process group 'input' from the thread groups own, main",
+        ),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:

@@ -21,7 +21,7 @@ NAMES = [task.name for task in recsys_tasks()]
 OWN = dict(zip(NAMES, (1.0, 1.0, 2.0, 3.0, 4.0, 2.0, 0.5, 5.0, 3.0, 2.0, 0.5), strict=True))
 # Of these, waiting for other ranks.
 WAITS = {"EmbInputDistWait": 1.5, "EmbPrefetch": 2.0, "EmbForward": 1.0, "EmbBackward": 1.0, "FinalizeGrads": 1.5}
-SERIAL, BASE, PREFETCH, FUSED = hand_written_plans(recsys_tasks())
+SERIAL, BASE, THREADED, PREFETCH, FUSED = hand_written_plans(recsys_tasks())
 ONE = Machine(cores=1)
 
 
@@ -43,7 +43,7 @@ def test_the_serial_plan_takes_what_it_took() -> None:
 
 
 def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_stale_ones_nowhere() -> None:
-    tried = [plan.name for plan in (SERIAL, BASE, PREFETCH, FUSED)]
+    tried = [plan.name for plan in (SERIAL, BASE, THREADED, PREFETCH, FUSED)]
     assert tried == [name for name in PLANS if name not in ("semi_sync", "early_prefetch")]
     on_disk = [plan.name for plan in hand_written_plans(recsys_tasks(), on_disk=True)]
     assert on_disk == [name for name in PLANS if name != "semi_sync"]
@@ -53,12 +53,15 @@ def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_
         else task
         for task in recsys_tasks()
     ]
-    assert [plan.name for plan in hand_written_plans(reading_more)] == ["serial", "base", "prefetch"]
+    assert [plan.name for plan in hand_written_plans(reading_more)] == [
+        *("serial", "base", "threaded_input", "prefetch")
+    ]
 
 
 def test_no_plan_has_more_batches_in_flight_than_are_allowed() -> None:
     names = [[plan.name for plan in hand_written_plans(recsys_tasks(), max_in_flight=most)] for most in (1, 2, 3)]
-    assert names == [["serial"], ["serial"], ["serial", "base", "prefetch", "fused_sparse_dist"]]
+    three = ["serial", "base", "threaded_input", "prefetch", "fused_sparse_dist"]
+    assert names == [["serial"], ["serial", "threaded_input"], three]
 
 
 def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not() -> None:

@@ -17,7 +17,7 @@ from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCol
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import KEYS, SGD, WIDTH, Batch, Model, batch, same, shard, tables, train
 
-PLANS = ("serial", "prefetch", "fused_sparse_dist")
+PLANS = ("serial", "threaded_input", "prefetch", "fused_sparse_dist")
 
 
 class Bags(nn.Module):

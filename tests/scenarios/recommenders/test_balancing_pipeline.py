@@ -19,7 +19,7 @@ from tests.rounding import Reference
 from tests.tiers import sampled
 
 STEPS = 6
-PLANS = ("serial", "base", "prefetch")
+PLANS = ("serial", "base", "threaded_input", "prefetch")
 
 
 class Weighted(nn.Module):
@@ -167,7 +167,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all_under_every_plan() -> None:
         "workload": "sample 0 of rank 1 has the workload -1",
     }
     one, other = run_ranks(faults, 2)
-    assert len(one) == 9
+    assert len(one) == 3 * len(PLANS)
     assert one.keys() == other.keys()
     for name, (message, trained_before) in one.items():
         assert texts[name.split()[1]] in message

@@ -15,7 +15,7 @@ from tests.recsys.dynamic.dynamic_cases import SGD, Batch, Model, rows_of, shard
 from tests.recsys.dynamic.dynamic_cases import initial as row_values
 from tests.recsys.dynamic.small_table import Table, first_values
 
-PLANS = ("serial", "prefetch", "fused_sparse_dist")
+PLANS = ("serial", "threaded_input", "prefetch", "fused_sparse_dist")
 
 
 class Values:

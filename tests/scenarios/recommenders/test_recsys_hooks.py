@@ -111,7 +111,7 @@ def test_hooks_of_training_come_in_lightnings_order(options: dict[str, Any]) -> 
         assert sorted(transfers) == sorted(expected_transfers), plan
 
 
-@pytest.mark.parametrize(("plan", "ahead"), [("serial", 0), ("base", 2), ("prefetch", 2)])
+@pytest.mark.parametrize(("plan", "ahead"), [("serial", 0), ("base", 2), ("threaded_input", 1), ("prefetch", 2)])
 def test_a_batch_is_transferred_as_far_ahead_as_the_plan_says(plan: str, ahead: int) -> None:
     class Ahead(Recording):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

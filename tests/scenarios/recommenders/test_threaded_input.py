@@ -1,0 +1,158 @@
+"""The user's part in a transfer, and errors of batches, under a plan whose input has a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.callbacks import Callback
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.loops.programs import batch_hooks
+from lightning_pipe.recsys import recsys_plan, recsys_tasks
+from lightning_pipe.strategies import RecsysPipelineStrategy
+from tests.distributed import run_ranks
+from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of
+
+MAIN, WORKER = "MainThread", "lightning_pipe-input"
+LINE = "moves batches to the device in the main thread, not in its worker thread"
+
+
+class Doubling(Clicks):
+    """Changes a batch on the device, and notes in which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.threads.add(threading.current_thread().name)
+        batch.dense = 2 * batch.dense
+        return batch
+
+
+class Noisy(Clicks):
+    """Draws random numbers for each batch, beside the dropout of the step."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch.dense = batch.dense + torch.rand(batch.dense.shape)
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch.dense = torch.nn.functional.dropout(batch.dense, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+def trained(module: Clicks, plan: str, **options: Any) -> Any:
+    return state_of(fit(module, recsys(plan, optimizer=ADAGRAD, **options), val=loader(8)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_hooks_of_the_user_stay_in_the_main_thread_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    module = Doubling()
+    with caplog.at_level(logging.INFO):
+        state = trained(module, "threaded_input")
+    assert module.threads == {MAIN}
+    (line,) = [record.getMessage() for record in caplog.records if LINE in record.getMessage()]
+    assert "because of Doubling.on_after_batch_transfer. Pass transfer_on_worker=True if" in line
+    assert difference(state, trained(Doubling(), "serial")) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_hooks_that_may_leave_the_main_thread_run_in_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    module = Doubling()
+    with caplog.at_level(logging.INFO):
+        state = trained(module, "threaded_input", transfer_on_worker=True)
+    # The first batch is trained alone.
+    assert module.threads == {MAIN, WORKER}
+    assert LINE not in caplog.text
+    assert difference(state, trained(Doubling(), "serial")) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_hooks_that_draw_random_numbers_draw_those_of_the_serial_plan() -> None:
+    states = []
+    for plan in ("serial", "threaded_input"):
+        torch.manual_seed(5)
+        states.append(trained(Noisy(), plan))
+    assert difference(*states) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_hooks_batches_are_moved_in_the_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def move(batch: Any, device: torch.device) -> Any:
+        threads.append(threading.current_thread().name)
+        return move_data_to_device(batch, device)
+
+    monkeypatch.setattr(batch_hooks, "move_data_to_device", move)
+    with caplog.at_level(logging.INFO):
+        fit(Clicks(), recsys("threaded_input", optimizer=ADAGRAD), max_steps=4)
+    assert threads[0] == MAIN  # the first batch is trained alone
+    assert set(threads[1:]) == {WORKER}
+    assert LINE not in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_that_is_set_while_a_worker_moves_batches_is_refused() -> None:
+    class Late(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            module.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+
+    with pytest.raises(
+        SetupError, match=r"begun without Clicks.on_after_batch_transfer. Set hooks and profilers before"
+    ):
+        fit(Clicks(), recsys("threaded_input", optimizer=ADAGRAD), callbacks=[Late()])
+
+
+def test_a_value_that_is_no_flag_is_refused() -> None:
+    with pytest.raises(SetupError, match="transfer_on_worker is 'yes'; expected True or False"):
+        RecsysPipelineStrategy(transfer_on_worker="yes")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def losses_before_a_bad_batch(rank: int, world_size: int) -> tuple[list[float], str]:
+    """Rank 1's third batch cannot be trained: its ids are out of range."""
+
+    class Bad(Clicks):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.seen = getattr(self, "seen", 0) + 1
+            if rank == 1 and self.seen == 3:
+                batch.sparse.values()[0] = 10**6
+            return batch
+
+    module = Bad()
+    try:
+        fit(module, recsys("threaded_input", optimizer=ADAGRAD, validate_ids=True), num_sanity_val_steps=0)
+    except Exception as error:
+        return module.losses, f"{type(error).__name__}: {error}"
+    return module.losses, ""
+
+
+def test_a_batch_that_a_worker_cannot_distribute_is_an_error_at_its_turn_on_every_rank() -> None:
+    results = run_ranks(losses_before_a_bad_batch, 2)
+    for losses, message in results:
+        assert len(losses) == 2  # the batches before it are trained
+        assert "rank 1" in message
+        assert "1000000" in message
+
+
+def test_a_plan_of_the_user_may_move_the_input_to_a_worker_too(tmp_path: Any) -> None:
+    text = recsys_plan("base", recsys_tasks()).to_yaml()
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        text.replace("stream: data_dist}", "stream: data_dist, thread_group: dist}").replace("base", "mine")
+    )
+    plan = recsys_plan(path, recsys_tasks())
+    assert {task for task, where in plan.schedule.items() if where.thread_group == "dist"} == {
+        *("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
+    }
