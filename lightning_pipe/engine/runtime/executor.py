@@ -30,14 +30,14 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.runtime.devices import DeviceStreams
-from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, Ticket
+from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket
 from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
 from lightning_pipe.engine.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
 
 # State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
-Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float, Ticket | None]
+Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float, SubmissionTicket | None]
 
 
 class Operation:
@@ -158,7 +158,7 @@ class Executor:
             TaskError: this task failed, or another task failed before.
         """
         self.raise_failure()
-        ticket: Ticket | None = None
+        ticket: SubmissionTicket | None = None
         try:
             if serial:
                 self._call_here(op, slot, None, None)
@@ -294,10 +294,12 @@ class Executor:
         for slot in self._slots:
             slot.ctx = None
 
-    def _ticket(self, op: Operation) -> Ticket | None:
+    def _ticket(self, op: Operation) -> SubmissionTicket | None:
         return None if op.turns is None else self._sequencers[op.turns].issue()
 
-    def _work(self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: Ticket | None) -> None:
+    def _work(
+        self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: SubmissionTicket | None
+    ) -> None:
         """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end.
 
         After a failure in another thread the tasks that were submitted before it still run, unless they depend on it:
@@ -314,7 +316,9 @@ class Executor:
                     self._call(op, slot, op.group, op.stream)
         except BaseException as error:
             slot.lost.add(op.index)
-            self._broken.update({op.group, op.turns} - {None})
+            self._broken.add(op.group)
+            if op.turns is not None:
+                self._broken.add(op.turns)
             self.failed(error, op.name, slot.iteration, op.stage)
         finally:
             if ticket is not None:
@@ -346,7 +350,7 @@ class Executor:
         if self.meter is not None:
             self.meter.waited(begun)
 
-    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: Ticket | None) -> None:
+    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: SubmissionTicket | None) -> None:
         begun = time.perf_counter()
         try:
             if ticket is not None:

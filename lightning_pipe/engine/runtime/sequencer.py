@@ -21,11 +21,11 @@ class SubmissionSequencer:
         self._turn = 0
         self._passed: set[int] = set()
 
-    def issue(self) -> Ticket:
+    def issue(self) -> SubmissionTicket:
         """Issue the next ticket. Only the thread that submits tasks calls this."""
         number = self._issued
         self._issued += 1
-        return Ticket(self, number)
+        return SubmissionTicket(self, number)
 
     def begin(self, number: int) -> None:
         """Wait for the turn of the ticket *number*."""
@@ -44,7 +44,7 @@ class SubmissionSequencer:
             self._condition.notify_all()
 
 
-class Ticket:
+class SubmissionTicket:
     """Place of one run of a task in the order of submissions."""
 
     __slots__ = ("_number", "_sequencer")

@@ -170,15 +170,14 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     spec = with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
     if looks_ahead(spec):
         _check_lookups(spec.name, tasks)
-    found = PipelinePlan.from_spec(spec, tasks)
-    for task, where in found.schedule.items():
-        if where.thread_group != MAIN and task not in ON_WORKERS:
+    for task, where in spec.schedule.items():
+        if where.thread_group != MAIN and task in names and task not in ON_WORKERS:
             raise PlanError(
-                f"plan {found.name!r} assigns task {task!r} to thread group {where.thread_group!r}, but only"
+                f"plan {spec.name!r} assigns task {task!r} to thread group {where.thread_group!r}, but only"
                 f" {', '.join(sorted(ON_WORKERS))} can leave the main thread: other recsys tasks submit to process"
                 f" groups of the main thread or run the user's step. Set its thread_group to {MAIN!r}."
             )
-    return found
+    return PipelinePlan.from_spec(spec, tasks)
 
 
 def read_beyond_tables(tasks: Sequence[PipelineTask]) -> list[str]:

@@ -4,8 +4,7 @@ The rewrite replaces each sharded module's ``forward``, with the same replacemen
 calls. The replacement has three cases, depending on whether a step is being *served*:
 
 1. In a served step, for a pipelined module: return the output that was looked up ahead for this batch.
-2. In a served step otherwise (not pipelined, a second call, the recorded first step): look up now, and return the cut
-output.
+2. In a served step otherwise (not pipelined, called again, the recorded step): look up now, return the cut output.
 3. Outside of a served step: run the module's original forward, and wait for its output.
 
 All state of a batch is in the objects that the methods return. The rewrite only holds results of the resolution.
@@ -63,8 +62,7 @@ class ModelRewrite(ReplacedForwards):
             None, the modules' group).
         status_group: process group over all ranks that reports a batch that cannot be trained, and is not used for
             anything else. Needed if the input group is not over all ranks (default None, the input group).
-        agree_group: process group over all ranks that compares results of the resolution and gathers error messages,
-            used by the calling thread (default None, the input group).
+        agree_group: process group over all ranks, for the resolution and the backward (default None, the input group).
         validate_ids: check every id against its table before it is sent (default False).
         ids_on_wire: integer type of the ids that pipelined modules send; see ``ids_on_wire.sends_int32``.
         split_backward: capture the calls of the lookups, so that ``tables_backward`` can stop before the kernels
@@ -225,8 +223,7 @@ class ModelRewrite(ReplacedForwards):
         """Wait for the splits and submit the tensors of all modules.
 
         Raises:
-            InputError: the batch of a rank cannot be trained; raised on all ranks that exchange splits, and names the
-                rank.
+            InputError: the batch of a rank cannot be trained; raised on every rank, and names the rank.
         """
         any_failed = splits.error is not None
         if splits.status is not None:
@@ -238,14 +235,11 @@ class ModelRewrite(ReplacedForwards):
         if any_failed:
             if splits.answer is not None:
                 splits.answer.wait()
-            # Not the agreement group, which the main thread may be using if this is a worker.
             raise_gathered(splits.error, "", self._status_group, InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
         """Wait for the tensors, and let modules with cached tables prefetch the rows of the lookup.
-
-        Safe on a worker thread, since it submits no collectives.
 
         Args:
             requests: result of ``wait_splits``.
@@ -266,13 +260,10 @@ class ModelRewrite(ReplacedForwards):
         Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
 
         Args:
-            features: features of a batch after the input dist.
+            features: features of a batch after the input dist. An error that they hold is raised.
 
         Returns:
             Outputs by module, of the types and shapes of the sharded modules, with the state for their backward.
-
-        Raises:
-            InputError: the features have an error.
         """
         if features.error is not None:
             raise features.error

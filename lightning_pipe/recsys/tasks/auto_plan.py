@@ -14,7 +14,7 @@ from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
-from lightning_pipe.recsys.plans.named import ON_WORKERS, PLANS, looks_ahead, read_beyond_tables, recsys_plan
+from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_tables, recsys_plan
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
@@ -25,6 +25,8 @@ _DEVICE = {task.name: task.device for task in TASKS}
 # A wait for a message counts only above this share of the time of the tasks during its transfer; below it, the message
 # is taken to have arrived already.
 _NOT_THERE = 0.05
+# The planner places no tasks that submit collectives in other threads, since it gives no turns.
+_ON_WORKERS = frozenset({"EmbPrefetch"})
 # Streams of these resources in the hand-written plans.
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
@@ -142,7 +144,7 @@ def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool 
     """
     return PlanLimits(
         max_in_flight=max_in_flight,
-        on_workers=ON_WORKERS,
+        on_workers=_ON_WORKERS,
         by_caller=frozenset(task.name for task in TASKS if task.trains and (replicated or task.needs != "replicas")),
         # In a period, the hooks around the trained batch follow the transfer of a later batch and precede all lookups.
         submitted_before=(("H2DAndShuffle", "EmbForward"),),

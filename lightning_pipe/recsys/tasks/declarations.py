@@ -61,11 +61,11 @@ class RecsysTask:
         needs: feature that a model must have for the task to exist; None for every model.
         device: resource that the task keeps busy on a GPU: compute units or copy engine.
         waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
+        trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
+        late: changes if gradients are scaled late, that is, in the optimiser step; None for no change.
         collectives: process groups that it submits collectives to: the input dist's, the tables', the one of dense
             gradients, the balancer's, the replicas', and all ranks' (``world``). A ``training_step`` that calls
             collectives is not included.
-        trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
-        late: changes if gradients are scaled late, that is, in the optimiser step; None for no change.
     """
 
     name: str
@@ -77,9 +77,9 @@ class RecsysTask:
     needs: Literal["balancer", "replicas"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
-    collectives: tuple[str, ...] = ()
     trains: bool = False
     late: LateScaling | None = None
+    collectives: tuple[str, ...] = ()
 
 
 # Tasks in the order of a serial iteration.

@@ -90,9 +90,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         balancer: exchange of samples between ranks in training, so that all ranks have about the same workload: True, a
             :class:`~lightning_pipe.recsys.BatchBalancer`, or a mapping of its arguments (default None: no exchange).
             Use it if the cost of samples varies; :attr:`balance_report` shows the effect.
-        transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
-            worker thread of a plan such as ``"threaded_input"`` (default False: in the main thread). They must then
-            draw no random numbers and call neither ``log`` nor collectives.
         auto: size of the search and file for its result under ``plan="auto"``; see
             :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`.
         uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
@@ -101,9 +98,12 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             these ranks take part in the lookups of the other ranks, so that each row is evaluated exactly once. Batches
             that only some ranks have are not pipelined. ``"error"`` raises an error in validation and test, and keeps
             Lightning's sampler, which repeats rows so that all ranks have the same number.
-        arguments: arguments of Lightning's ``DDPStrategy``, and ``async_checkpoints`` (default False): True to copy
-            checkpoints to the host and write them in the background during training. The next save and the end of
-            training wait for the write and raise its errors. Costs host memory for the copy.
+        arguments: arguments of Lightning's ``DDPStrategy``, and two more. ``async_checkpoints`` (default False): True
+            to copy checkpoints to the host and write them in the background during training. The next save and the end
+            of training wait for the write and raise its errors. Costs host memory for the copy.
+            ``transfer_on_worker`` (default False): True to call the user's ``transfer_batch_to_device`` and
+            ``on_after_batch_transfer`` in the worker thread of a plan such as ``"threaded_input"``. They must then draw
+            no random numbers and call neither ``log`` nor collectives.
 
     Attributes:
         plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
@@ -129,12 +129,12 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         memory: MemoryOptions | Mapping[str, Any] | None = None,
         checks: CheckOptions | Mapping[str, Any] | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
-        transfer_on_worker: bool = False,
         auto: AutoOptions | Mapping[str, Any] | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         **arguments: Any,
     ) -> None:
+        transfer_on_worker = arguments.pop("transfer_on_worker", False)
         refuse_renamed(arguments, RECOMMENDER, self)
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}

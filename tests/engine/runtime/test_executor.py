@@ -397,12 +397,15 @@ def test_tasks_of_workers_that_were_submitted_before_a_failure_elsewhere_still_r
     failed = threading.Event()
     ran: list[str] = []
 
+    def waits(ctx: IterContext) -> None:
+        failed.wait(HANG)
+
     def bad(ctx: IterContext) -> None:
         raise ValueError("broken row")
 
     plan = PipelinePlan(
         [
-            (PipelineTask("waits", lambda ctx: failed.wait(HANG)), TaskSchedule(thread_group="w")),
+            (PipelineTask("waits", waits), TaskSchedule(thread_group="w")),
             (PipelineTask("sends", lambda ctx: ran.append("sends")), TaskSchedule(thread_group="w")),
             (PipelineTask("bad", bad), TaskSchedule()),
         ]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, Ticket, submitted
+from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket, submitted
 from tests.engine.within import within
 from tests.patience import HANG
 
@@ -10,10 +10,10 @@ from tests.patience import HANG
 def test_turns_come_in_the_order_of_issue_whatever_thread_asks_first() -> None:
     sequencer = SubmissionSequencer()
     tickets = [sequencer.issue() for _ in range(4)]
-    log: list[Ticket] = []
+    log: list[SubmissionTicket] = []
     started = threading.Barrier(len(tickets))
 
-    def take(ticket: Ticket) -> None:
+    def take(ticket: SubmissionTicket) -> None:
         started.wait()
         ticket.begin()
         log.append(ticket)

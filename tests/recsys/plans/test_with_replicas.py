@@ -66,7 +66,7 @@ def test_plans_are_found_with_it() -> None:
     assert plans
     for plan in [*plans, *hand_written_plans(REPLICATED)]:
         assert list(plan.tasks) == [task.name for task in REPLICATED]
-        assert plan.schedule["SyncReplicas"] == TaskSchedule()
+        assert plan.schedule["SyncReplicas"] == TaskSchedule(globally_ordered=plan.name == "threaded_input")
 
 
 @pytest.mark.parametrize("merged", ["EmbBackward", "H2DAndShuffle", "SyncReplicas"])
