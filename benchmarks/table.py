@@ -102,6 +102,7 @@ REST: tuple[Run, ...] = (
         root=True,
     ),
     Run("recsys, slow link of 1 Gbit/s", "recsys_slow_link", ("--rate", "1gbit", *_SLOW), root=True),
+    Run("recsys, input in a worker thread", "recsys_threaded_input", root=True),
     Run(
         "recsys wire, slow link of 1 Gbit/s",
         "slow_link",
