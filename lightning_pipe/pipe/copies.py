@@ -1,10 +1,11 @@
-"""Copies of values between the devices of partitions, on separate streams that overlap with compute on both devices.
+"""Copies of values between the devices of partitions, on separate streams that overlap with compute and other copies.
 
 Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ class Copier:
         compute of the target                                      │ (2) uses y ...
 
     x may be freed once (1) is submitted, and y is allocated on the copy stream. Both are therefore recorded on the
-    stream that uses them (``record_stream``).
+    stream that uses them (``record_stream``). As in torchgpipe, each partition has a copy stream for each micro-batch,
+    so that the copy of a micro-batch does not wait for that of another.
 
     Args:
         devices: device of each partition.
@@ -49,17 +51,17 @@ class Copier:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._streams: dict[torch.device, Any] = {
-            device: torch.cuda.Stream(device) for device in dict.fromkeys(devices) if device.type == "cuda"
-        }
+        self._streams: dict[tuple[int, int], Any] = {}  # by partition and micro-batch
+        self._making = threading.Lock()
 
-    def send(self, value: Any, source: int, target: int) -> Sent:
+    def send(self, value: Any, source: int, target: int, chunk: int) -> Sent:
         """Start a copy of *value*, which the calling thread's streams have computed or will compute.
 
         Args:
             value: any nesting of tensors.
             source: index of the partition that has the value.
             target: index of the partition that needs the value.
+            chunk: index of the micro-batch.
 
         Returns:
             the copied value and the events that the receiver must wait for.
@@ -68,7 +70,7 @@ class Copier:
         if here == there:
             return Sent(value)
         leaves, spec = pytree.tree_flatten(value)
-        ends = [self._streams[device] for device in (here, there) if device in self._streams]
+        ends = [self._stream(partition, chunk) for partition in (source, target) if self._on_gpu(partition)]
         for stream in ends:
             stream.wait_stream(torch.cuda.current_stream(stream.device))  # (1)
         with ExitStack() as stack:
@@ -80,10 +82,10 @@ class Copier:
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
-        if here in self._streams:
+        if self._on_gpu(source):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    leaf.record_stream(self._streams[here])
+                    leaf.record_stream(ends[0])
         return Sent(pytree.tree_unflatten(moved, spec), tuple(events))
 
     def receive(self, sent: Sent, partition: int) -> Any:
@@ -101,3 +103,13 @@ class Copier:
             for event in sent.events:
                 event.synchronize()  # the host must wait for a copy to host memory
         return sent.value
+
+    def _on_gpu(self, partition: int) -> bool:
+        return self._devices[partition].type == "cuda"
+
+    def _stream(self, partition: int, chunk: int) -> Any:
+        with self._making:  # threads of neighbouring partitions use the same streams
+            stream = self._streams.get((partition, chunk))
+            if stream is None:
+                stream = self._streams[partition, chunk] = torch.cuda.Stream(self._devices[partition])
+            return stream

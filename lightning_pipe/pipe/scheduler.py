@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine import IterContext, PipelinePlan, SetupError, SWPipeline, TaskError, TaskSpan
+from lightning_pipe.engine.observe.ranges import task_range
 from lightning_pipe.pipe.cell import Cell, Gradients, Passed
 from lightning_pipe.pipe.copies import Copier, Sent
 from lightning_pipe.pipe.gradients import GradientSums
@@ -124,11 +125,12 @@ class _Tasks:
             }
             out = micro.cells[index].forward(Passed(value, skips))
             last = index == len(self._partitions) - 1
-            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1)
+            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1, micro.index)
             setattr(ctx, value_field(index + 1), sent)
             for number, route in enumerate(self._routes):
                 if route.source == index:
-                    setattr(ctx, skip_field(number), self._copier.send(out.skips[route.key], index, route.target))
+                    skipped = self._copier.send(out.skips[route.key], index, route.target, micro.index)
+                    setattr(ctx, skip_field(number), skipped)
 
     def recompute(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
@@ -151,15 +153,15 @@ class _Tasks:
                 if route.source == index:
                     gradients[route.key] = self._copier.receive(_take(ctx, skip_gradient_field(number)), index)
             found = micro.cells[index].backward(gradients, micro.sums[index].add)
-            sent = self._copier.send(found[None], index, index - 1) if index else Sent(found[None])
+            sent = self._copier.send(found[None], index, index - 1, micro.index) if index else Sent(found[None])
             setattr(ctx, gradient_field(index), sent)
             for number, route in enumerate(self._routes):
                 if route.target == index:
-                    back = self._copier.send(found[route.key], index, route.source)
+                    back = self._copier.send(found[route.key], index, route.source, micro.index)
                     setattr(ctx, skip_gradient_field(number), back)
 
     def _at(self, micro: MicroBatch, index: int, what: str) -> _PartitionContext:
-        return _PartitionContext(self._partitions[index], micro, what)
+        return _PartitionContext(self._partitions[index], micro, what, index)
 
 
 class Scheduler:
@@ -247,6 +249,11 @@ class Scheduler:
                 raise error.__cause__ from None
             raise
 
+    @property
+    def is_tracing(self) -> bool:
+        """True while a trace is recorded."""
+        return self._tracing
+
     def start_trace(self, keep: int | None = None) -> None:
         """Record start and end of each task.
 
@@ -289,11 +296,14 @@ class Scheduler:
 
 
 class _PartitionContext(ExitStack):
-    """Context on a partition's device and the caller's streams. Adds partition and micro-batch as a note to errors."""
+    """Context on a partition's device and the caller's streams, in a range of the profiler named after torchgpipe's.
 
-    def __init__(self, partition: Partition, micro: MicroBatch, what: str) -> None:
+    Adds partition and micro-batch as a note to errors.
+    """
+
+    def __init__(self, partition: Partition, micro: MicroBatch, what: str, index: int) -> None:
         super().__init__()
-        self._partition, self._micro, self._what = partition, micro, what
+        self._partition, self._micro, self._what, self._index = partition, micro, what, index
 
     def __enter__(self) -> _PartitionContext:
         super().__enter__()
@@ -303,6 +313,8 @@ class _PartitionContext(ExitStack):
             self.enter_context(torch.cuda.stream(stream))
         if self._partition.device.type == "cuda":
             self.enter_context(torch.cuda.device(self._partition.device))
+        traced = self._micro.schedulers[-1].is_tracing
+        self.enter_context(task_range(f"chunk{self._micro.index}-part{self._index}", traced))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:

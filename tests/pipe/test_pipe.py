@@ -505,6 +505,9 @@ def test_pytorchs_profiler_shows_the_tasks_in_the_threads_of_their_partitions() 
         assert [len(set(numbers)) for numbers in of_partition] == [1, 1, 1]
     for kind in ("Forward", "Recompute", "Backward"):
         assert set(threads[f"{kind}0"]).isdisjoint(threads[f"{kind}1"])
+    # One inside each task of a micro-batch.
+    ranges = {name: len(numbers) for name, numbers in threads.items() if name.startswith("chunk")}
+    assert ranges == {f"chunk{chunk}-part{partition}": 3 for chunk in range(3) for partition in range(2)}
     pipe.close()
 
 
