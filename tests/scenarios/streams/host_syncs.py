@@ -30,8 +30,8 @@ REASONS = {
     " pageable memory",
     ("EmbPrefetch", "torchrec.sparse.jagged_tensor._safe_tolist"): "the number of received ids of each feature, which"
     " the lookup needs",
-    ("EmbPrefetch", "recsys.dynamic.cache.row_cache.prefetch"): "the ids of the batch, looked up on the host; and their"
-    " slots, copied back",
+    ("EmbPrefetch", "recsys.dynamic.tables.row_tables._on_host"): "the ids of the batch, looked up on the host: one"
+    " copy for all tables",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "the slots of evicted rows, copied from pageable memory",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.<listcomp>"): "the evicted rows, written to the store",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.write"): "rows from the store, copied from pageable memory",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
@@ -117,13 +118,14 @@ class RowTables:
         Returns:
             The pinned rows; with ``error`` set if the prefetch failed.
         """
-        ids = features.values()
         offsets = features.offset_per_key()
-        slots = torch.empty_like(ids, dtype=torch.int64)
         tickets: list[tuple[RowCache, Ticket]] = []
         try:
             self._settle_existing()
             self._changed = True
+            # One copy of a batch in each direction, for all tables. Only this thread waits, and only for the copy.
+            ids = _on_host(features.values())
+            slots = torch.empty_like(ids, dtype=torch.int64, pin_memory=features.values().is_cuda)
             for table, begin, end in self._runs:
                 where = slice(offsets[begin], offsets[end])
                 cache = self.caches[table]
@@ -134,7 +136,8 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(with_tensors(features, values=slots), tickets, self)
+        on_device = slots.to(features.values().device, non_blocking=True)
+        return BatchRows(with_tensors(features, values=on_device), tickets, self)
 
     def _settle_existing(self) -> None:
         """Apply ``existing`` to rows of an earlier run, before their first use and if no checkpoint was read."""
@@ -316,3 +319,15 @@ def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     # int64 has no unsigned remainder, so it is computed from the upper 63 bits and the lowest bit.
     upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
     return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
+
+
+def _on_host(ids: Tensor) -> Tensor:
+    """Ids on the host; a copy from a GPU is in pinned memory, so that it does not wait for other work of the host."""
+    if not ids.is_cuda:
+        return ids.detach()
+    copy = torch.empty_like(ids, device="cpu", pin_memory=True)
+    copy.copy_(ids.detach(), non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return copy
