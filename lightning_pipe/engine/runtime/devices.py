@@ -11,6 +11,11 @@ import torch
 _NO_STREAM = nullcontext()
 
 
+def current_stream(device: torch.device) -> Any:
+    """Current stream of the calling thread on *device*; None on a device without streams."""
+    return torch.get_device_module(device).current_stream(device) if device.type == "cuda" else None
+
+
 class DeviceStreams:
     """Named device streams of a pipeline.
 
@@ -35,7 +40,7 @@ class DeviceStreams:
 
     def current(self) -> Any:
         """Current stream of the calling thread; None without streams."""
-        return self._module.current_stream(self._device) if self._module else None
+        return current_stream(self._device)
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Make *stream*, a result of :meth:`current`, the current one inside the context."""

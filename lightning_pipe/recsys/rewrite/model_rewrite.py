@@ -23,6 +23,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
+from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.engine.runtime.sequencer import submitted
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
@@ -125,6 +126,7 @@ class ModelRewrite(ReplacedForwards):
             on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
         self.looks_ahead = look_ahead and not some_cannot_follow
         self.tables_backward = TableBackward(self.modules, self._agree_group)
+        self._lookup_stream = current_stream(self._device)
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce: Callable[[Announced], None] | None = None
@@ -238,20 +240,17 @@ class ModelRewrite(ReplacedForwards):
             raise_gathered(splits.error, "", self._status_group, InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
-    def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
-        """Wait for the tensors, and let modules with cached tables prefetch the rows of the lookup.
-
-        Args:
-            requests: result of ``wait_splits``.
-            forward_stream: device stream that ``lookup`` will run on; None for the current stream.
-        """
+    def wait_inputs(self, requests: Requests) -> Features:
+        """Wait for the tensors of *requests*, and let modules with cached tables prefetch the rows of the lookup."""
         inputs = requests.inputs
+        # FBGEMM records what it prefetches on the lookup's stream; it expects None if that is the current stream.
+        lookup_on = None if self._lookup_stream == current_stream(self._device) else self._lookup_stream
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
             release_sent(tensors)
             features = distributed[name] = tensors.wait()
             record_use([features, inputs.contexts[name]])
-            self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
+            self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on)
         return Features(inputs, distributed, requests.error)
 
     def lookup(self, features: Features) -> Embeddings:
@@ -268,6 +267,7 @@ class ModelRewrite(ReplacedForwards):
         if features.error is not None:
             raise features.error
         inputs = features.inputs
+        self._lookup_stream = current_stream(self._device)
         record_use([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
         modules = {name: self._sharded[name].module for name in features.distributed}
