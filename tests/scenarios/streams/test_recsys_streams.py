@@ -14,12 +14,12 @@ from tests.recsys.stream_cases import found_plans, watch
 from tests.tiers import sampled_rows
 
 OFTEN = {
-    *((plan, "") for plan in ("prefetch", "fused_sparse_dist", "semi_sync", "found 0")),
+    *((plan, "") for plan in ("threaded_input", "prefetch", "fused_sparse_dist", "semi_sync", "found 0")),
     *(("base", "balanced"), ("prefetch", "replicated"), ("prefetch", "dynamic bags")),
 }
 CASES = [
     *((plan, "") for plan in (*PLANS, *(f"found {number}" for number in range(4)))),
-    *((plan, "balanced") for plan in ("base", "prefetch", "early_prefetch")),
+    *((plan, "balanced") for plan in ("base", "threaded_input", "prefetch", "early_prefetch")),
     *((plan, "clipped") for plan in ("base", "prefetch")),
     *((plan, "evaluated") for plan in PLANS),
     *((plan, "replayed") for plan in PLANS),
