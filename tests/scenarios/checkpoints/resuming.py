@@ -137,6 +137,14 @@ FAMILIES = {
         cases.state_of,
         options={"collate_fn": cases.collate},
     ),
+    "threaded": Family(
+        lambda: cases.Clicks(cases.Mixed),
+        lambda: cases.recsys("threaded_input"),
+        Clicked,
+        _of_clicks,
+        cases.state_of,
+        options={"collate_fn": cases.collate},
+    ),
     "llm": Family(
         lambda: llm_cases.Tiny(optimizer="adamw"),
         # As many micro-batches as a batch has samples; 1F1B wants one for each of three stages, GPipe does not.

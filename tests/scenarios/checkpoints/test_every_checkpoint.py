@@ -28,7 +28,7 @@ TIMEOUT = 1800.0
 
 FEW = [
     (Setting("recsys", "1 worker", validates=2), 2),
-    (Setting("recsys", "2 persistent workers", reloads=1), 1),
+    (Setting("threaded", "2 persistent workers", reloads=1), 1),
     (Setting("pipeline", "1 worker", validates=2, reloads=2), 2),
     (Setting("pipeline", "1 worker, own sampler"), 3),
     (Setting("pipeline", "no workers", validates=2, reloads=1), 1),

@@ -23,8 +23,9 @@ from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback
 
 from lightning_pipe.engine.runtime.executor import Executor
+from lightning_pipe.recsys.plans.named import INPUT
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
-from tests.scenarios.faults.training import BOUND, KINDS, WHERE, fit, module
+from tests.scenarios.faults.training import BOUND, KINDS, THREADED, WHERE, fit, kind_of, module
 from tests.tiers import sampled, sampled_rows
 
 # strategy, task, iteration, rank, moment
@@ -33,13 +34,18 @@ Case = tuple[str, str, int, int, str]
 LOST = r"Connection (closed|reset) by peer|Broken pipe|because a rank has ended|another rank has ended"
 
 PLACES = list(itertools.product((0, 3, 5), (0, 1), ("begins", "ends")))
-CASES: list[Case] = [(kind, task, *place) for kind, made in KINDS.items() for task in made.tasks for place in PLACES]
+CASES: list[Case] = [
+    *((kind, task, *place) for kind, made in KINDS.items() for task in made.tasks for place in PLACES),
+    *((THREADED, task, 3, rank, "begins") for task in KINDS["recsys"].tasks for rank in (0, 1)),
+]
 
 
 def often(case: Case) -> bool:
     """Whether `make test` runs it: one of each task, in mid-epoch, of rank 0 (which keeps the store) and 1 in turn."""
     kind, task, iteration, rank, moment = case
-    return iteration == 3 and moment == "begins" and rank == KINDS[kind].tasks.index(task) % 2
+    if kind == THREADED and task not in INPUT:
+        return False
+    return iteration == 3 and moment == "begins" and rank == kind_of(kind).tasks.index(task) % 2
 
 
 EACH_CASE = pytest.mark.parametrize("case", sampled(CASES, often, lambda case: "-".join(map(str, case))))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,15 +68,25 @@ KINDS = {
 }
 
 
+# As recsys, with the input in a separate thread.
+THREADED = "recsys, threaded_input"
+
+
+def kind_of(kind: str) -> Kind:
+    if kind == THREADED:
+        return replace(KINDS["recsys"], strategy=partial(cases.recsys, "threaded_input"))
+    return KINDS[kind]
+
+
 def module(kind: str) -> Any:
     """A module, of the same values each time."""
     torch.manual_seed(5)
-    return KINDS[kind].module()
+    return kind_of(kind).module()
 
 
 def loader(kind: str, wrap: Callable[[Any], Any] | None = None, **options: Any) -> DataLoader[Any]:
     """Six batches for each of two ranks; *wrap* is for the dataset."""
-    data = {**KINDS[kind].data, **options}
+    data = {**kind_of(kind).data, **options}
     if wrap is not None:
         data["dataset"] = wrap(data["dataset"])
     return DataLoader(**data)
@@ -87,7 +98,7 @@ def trainer(kind: str, world_size: int, strategy: dict[str, Any] | None = None, 
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": world_size,
-        "strategy": KINDS[kind].strategy(**{"timeout": TIMEOUT, **(strategy or {})}),
+        "strategy": kind_of(kind).strategy(**{"timeout": TIMEOUT, **(strategy or {})}),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -110,7 +121,7 @@ def fit(
 
 def final_state(kind: str, used: pl.Trainer) -> dict[str, torch.Tensor]:
     """All that training left, on this rank or, for tables, as a whole; every rank calls it."""
-    if kind == "recsys":
+    if kind in ("recsys", THREADED):
         return cases.state_of(used)
     state = {name: value.detach().clone() for name, value in used.lightning_module.state_dict().items()}
     for number, optimizer in enumerate(used.optimizers):
