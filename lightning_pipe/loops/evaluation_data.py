@@ -142,7 +142,7 @@ class EvaluationData(Iterator[Any]):
                 self._leave()
                 continue
             except TaskError as error:
-                raised = user_error(error, program.pipeline.plan)
+                raised = user_error(error)
                 note_lost_rank(raised, self._trainer.world_size)
                 raise raised from raised.__cause__
             entry = self._in_flight[0]
@@ -165,7 +165,7 @@ class EvaluationData(Iterator[Any]):
             output = step()
             program.end_step()
         except TaskError as error:
-            raised = user_error(error, program.pipeline.plan)
+            raised = user_error(error)
             raise raised from raised.__cause__
         return output
 

@@ -232,7 +232,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
                 self._advance()
             except TaskError as error:
                 assert self._program is not None
-                raised = user_error(error, self._program.pipeline.plan)
+                raised = user_error(error)
                 note_lost_rank(raised, self.trainer.world_size)
                 raise raised from raised.__cause__
             except StopIteration:

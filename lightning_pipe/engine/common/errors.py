@@ -35,6 +35,7 @@ class TaskError(PipelineError, RuntimeError):
 
     Attributes:
         where: message without the original exception. Callers that raise the original exception add it as a note.
+        on_worker: True if the task ran in a worker thread.
     """
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:
@@ -44,3 +45,4 @@ class TaskError(PipelineError, RuntimeError):
         self.iteration = iteration
         self.stage = stage
         self.rank = rank
+        self.on_worker = False

@@ -32,7 +32,7 @@ from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket
 from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
-from lightning_pipe.engine.runtime.worker import Worker
+from lightning_pipe.engine.runtime.worker import Worker, on_worker
 
 _log = logging.getLogger(__name__)
 
@@ -265,6 +265,7 @@ class Executor:
         if self.failure is None:
             failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
             failure.__cause__ = error
+            failure.on_worker = on_worker()
             self.failure = failure
         return self.failure if isinstance(error, Exception) else error
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_pipe.engine import PipelineError, PipelinePlan, TaskError
-from lightning_pipe.engine.plans.schedule import MAIN
+from lightning_pipe.engine import PipelineError, TaskError
 
 __all__ = ["note_lost_rank", "user_error"]
 
 
-def user_error(error: TaskError, plan: PipelinePlan) -> BaseException:
+def user_error(error: TaskError) -> BaseException:
     """Return the exception to raise for a failed task: users' exceptions keep their type, as in Lightning's loop.
 
     The main thread runs users' hooks and datasets, and users expect to catch the exceptions of these. This project's
@@ -22,12 +21,9 @@ def user_error(error: TaskError, plan: PipelinePlan) -> BaseException:
 
     Args:
         error: error of the failed task.
-        plan: plan that contains the task.
     """
     cause = error.__cause__
-    where = plan.schedule.get(error.task)  # None for the data iterator, which runs in the main thread
-    on_worker = where is not None and where.thread_group != MAIN
-    if cause is None or (on_worker and not isinstance(cause, PipelineError)):
+    if cause is None or (error.on_worker and not isinstance(cause, PipelineError)):
         return error
     cause.add_note(error.where)
     return cause

@@ -160,7 +160,7 @@ class RecsysActions:
             record_use(ctx.batch)
             try:
                 ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
-            except InputError as error:
+            except Exception as error:  # on the rank of the bad batch, the user's own
                 if not on_worker():
                     raise
                 ctx.transfer_error = error  # for the input dist
@@ -175,7 +175,7 @@ class RecsysActions:
         """Wait for the splits and submit the all-to-all of lengths and values."""
         try:
             ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
-        except InputError as error:
+        except Exception as error:  # on the rank of the bad batch, the user's own
             if not on_worker():
                 raise
             # The main threads of all ranks must raise it at one point, or some would wait for a rank that has stopped.
