@@ -168,4 +168,4 @@ def test_an_interrupt_at_any_line_ends_the_pipeline_or_changes_nothing(run: _Run
     while where := within(HANG, lambda at=number: _interrupted(run, at), f"line {number}"):  # type: ignore[misc]
         number += 1
         files.add(where.partition(":")[0])
-    assert {"pipeline.py", "executor.py", "worker.py", "sequencer.py"} <= files
+    assert {"steps.py", "executor.py", "worker.py", "sequencer.py"} <= files

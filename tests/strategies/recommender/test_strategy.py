@@ -134,7 +134,7 @@ def test_a_plan_is_saved_to_a_path() -> None:
 
 
 def test_an_unknown_plan_is_refused_when_the_strategy_is_made() -> None:
-    with pytest.raises(PlanError, match=r"there is no plan 'prefech'.*serial, base, prefetch"):
+    with pytest.raises(PlanError, match=r"there is no plan 'prefech'.*serial, base, threaded_input, prefetch"):
         recsys("prefech")
 
 

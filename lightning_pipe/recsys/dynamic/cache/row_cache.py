@@ -161,7 +161,7 @@ class RowCache:
                 if missing.size:
                     slots[missing], brought = self._slots.bring(ids[missing], self._pinned)
                     batch.rows = np.concatenate([rows, brought])
-                return Ticket(torch.from_numpy(slots).to(keys.device), batch, self._open.dropped)
+                return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
             except BaseException:
                 self._open.drop(batch)
                 raise

@@ -43,7 +43,7 @@ class Ticket:
     """Pins the rows of a batch. A ticket that is garbage collected discards its batch.
 
     Attributes:
-        slots: slot of each of the batch's ids, int64, on the ids' device.
+        slots: slot of each of the batch's ids, int64, on the host.
         batch: state of the batch.
     """
 
