@@ -224,7 +224,11 @@ def closed(plan: str) -> dict[str, bool]:
         feed = iter(POOLED.data(STEPS))
         pipeline.progress(feed)
         pipeline.progress(feed)
-        at_work = bool(replaced(model.module)) and bool(hooks(model)) and bool(workers()) == (plan == "prefetch")
+        at_work = (
+            bool(replaced(model.module))
+            and bool(hooks(model))
+            and bool(workers()) == (plan in ("prefetch", "threaded_input"))
+        )
         pipeline.close()
         pipeline.close()
     clean = not replaced(model.module) and not hooks(model) and not workers()
