@@ -16,15 +16,16 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from benchmarks.figures import Figure, add_options, quartiles, save as save_figures
+from benchmarks.figures import Figure, add_options, quartiles
+from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import EPS, RATE, batches, seed_tables
 from benchmarks.recsys_step import Trained
 from lightning_pipe.callbacks import PipelineProfiler, PipelineTrace
 from lightning_pipe.recsys.plans.named import PLANS
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from scripts.gpu.devices import backend, parser, save
-from scripts.gpu.training import SIZES
 from scripts.gpu.trainers import fit
+from scripts.gpu.training import SIZES
 
 __all__: list[str] = []
 
@@ -64,7 +65,9 @@ def figures_of(name: str, folder: Path, trainer: pl.Trainer, profiler: PipelineP
             for task, one in profile.tasks.items():
                 if one.exposed is not None and one.low is not None and one.high is not None:
                     spread = (1e6 * one.low, 1e6 * one.high)
-                    found.append(Figure(f"exposed time of {task}, plan {profile.plan}", 1e6 * one.exposed, "us", spread))
+                    found.append(
+                        Figure(f"exposed time of {task}, plan {profile.plan}", 1e6 * one.exposed, "us", spread)
+                    )
         if not found:
             raise SystemExit(f"the profile of plan {name} has no exposed time")
     if (choice := trainer.strategy.plan_choice) is not None:

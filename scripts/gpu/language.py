@@ -20,7 +20,7 @@ from scripts.gpu.trainers import fit
 __all__: list[str] = []
 
 _WIDTH, _LAYERS, _CHUNKS = 64, 4, 4
-_RATE = {"lr": 0.1, "momentum": 0.9}
+_RATE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
 class Momentum(Language):
@@ -69,13 +69,13 @@ def main() -> None:
             results[way] = whole(data, device_of(given.device))
         else:
             folder = given.save.parent / way.replace(":", "-")
-            made = name, {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
+            arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
             results[way], _ = fit(
                 variant,
                 given.device,
                 folder,
                 lambda: Momentum(_WIDTH, _LAYERS),
-                lambda: LLMPipelineStrategy(made[0], **made[1]),  # noqa: B023  # called before the next way
+                lambda: LLMPipelineStrategy(name, **arguments),  # noqa: B023  # called before the next way
                 data,
                 state,
             )

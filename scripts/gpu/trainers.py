@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from scripts.gpu.devices import device_of, peak_bytes, recorded_kernels, tensors
 
-__all__ = ["PRECISIONS", "fit", "shared"]
+__all__ = ["PRECISIONS", "fit"]
 
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -28,14 +28,16 @@ class SharedCUDA(CUDAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        several = torch.cuda.device_count() >= len(devices)
-        return [torch.device("cuda", index if several else 0) for index in devices]
+        return [torch.device("cuda", 0) for _ in devices]
 
 
-def shared(kind: str) -> Any:
-    """Accelerator whose ranks may share a device."""
-    # By name for the CPU: with an instance, Lightning enables autocast on "cuda".
-    return SharedCUDA() if kind == "cuda" else "cpu"
+def accelerator(kind: str, strategy: Any) -> Any:
+    """Argument of the trainer, whose ranks may share a GPU."""
+    if getattr(strategy, "parallel_devices", None):
+        return "auto"  # with devices of the strategy, Lightning refuses an instance
+    shares = torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
+    # By name elsewhere: with an instance, Lightning enables autocast on "cuda".
+    return SharedCUDA() if kind == "cuda" and shares else kind
 
 
 class Halfway(pl.Callback):
@@ -92,10 +94,11 @@ def fit(
     with recorded_kernels() as kernels, peak_bytes(device_of(kind)) as peak:
         for resume in resumes:
             saves = len(resumes) > 1 and not resume
+            made = strategy()
             trainer = pl.Trainer(
-                accelerator=shared(kind),
+                accelerator=accelerator(kind, made),
                 devices=int(os.environ.get("WORLD_SIZE", "1")),
-                strategy=strategy(),
+                strategy=made,
                 precision=PRECISIONS.get(variant, "32-true"),  # type: ignore[arg-type]
                 max_epochs=1,
                 logger=False,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.types import CacheParams
 
 from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
