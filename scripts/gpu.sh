@@ -35,7 +35,8 @@ if [ -n "${WHEELS:-}" ]; then
         "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$site" "${wheels[@]}"
         echo "$list" > "$site.list"
     fi
+    rm -rf "$joined"
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-"$PYTHON" -m scripts.gpu --out "$OUT" "$@"
+exec "$PYTHON" -m scripts.gpu --out "$OUT" "$@"

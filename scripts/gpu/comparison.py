@@ -87,7 +87,7 @@ def _compared(what: str, rule: Rule, one: dict[str, Any] | None, other: dict[str
     terms = rule.terms
     expected: str = {"equal": "equal to the bit", "different": "different losses"}.get(rule.how, "")
     if rule.how == "equal" and (kernels := sorted({*one["kernels"], *other["kernels"]})):
-        # The same kernels, whose sums have an order of their own in each run.
+        # The order of these sums may change from run to run.
         terms = terms or 1024
         expected = f"close, since not deterministic: {'; '.join(kernels)}"
     allowed = None if rule.how == "equal" and not expected.startswith("close") else tolerance(len(one["losses"]), terms)

@@ -41,11 +41,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Part:
-    """A part with a result of its own.
+    """Programs with one result.
 
     Attributes:
         name: name of its result and folder.
-        shows: what it shows, for the report.
+        shows: subject of the part, for the report.
         commands: programs, run one after the other.
         rules: comparisons of the values that they save.
         needs: "gpu", "torchrec", or names of tools on PATH.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import train_pipelines
@@ -42,6 +43,14 @@ def sharding(options: argparse.Namespace, device: torch.device, kernel: str | No
     return planner.collective_plan(Model(options), sharders, dist.group.WORLD), sharders
 
 
+def fill_tables(model: nn.Module) -> None:
+    """Fill the tables with values from the host's generator, which are the same on a CPU and a GPU."""
+    torch.manual_seed(2)
+    for value in model.state_dict().values():
+        for shard in getattr(value, "local_shards", list)():
+            shard.tensor.copy_(torch.rand(shard.tensor.shape) / 10 - 0.05)
+
+
 def trained(
     way: str, options: argparse.Namespace, device: torch.device, plan: Any, sharders: Any, steps: int
 ) -> dict[str, Any]:
@@ -57,6 +66,7 @@ def trained(
     else:
         model, optimizer = theirs(options, device, plan, sharders=sharders)
         pipeline = getattr(train_pipelines, name)(model, optimizer, device, **_ARGUMENTS.get(name, {}))
+    fill_tables(model)
     before = tensors(model.state_dict())
     losses, feed = [], iter(data)
     with recorded_kernels() as kernels, peak_bytes(device) as peak:

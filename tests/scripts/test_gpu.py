@@ -261,7 +261,7 @@ def test_the_report_tells_what_passed_differed_and_was_not_run(tmp_path: Path) -
     assert "1 passed, 1 differed, 1 failed, 1 not possible, 1 not run of 5 parts." in text
     assert "| two | not possible: needs no-such-tool on PATH |" in text
     assert "| last | not run, no time left |" in text
-    found = "losses: absolute 1.0e+00, relative 1.0e+00, 2 tensors"
+    found = "weight: absolute 1.0e+00, relative 1.0e+00, 2 tensors"
     assert f"## exact differed\n\n- prefetch / serial: expected equal to the bit, found {found}\n" in text
     assert "## cached failed\n\n```text\nexit status 1\nno memory\n```\n\nLook at: the order of EmbPrefetch\n" in text
     assert "| exact: base / serial | equal to the bit | equal to the bit, 2 tensors |" in text
