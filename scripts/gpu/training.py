@@ -34,7 +34,9 @@ def sharding(options: argparse.Namespace, device: torch.device, kernel: str | No
     """Plan of the tables for all ways, and sharders of modules with a cache (None otherwise)."""
     if kernel is None:
         return theirs(options, device)[0].plan, None
-    cached = ParameterConstraints(compute_kernels=[kernel], cache_params=CacheParams(load_factor=0.3))
+    cached = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=[kernel], cache_params=CacheParams(load_factor=0.3)
+    )
     constraints = {f"table{index}": cached for index in range(options.tables)}
     sharders: Any = [EmbeddingBagCollectionSharder(fused_params={"prefetch_pipeline": True})]
     planner = EmbeddingShardingPlanner(
