@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than the files that the environment is made from, so that a second call does nothing.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-all test-matrix bench bench-all docs lint format clean
+.PHONY: setup train train-llm test test-all test-matrix bench bench-all gpu docs lint format clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,11 @@ bench: setup
 
 bench-all: setup
 	$(BIN)/python -m benchmarks.table --all
+
+# All checks and measurements that need a GPU, in at most ten minutes; scripts/gpu.sh documents PYTHON, WHEELS and OUT.
+# Without .venv it uses the machine's own packages. ARGS=--dry-run tries it on a CPU.
+gpu:
+	scripts/gpu.sh $(ARGS)
 
 # Every warning is an error. Open docs/_build/html/index.html.
 docs: setup

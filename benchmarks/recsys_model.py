@@ -102,13 +102,13 @@ RATE, EPS = 0.05, 1e-8
 
 
 def theirs(
-    options: argparse.Namespace, device: torch.device, plan: Any = None, kind: type[Model] = Model
+    options: argparse.Namespace, device: torch.device, plan: Any = None, kind: type[Model] = Model, sharders: Any = None
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Model sharded and wrapped by TorchRec, with the given sharding plan or that of TorchRec's planner."""
     torch.manual_seed(1)
     model = kind(options)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": RATE, "eps": EPS})
-    dmp = DistributedModelParallel(model, device=device, plan=plan)
+    dmp = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     seed_tables(dmp)
     dense = KeyedOptimizerWrapper(
         {name: p for name, p in dmp.named_parameters() if "tables" not in name},
@@ -118,14 +118,21 @@ def theirs(
 
 
 def ours(
-    options: argparse.Namespace, device: torch.device, plan: Any, kind: type[Model] = Model
+    options: argparse.Namespace, device: torch.device, plan: Any, kind: type[Model] = Model, sharders: Any = None
 ) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """The same model with the same sharding plan, sharded by this project."""
     torch.manual_seed(1)
     optimizer = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}}
     assert dist.group.WORLD is not None
     model = kind(options)
-    sharded = shard_model(model, device=device, group=dist.group.WORLD, sparse_optimizer=optimizer, sharding_plan=plan)
+    sharded = shard_model(
+        model,
+        device=device,
+        group=dist.group.WORLD,
+        sparse_optimizer=optimizer,
+        sharding_plan=plan,
+        sharders=sharders,
+    )
     seed_tables(sharded.dmp)
     return sharded, torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
 

@@ -30,7 +30,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 # Environment variable that marks all processes of a benchmark.
-_MARK = "LIGHTNING_PIPE_BENCHMARK"
+MARK = "LIGHTNING_PIPE_BENCHMARK"
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 
 
@@ -172,7 +172,7 @@ def main() -> int:
 def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None:
     """Run a benchmark and add its figures to *figures*. Returns the reason of a failure, or None."""
     mark = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         with (Path(folder) / "output").open("w+") as output:
@@ -184,7 +184,7 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _end(process, mark)
+                end(process, mark)
             output.seek(0)
             last = "\n".join(output.read().splitlines()[-15:])
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -196,13 +196,13 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
     return None if found else f"wrote no figures\n{last}"
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+def end(process: subprocess.Popen[bytes], mark: str) -> None:
     """Terminate all processes of a benchmark, in any session, and remove its network namespaces."""
     if process.poll() is None:
         process.terminate()  # slow_link then removes its namespaces
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-    sought = f"{_MARK}={mark}".encode()
+    sought = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         # The process may belong to another user or have ended.
         with suppress(OSError):

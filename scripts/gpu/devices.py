@@ -1,0 +1,117 @@
+"""Device, process group and kernels of the programs, whose ranks may share one GPU.
+
+NCCL refuses two ranks on one GPU. If there are fewer GPUs than ranks, all ranks use the first GPU and Gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["backend", "connect", "device_of", "parser", "peak_bytes", "recorded_kernels", "save", "tensors"]
+
+
+def parser(description: str | None, ways: str) -> argparse.ArgumentParser:
+    """Parser with the options of every program that trains."""
+    options = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    options.add_argument("--ways", nargs="+", required=True, help=ways)
+    options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--save", type=Path, required=True, help="file for losses and values of each way")
+    return options
+
+
+def device_of(kind: str) -> torch.device:
+    """Device of this rank."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    ranks, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local if torch.cuda.device_count() >= ranks else 0)
+
+
+def backend(kind: str) -> str:
+    """Name of the backend that the ranks can use."""
+    shared = torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "gloo" if kind == "cpu" or shared else "nccl"
+
+
+def connect(kind: str) -> torch.device:
+    """Make the process group of torchrun's ranks, or of this process alone, and return this rank's device."""
+    device = device_of(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend(kind))
+    else:
+        dist.init_process_group(backend(kind), store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+@contextmanager
+def recorded_kernels() -> Iterator[list[str]]:
+    """Use deterministic kernels in the body.
+
+    Yields:
+        Operations that have no deterministic kernel. The list is complete after the body.
+    """
+    found: list[str] = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield found
+        finally:
+            torch.use_deterministic_algorithms(False)
+    lines = [str(one.message).splitlines()[0] for one in caught]
+    found += sorted({line for line in lines if "does not have a deterministic implementation" in line})
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[list[int]]:
+    """Measure the caching allocator's peak in the body.
+
+    Yields:
+        After the body, one number of bytes above those at its begin; empty on a CPU.
+    """
+    found: list[int] = []
+    if device.type == "cpu":
+        yield found
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield found
+    torch.cuda.synchronize(device)
+    found.append(torch.cuda.max_memory_allocated(device) - before)
+
+
+def tensors(values: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Copies on the host of this rank's tensors in nested mappings and lists, by path. Shards have their offsets."""
+    if isinstance(values, dict):
+        found = {}
+        for key, value in values.items():
+            found.update(tensors(value, f"{prefix}/{key}" if prefix else str(key)))
+        return found
+    if isinstance(values, list | tuple):
+        return tensors(dict(enumerate(values)), prefix)
+    if callable(shards := getattr(values, "local_shards", None)):
+        parts = [getattr(one, "tensor", one) for one in shards()]
+        return {f"{prefix}[{index}]": one.detach().cpu().clone() for index, one in enumerate(parts)}
+    return {prefix: values.detach().cpu().clone()} if isinstance(values, Tensor) else {}
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Write the results of this rank; the files of later ranks end in ``.rankN``."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = path.with_name(f"{path.name}.rank{rank}") if rank else path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(results, path)

@@ -1,0 +1,86 @@
+"""Train a small transformer whole and in stages on all ranks, and save losses and the values of this rank's stages.
+
+A way is ``whole`` (a plain loop with the same micro-batches) or the name of a schedule, with ``:bf16`` or ``:resumed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.llm_step_time import Decoder, Language, batches_of
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.strategies import LLMPipelineStrategy
+from scripts.gpu.devices import backend, device_of, parser, recorded_kernels, save, tensors
+from scripts.gpu.trainers import fit
+
+__all__: list[str] = []
+
+_WIDTH, _LAYERS, _CHUNKS = 64, 4, 4
+_RATE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+
+class Momentum(Language):
+    """The model with an optimizer that has states."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), **_RATE)
+
+
+def whole(data: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, Any]:
+    """Losses and values of a plain loop on one device."""
+    torch.manual_seed(1)
+    model = Decoder(_WIDTH, _LAYERS).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), **_RATE)
+    losses = []
+    with recorded_kernels() as kernels:
+        for batch in data:
+            optimizer.zero_grad()
+            tokens, labels = batch["input_ids"].to(device), batch["labels"].to(device)
+            total = torch.zeros((), device=device)
+            for piece, targets in zip(tokens.chunk(_CHUNKS), labels.chunk(_CHUNKS), strict=True):
+                loss = summed_cross_entropy(model(piece), targets)
+                loss.backward()
+                total += loss.detach()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(labels.numel())
+            optimizer.step()
+            losses.append(total.cpu() / labels.numel())
+    values = tensors({f"model.{name}": value for name, value in model.state_dict().items()})
+    return {"losses": torch.stack(losses), "values": values, "peak": [], "kernels": kernels}
+
+
+def state(trainer: pl.Trainer) -> dict[str, Any]:
+    return dict(trainer.lightning_module.state_dict())
+
+
+def main() -> None:
+    given = parser(__doc__, "whole, or schedules").parse_args()
+    options = argparse.Namespace(rows=8, length=16, steps=given.steps - 1)
+    data = batches_of(options)
+    results: dict[str, Any] = {}
+    for way in given.ways:
+        name, _, variant = way.partition(":")
+        if name == "whole":
+            results[way] = whole(data, device_of(given.device))
+        else:
+            folder = given.save.parent / way.replace(":", "-")
+            arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
+            results[way], _ = fit(
+                variant,
+                given.device,
+                folder,
+                lambda: Momentum(_WIDTH, _LAYERS),
+                lambda: LLMPipelineStrategy(name, **arguments),  # noqa: B023  # called before the next way
+                data,
+                state,
+            )
+        save(results, given.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The parts of ``make gpu``, in the order in which they run: the most important results come first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scripts.gpu.comparison import Rule
+
+__all__ = ["Command", "Part", "parts"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program of a part. In its arguments, ``{folder}`` is the part's folder.
+
+    Attributes:
+        module: module that is run.
+        arguments: arguments of the command line.
+        ranks: number of processes that torchrun starts (default 0: none).
+        tool: command line of a tool that runs the program (default: none).
+        marks: texts that the output must contain.
+        environment: additional variables.
+    """
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 0
+    tool: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def line(self, folder: str) -> list[str]:
+        """Command line."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        launcher = torchrun if self.ranks else []
+        line = [*self.tool, sys.executable, *launcher, "-m", self.module, *self.arguments]
+        return [one.replace("{folder}", folder) for one in line]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Programs with one result.
+
+    Attributes:
+        name: name of its result and folder.
+        shows: subject of the part, for the report.
+        commands: programs, run one after the other.
+        rules: comparisons of the values that they save.
+        needs: "gpu", "torchrec", or names of tools on PATH.
+        possible: program that fails, with a reason in its last line, if this machine cannot run the part.
+        look_at: for a part that may differ, where to look if it does.
+        seconds: time limit of all programs together.
+    """
+
+    name: str
+    shows: str
+    commands: tuple[Command, ...]
+    rules: tuple[Rule, ...] = ()
+    needs: tuple[str, ...] = ()
+    possible: Command | None = None
+    look_at: str = ""
+    seconds: float = 90
+
+
+_EXACT = ("base", "threaded_input", "prefetch", "early_prefetch", "fused_sparse_dist")
+_TORCHREC = ("TrainPipelineBase", "TrainPipelineSparseDist")
+_ON_GPU = ("PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
+_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
+_CACHE = (
+    "FBGEMM must protect the cached rows of batches in flight (prefetch_pipeline). EmbPrefetch does not declare that it"
+    " writes tables, although it moves rows between cache and host. If only the plans that prefetch ahead differ,"
+    " look at the order of EmbPrefetch and EmbBackward and at their streams; if TorchRec's pipeline differs too, look"
+    " at FBGEMM."
+)
+
+
+def parts(dry: bool) -> list[Part]:
+    """All parts. A dry run has tiny sizes, and trains on the CPU what does not require a GPU."""
+    kind = "cpu" if dry else "cuda"
+    device, sizes = ("--device", kind), ("--steps", "6") if dry else ("--steps", "20", "--batch", "512")
+    precisions = ("bf16",) if dry else ("bf16", "fp16")
+    largest = 64 if dry else 512
+
+    def program(
+        module: str, *ways: str, file: str = "values.pt", on: str = "", size: tuple[str, ...] = (), **more: object
+    ) -> Command:
+        saved = ("--save", f"{{folder}}/{file}")
+        given = (*(("--device", on) if on else device), *(size or sizes), *saved, "--ways", *ways)
+        return Command(f"scripts.gpu.{module}", given, **more)  # type: ignore[arg-type]
+
+    def probe(collective: str) -> Command:
+        return Command("scripts.gpu.probe", (*device, collective), ranks=2)
+
+    steps = ("--steps", "6") if dry else ("--steps", "12")
+    recsys = ("serial", *_EXACT, *_TORCHREC, "serial:pageable", "prefetch:pageable", "semi_sync", "semi_sync:pageable")
+    on_gpu = () if dry else _ON_GPU
+    exact = [Rule("serial", (*recsys[1:-2], *on_gpu)), Rule("semi_sync", ("semi_sync:pageable",))]
+    exact.append(Rule("serial", ("semi_sync",), "different"))
+    commands = [program("training", *recsys, *on_gpu, *(() if dry else ("TrainPipelineSemiSync",)))]
+    if not dry:
+        exact.append(Rule("semi_sync", ("TrainPipelineSemiSync",)))
+        exact.append(Rule("serial", ("serial",), "close", of="cpu.pt", terms=largest))
+        commands.append(program("training", "serial", file="cpu.pt", on="cpu"))
+    fits = ("serial", "prefetch", "prefetch:resumed")
+    types = [f"{plan}:{one}" for one in precisions for plan in ("serial", "prefetch")]
+    cached = ("serial", "base", "prefetch", "early_prefetch", "PrefetchTrainPipelineSparseDist")
+    three = ("base", "prefetch", "fused_sparse_dist")
+    tiny = ("--steps", "3", "--batch", "16")
+    figures = ("--json", "{folder}/figures.json")
+    step: tuple[str, ...] = ("--sizes", "tiny", "--plans", "base", "--rounds", "2", "--steps", "2")
+    if not dry:
+        step = ("--sizes", "small", "large", "--plans", "base", "serial", "--rounds", "6", "--steps", "20")
+    live = ("--steps", "3", "--batch", "32", "--plans", "base", "prefetch") if dry else ()
+    return [
+        Part(
+            "recsys",
+            "every plan against serial and TorchRec's pipelines, one rank, pinned and pageable batches",
+            tuple(commands),
+            tuple(exact),
+            ("torchrec",),
+        ),
+        Part(
+            "recsys_fits",
+            "plans under a Trainer: checkpoint and resume, bf16 and fp16",
+            (program("fitting", *fits, *types),),
+            (
+                Rule("serial", fits[1:]),
+                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in precisions),
+                *(Rule("serial", (f"serial:{one}",), "different") for one in precisions),
+            ),
+            ("torchrec",),
+        ),
+        Part(
+            "recsys_two_ranks",
+            "every plan against serial and TorchRec's pipelines, two ranks on one device",
+            (program("training", "serial", *_EXACT, *_TORCHREC, ranks=2),),
+            (Rule("serial", (*_EXACT, *_TORCHREC)),),
+            ("torchrec",),
+            probe("all_to_all"),
+        ),
+        *(
+            Part(
+                f"recsys_{name}",
+                f"tables in {where}",
+                (program("training", *cached, size=(*sizes, "--kernel", kernel)),),
+                (Rule("serial", cached[1:]),),
+                ("gpu", "torchrec"),
+                look_at=_CACHE,
+            )
+            for name, where, kernel in (
+                ("cached", "unified memory with a cache on the GPU (managed caching)", "fused_uvm_caching"),
+                ("unified", "unified memory without a cache (UVM)", "fused_uvm"),
+            )
+        ),
+        Part(
+            "pipe",
+            "in_process_pipeline: two partitions on one device, CPU + device, resume, half precision",
+            (
+                program(
+                    "pipes",
+                    "whole",
+                    "one",
+                    "two",
+                    "mixed",
+                    "two:resumed",
+                    *(f"{way}:{one}" for one in precisions for way in ("one", "two")),
+                    size=steps,
+                ),
+            ),
+            (
+                Rule("one", ("two",)),
+                Rule("two", ("two:resumed",)),
+                Rule("whole", ("one", "two", "mixed"), "close", terms=64),
+                *(Rule(f"one:{one}", (f"two:{one}",)) for one in precisions),
+                *(Rule("one", (f"one:{one}",), "different") for one in precisions),
+            ),
+        ),
+        Part(
+            "language",
+            "LLM strategies against a plain loop, two ranks on one device, resume, bf16",
+            (
+                program(
+                    "language", "whole", *_SCHEDULES, "1f1b:resumed", "gpipe:bf16", "1f1b:bf16", size=steps, ranks=2
+                ),
+            ),
+            (
+                Rule("whole", _SCHEDULES, "close", terms=256, part=True),
+                Rule("gpipe", ("1f1b",)),
+                Rule("1f1b", ("1f1b:resumed",)),
+                Rule("gpipe:bf16", ("1f1b:bf16",)),
+                Rule("1f1b", ("1f1b:bf16",), "different"),
+            ),
+            possible=None if dry else probe("send"),  # the first probe shows that probes run
+        ),
+        Part(
+            "blocking",
+            "CUDA_LAUNCH_BLOCKING=1 changes no value",
+            (
+                program("training", "serial", *three, file="free.pt"),
+                program("training", "serial", *three, environment=_BLOCKING),
+            ),
+            tuple(Rule(way, (way,), of="free.pt") for way in ("serial", *three)),
+            ("gpu", "torchrec"),
+        ),
+        Part(
+            "speed",
+            "step time against TorchRec's train pipelines, in turns",
+            (Command("benchmarks.recsys_step", (*step, *figures), ranks=1),),
+            needs=("torchrec",),
+            seconds=120,
+        ),
+        Part(
+            "timing",
+            "auto, exposed time of each task, and a trace with streams (trace.json, for ui.perfetto.dev)",
+            (program("fitting", "prefetch:traced", "prefetch:profiled", "auto", size=(*sizes, *figures)),),
+            needs=("torchrec",),
+        ),
+        Part(
+            "memory",
+            "bytes of batches in flight under each plan",
+            (Command("benchmarks.recsys_live_bytes", (*live, *figures), ranks=1),),
+            needs=("torchrec",),
+        ),
+        Part(
+            "speed_torchrec",
+            "step time with the sizes of TorchRec's benchmark of train pipelines, in turns",
+            (
+                Command(
+                    "benchmarks.recsys_step",
+                    ("--sizes", "torchrec", "--plans", "base", "--rounds", "4", "--steps", "5", *figures),
+                    ranks=1,
+                ),
+            ),
+            needs=("gpu", "torchrec"),
+            seconds=150,
+        ),
+        *(
+            Part(
+                tool,
+                f"compute-sanitizer {tool} on a step of three plans",
+                (
+                    program(
+                        "training",
+                        *three,
+                        size=tiny,
+                        tool=("compute-sanitizer", "--tool", tool, "--error-exitcode", "86"),
+                        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                        marks=("ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards",),
+                    ),
+                ),
+                (Rule("base", three[1:]),),
+                needs=("gpu", "torchrec", "compute-sanitizer"),
+                seconds=150,
+            )
+            for tool in ("memcheck", "racecheck")
+        ),
+        Part(
+            "nsight",
+            "ranges named by tasks in Nsight Systems (nsight.nsys-rep)",
+            (
+                program(
+                    "fitting",
+                    "prefetch:traced",
+                    tool=(
+                        *["nsys", "profile", "--stats=true", "--trace=cuda,nvtx", "--force-overwrite=true", "-o"],
+                        "{folder}/nsight",
+                    ),
+                    marks=("EmbPrefetch", "DenseForward", "DenseBackward"),
+                ),
+            ),
+            needs=("gpu", "torchrec", "nsys"),
+        ),
+    ]
