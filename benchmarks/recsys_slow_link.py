@@ -48,7 +48,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 
 from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
-from benchmarks.recsys_turns import CPU, Arm, Ours, Parts, Training, Workload
+from benchmarks.recsys_turns import CPU, Arm, Ours, Parts, Training, Workload, add_workload_options
 from benchmarks.slow_link import slow_link
 from lightning_pipe.recsys.tasks.auto_plan import propose_plans
 
@@ -302,23 +302,8 @@ def run_rank(options: argparse.Namespace) -> None:
 def main() -> None:
     """Start two processes, or run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="rate of the link per direction, in tc's format")
+    add_workload_options(parser, times=100, rounds=6)
     parser.add_argument("--exchange", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="X / (F+B)")
-    parser.add_argument(
-        "--ids", choices=("int64", "int32", "auto"), default="int64", help="type of ids that ours sends"
-    )
-    for name, default, what in (
-        ("tables", 4, ""),
-        ("rows", 2000, "rows per table"),
-        ("width", 4, "width of the rows"),
-        ("batch", 1024, "samples per rank"),
-        ("dense", 16, "number of dense features"),
-        ("times", 100, "number of times that the hidden layer is applied"),
-        ("steps", 5, "timed steps per block"),
-        ("rounds", 6, "rounds that count"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
-    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="width of the MLP")
     add_options(parser)
     options = parser.parse_args()
     if "RANK" in os.environ:

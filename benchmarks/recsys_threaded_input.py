@@ -32,7 +32,7 @@ import torch.distributed as dist
 from benchmarks.figures import Figure, add_options, at_most, interval, save
 from benchmarks.recsys_model import Batch
 from benchmarks.recsys_slow_link import OtherSize, calibrate
-from benchmarks.recsys_turns import Ours, Parts, Workload
+from benchmarks.recsys_turns import Ours, Parts, Workload, add_workload_options
 from benchmarks.slow_link import slow_link
 
 PLANS = ("base", "prefetch", "threaded_input")
@@ -121,22 +121,9 @@ def run_rank(options: argparse.Namespace) -> None:
 def main() -> None:
     """Start two processes, or run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="rate of the link per direction, in tc's format")
+    add_workload_options(parser, times=60, rounds=8)
     parser.add_argument("--exchange", type=float, default=0.5, help="exchange of ids / rest of a step")
     parser.add_argument("--copy", type=float, nargs="+", default=[0.0, 5.0], help="ms that a copy takes in addition")
-    parser.add_argument("--ids", choices=("int64", "int32", "auto"), default="int64", help="type of the ids sent")
-    for name, default, what in (
-        ("tables", 4, ""),
-        ("rows", 2000, "rows per table"),
-        ("width", 4, "width of the rows"),
-        ("batch", 1024, "samples per rank"),
-        ("dense", 16, "number of dense features"),
-        ("times", 60, "number of times that the hidden layer is applied"),
-        ("steps", 5, "timed steps per block"),
-        ("rounds", 8, "rounds"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
-    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="width of the MLP")
     add_options(parser)
     options = parser.parse_args()
     if "RANK" in os.environ:

@@ -213,6 +213,26 @@ class Workload:
         return Training(model, pipeline.progress, self.data, self.options.steps, *ended)
 
 
+def add_workload_options(parser: argparse.ArgumentParser, *, times: int, rounds: int) -> None:
+    """Add the options of a workload over a slow link, with the defaults of ``--times`` and ``--rounds``."""
+    parser.add_argument("--rate", default="200mbit", help="rate of the link per direction, in tc's format")
+    parser.add_argument(
+        "--ids", choices=("int64", "int32", "auto"), default="int64", help="type of ids that ours sends"
+    )
+    for name, default, what in (
+        ("tables", 4, ""),
+        ("rows", 2000, "rows per table"),
+        ("width", 4, "width of the rows"),
+        ("batch", 1024, "samples per rank"),
+        ("dense", 16, "number of dense features"),
+        ("times", times, "number of times that the hidden layer is applied"),
+        ("steps", 5, "timed steps per block"),
+        ("rounds", rounds, "rounds that count"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="width of the MLP")
+
+
 class Parts:
     """The input exchange alone, and the rest of a step alone.
 

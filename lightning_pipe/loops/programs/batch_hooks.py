@@ -67,6 +67,8 @@ class BatchHooks:
                 f" {', '.join(users_transfers(trainer))}. Set hooks and profilers before fit, or pass"
                 " transfer_on_worker=True to the strategy"
             )
+        if replaces(trainer.strategy, "batch_to_device"):
+            return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
         # Lightning's helpers would store the hook's name in the module, for calls of log() in the main thread.
         move, after = (data_hook(trainer, name) for name in _TRANSFERS)
         return after(move(batch, trainer.strategy.root_device, dataloader_idx), dataloader_idx)
