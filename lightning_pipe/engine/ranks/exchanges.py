@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_pipe._compat.torch import ALL_TO_ALL_SINGLE, backend_of
 from lightning_pipe.engine.ranks.together import shares_host
 
-__all__ = ["exchanging", "gains_from_messages"]
+__all__ = ["exchanging", "gains_from_messages", "without_exchange"]
 
 _CPU = torch.device("cpu")
 # Message tags are int32 and wrap around.
@@ -48,6 +48,11 @@ def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:
         unchanged if messages have no benefit.
     """
     return cast(dist.ProcessGroup, _Exchanging(group)) if gains_from_messages(group) else group
+
+
+def without_exchange(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that :func:`exchanging` has wrapped: PyTorch gathers objects only in its own groups."""
+    return group._group if isinstance(group, _Exchanging) else group
 
 
 class _Exchanging:

@@ -22,6 +22,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.exchanges import without_exchange
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
 from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
@@ -237,7 +238,7 @@ class ModelRewrite(ReplacedForwards):
         if any_failed:
             if splits.answer is not None:
                 splits.answer.wait()
-            raise_gathered(splits.error, "", self._status_group, InputError)
+            raise_gathered(splits.error, "", without_exchange(self._status_group), InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests) -> Features:
@@ -358,8 +359,7 @@ class ModelRewrite(ReplacedForwards):
         Args:
             announced: name of the module, and the arguments of the call with features replaced by their forms.
         """
-        name, forms = announced
-        join_call(self._sharded[name], forms, self._device)
+        join_call(self._sharded[announced[0]], announced[1], self._device)
 
     def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):

@@ -142,6 +142,13 @@ def test_a_batch_that_is_wrong_on_one_rank_is_an_input_error_on_every_rank(
         assert clean
 
 
+def test_between_machines_a_wrong_batch_is_an_input_error_on_every_rank_too() -> None:
+    case = ("no features", PLACES[1])
+    for found in run_ranks(on_rank, 2, "wrong", [case], True):
+        kinds, text, clean = found[case]
+        assert (kinds[0], WRONG["no features"][2] in text, clean) == ("InputError", True, True)
+
+
 def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(two_ranks: TwoRanks) -> None:
     for found in two_ranks("differing plans"):
         for (first, second), (kinds, text) in found.items():
