@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,7 +58,9 @@ RECOMMENDER = {
 _REMOVED = {"copy_in_place": "PyTorch's caching allocator reuses the memory of finished batches"}
 
 
-def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], strategy: object = None) -> None:
+def refuse_renamed(
+    arguments: Mapping[str, Any], renamed: Mapping[str, str], strategy: object = None, also: Sequence[str] = ()
+) -> None:
     """Refuse arguments from earlier versions, and unknown arguments if *strategy* is given.
 
     Args:
@@ -66,6 +68,7 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], str
         renamed: maps a former argument to the field that replaces it, ``group.field``.
         strategy: the strategy, whose class and bases define the known arguments (default None: no check for unknown
             arguments).
+        also: known arguments that no signature names.
 
     Raises:
         SetupError: an argument is from an earlier version; the message contains YAML with the same values in the
@@ -78,7 +81,7 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], str
     former = [name for name in arguments if name in renamed]
     if not former:
         if strategy is not None:
-            _refuse_unknown(arguments, type(strategy))
+            _refuse_unknown(arguments, type(strategy), also)
         return
     groups: dict[str, dict[str, Any]] = {}
     for name in former:
@@ -98,13 +101,13 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], str
     )
 
 
-def _refuse_unknown(arguments: Mapping[str, Any], strategy: type) -> None:
+def _refuse_unknown(arguments: Mapping[str, Any], strategy: type, also: Sequence[str]) -> None:
     """Raise the error of Python for an unknown argument, but name the strategy instead of one of its bases."""
     found = [inspect.signature(vars(base)["__init__"]) for base in strategy.__mro__ if "__init__" in vars(base)]
     # Arguments are passed from base to base until one has no ``**kwargs``.
     end = next((place for place, one in enumerate(found) if not _takes_others(one)), len(found))
     taken = [one for signature in found[: end + 1] for one in signature.parameters.values()]
-    known = {one.name for one in taken if one.default is not one.empty}
+    known = {*also, *(one.name for one in taken if one.default is not one.empty)}
     for name in arguments.keys() - known:
         near = get_close_matches(name, known, 1)
         meant = f"did you mean {near[0]!r}? " if near else ""

@@ -56,6 +56,7 @@ def test_every_field_of_an_option_group_has_a_former_argument() -> None:
         (AutoLLMPipelineStrategy, "microbatches", "num_microbatches"),
         (RecsysPipelineStrategy, "sharing", "sharding"),
         (RecsysPipelineStrategy, "time_out", "timeout"),
+        (RecsysPipelineStrategy, "transfer_on_workers", "transfer_on_worker"),
     ],
 )
 def test_other_unknown_arguments_are_refused_with_the_nearest_one(strategy: Any, wrong: str, near: str) -> None:

@@ -135,7 +135,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         **arguments: Any,
     ) -> None:
         transfer_on_worker = arguments.pop("transfer_on_worker", False)
-        refuse_renamed(arguments, RECOMMENDER, self)
+        refuse_renamed(arguments, RECOMMENDER, self, ["transfer_on_worker"])
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
         self._options = option_group(SessionOptions, "options", groups)

@@ -74,6 +74,26 @@ def test_hooks_that_may_leave_the_main_thread_run_in_the_worker(caplog: pytest.L
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("on_worker", "threads"), [(False, {MAIN}), (True, {MAIN, WORKER})])
+def test_a_strategys_own_transfer_is_in_the_worker_only_if_it_may_be(on_worker: bool, threads: set[str]) -> None:
+    found = set()
+
+    class Tripling(RecsysPipelineStrategy):
+        def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            found.add(threading.current_thread().name)
+            batch.dense = 3 * batch.dense
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    def state(plan: str, **options: Any) -> Any:
+        return state_of(fit(Clicks(), Tripling(plan, sparse_optimizer=ADAGRAD, **options)))
+
+    serial = state("serial")
+    found.clear()
+    assert difference(state("threaded_input", transfer_on_worker=on_worker), serial) == []
+    assert found == threads
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_hooks_that_draw_random_numbers_draw_those_of_the_serial_plan() -> None:
     states = []
     for plan in ("serial", "threaded_input"):
