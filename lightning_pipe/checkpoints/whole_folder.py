@@ -90,7 +90,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def _sibling(folder: Path, kind: str) -> Path:
-    return folder.with_name(f".{folder.name}.{kind}")
+    # Lightning takes each name with "hpc_ckpt_" for a complete checkpoint of a job that Slurm has stopped.
+    return folder.with_name(f".{folder.name.replace('hpc_ckpt_', 'hpc%5Fckpt_')}.{kind}")
 
 
 def _exchange(one: Path, other: Path) -> bool:

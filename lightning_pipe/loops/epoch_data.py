@@ -261,7 +261,7 @@ class EpochData:
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(source, group, statuses, remaining, uneven, lambda: termination.told)
+        return AgreedSource(source, group, statuses, remaining, uneven, termination.any_told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop
 from lightning_pipe._compat.quick_lightning import (
@@ -244,9 +243,9 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
                 raise
 
     def _advance(self) -> None:
-        if self._data.to_end:
-            self.trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException
+        termination = AgreedTermination.install(self.trainer)
+        if self._data.to_end or (self.trainer.world_size == 1 and termination.told_to_requeue):
+            termination.act(complete=not self.batch_progress.current.ready or not self._should_accumulate())
 
         self._data.make_iterators(self.batch_progress.current.ready)
         self._data.period_begins()

@@ -16,6 +16,7 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -28,6 +29,7 @@ from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.data.stateful_loaders import shuffled_over_ranks
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
+from lightning_pipe.strategies.processes import check_nodes, own_processes
 
 
 @contextmanager
@@ -112,6 +114,9 @@ class DistributedStrategy(DDPStrategy):
     # Evaluation batch in progress that only some ranks have.
     _turn: Turn | None = None
 
+    def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
+        super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
+
     def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
         given = {"uneven_batches": (uneven_batches, Uneven), "uneven_evaluation": (uneven_evaluation, UnevenEvaluation)}
         for name, (value, known) in given.items():
@@ -131,6 +136,7 @@ class DistributedStrategy(DDPStrategy):
         global _ended_well
         _ended_well = False
         keep_garbage_from_forks()
+        check_nodes(self.num_nodes, self.cluster_environment)
         ranks = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != ranks:
             raise SetupError(

@@ -127,16 +127,16 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._end_saves()
+        self.end_saves()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         try:
-            self._end_saves()
+            self.end_saves()
         except Exception as error:
             exception.add_note(f"Also: {error}")  # the error that ended training stays the main error
 
-    def _end_saves(self) -> None:
+    def end_saves(self) -> None:
         """Wait for the pending save, and save in the foreground from now on."""
         saves = self._saves
         if saves is not None:

@@ -319,7 +319,10 @@ class Detector:
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
             if not module.startswith(_BETWEEN) and module != "torch":
-                here = f"{module.removeprefix('lightning_pipe.')}.{frame.f_code.co_name}:{frame.f_lineno}"
+                # The function around a comprehension, which has a frame of its own before Python 3.12.
+                names = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
+                name = names[-1] if names else frame.f_code.co_name
+                here = f"{module.removeprefix('lightning_pipe.')}.{name}:{frame.f_lineno}"
                 innermost = innermost or here
                 if module.startswith("lightning_pipe"):
                     return Site(getattr(self._local, "task", ""), innermost, here)

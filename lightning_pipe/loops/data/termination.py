@@ -1,33 +1,44 @@
-"""Handling of SIGTERM: all ranks end after the same batch, even if only some ranks receive the signal.
+"""Signals that end training: all ranks act on them before the same batch, even if only some ranks receive the signal.
 
-Tested in ``tests/scenarios/faults/test_signals.py``.
+SIGTERM ends training. Slurm's signal before it takes a job away (SIGUSR1, or ``requeue_signal`` of Lightning's
+``SLURMEnvironment``) writes a checkpoint and puts the job back into the queue, where Lightning resumes from it.
+
+Tested in ``tests/scenarios/faults/test_signals.py`` and ``tests/scenarios/cluster/test_slurm.py``.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from types import FrameType
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.lightning import SignalConnector
+from lightning_pipe.engine.ranks.together import any_of, from_rank
 
 
 class AgreedTermination(SignalConnector):
-    """Signal connector of Lightning whose handler only records the signal while ranks agree on each batch.
+    """Signal connector of Lightning whose handlers only record a signal while ranks agree on each batch.
 
-    Lightning's handler broadcasts rank 0's flag immediately, wherever the main thread is. The broadcast can run in the
-    middle of other collectives of the same group, and ranks without the signal do not take part in it, so that all
-    ranks hang.
+    Lightning's handlers communicate immediately, wherever the main thread is: on SIGTERM they broadcast rank 0's flag,
+    and on Slurm's signal they save a checkpoint. This can run in the middle of other collectives of the same group, and
+    ranks without the signal do not take part in it, so that all ranks hang.
 
     Attributes:
         agreed: True if ranks exchange with every batch if they were told to end.
         told: True if this rank was told to end.
+        told_to_requeue: True if Slurm is about to take this rank's job away.
     """
 
     agreed = False
     told = False
+    told_to_requeue = False
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> AgreedTermination:
@@ -41,8 +52,60 @@ class AgreedTermination(SignalConnector):
         return made
 
     def register_signal_handlers(self) -> None:
-        self.told = False
+        self.told = self.told_to_requeue = False
         super().register_signal_handlers()
+
+    def any_told(self) -> bool:
+        """Return True if this rank has received a signal that all ranks act on together."""
+        return self.told or self.told_to_requeue
+
+    def act(self, complete: bool) -> None:
+        """Act on the signals of all ranks. Every rank calls this before the same batch.
+
+        Args:
+            complete: False in the middle of an accumulation of gradients, which a checkpoint does not contain. The
+                checkpoint is then left to a later call.
+
+        Raises:
+            SIGTERMException: training ends.
+        """
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        end, requeue = any_of([self.told, self.told_to_requeue], group)
+        if requeue and not complete:
+            return
+        if requeue:
+            self.told_to_requeue = False
+            end |= self._save_and_requeue(group)
+        if end:
+            self.received_sigterm = True
+            raise SIGTERMException
+
+    def _save_and_requeue(self, group: dist.ProcessGroup | None) -> bool:
+        """Write a checkpoint on all ranks, and return True if Slurm has put the job back into its queue."""
+        trainer, job = self.trainer, _job()
+        connector, folder = trainer._checkpoint_connector, trainer.default_root_dir
+        # Lightning numbers the file by the files that are there, which a rank that is late would find.
+        path = from_rank(lambda: connector.hpc_save_path(folder), f"{str(folder)!r} cannot be listed", group)
+        rank_zero_info(f"Slurm is about to stop job {job}: training is saved to {path!r}, and the job is requeued")
+        for logger in trainer.loggers:
+            logger.finalize("finished")
+        trainer.save_checkpoint(path)
+        # Slurm ends the job at once, also a save that is still written in the background.
+        if hasattr(trainer.strategy, "end_saves"):
+            trainer.strategy.end_saves()
+        failed = from_rank(lambda: _requeue(job), f"job {job} cannot be requeued", group)
+        if failed:
+            rank_zero_warn(f"job {job} was not requeued, and training goes on until Slurm stops it: {failed}")
+        return not failed
+
+    def _slurm_sigusr_handler_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting and (self.agreed or self.trainer.world_size == 1):
+            self.told_to_requeue = True
+        elif fitting:
+            super()._slurm_sigusr_handler_fn(signum, frame)
+        elif self.trainer.is_global_zero and (failed := _requeue(_job())):  # there is nothing to save
+            rank_zero_warn(f"job {_job()} was not requeued: {failed}")
 
     def _sigterm_notifier_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
@@ -56,3 +119,18 @@ class AgreedTermination(SignalConnector):
         if not fitting:
             # No checkpoint is saved outside of fit, so each rank ends independently after its batch.
             self.received_sigterm = True
+
+
+def _job() -> str:
+    """Slurm's name of this job."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "unknown")
+
+
+def _requeue(job: str) -> str:
+    """Put a job back into Slurm's queue. Return the reason if that is not possible."""
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return str(error)
+    return (done.stderr or f"scontrol ended with status {done.returncode}").strip() if done.returncode else ""

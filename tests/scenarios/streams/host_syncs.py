@@ -18,10 +18,8 @@ STATIC, DYNAMIC = "pooled", "dynamic bags"
 REASONS = {
     ("EmbInputDistStart", "torchrec.sparse.jagged_tensor._safe_tolist"): "the number of ids of each feature, which is"
     " the size of the messages",
-    ("EmbInputDistStart", "torchrec.distributed.train_pipeline.runtime_forwards.<listcomp>"): "the sizes of the"
-    " messages, copied from pageable memory",
-    ("EmbInputDistStart", "torchrec.distributed.train_pipeline.runtime_forwards.__call__"): "the batch size, copied"
-    " from pageable memory",
+    ("EmbInputDistStart", "torchrec.distributed.train_pipeline.runtime_forwards.__call__"): "the sizes of the messages"
+    " and the batch size, copied from pageable memory",
     ("EmbInputDistStart", "recsys.modules.row_means.divisor"): "the widths of outputs of mean-pooled tables that are"
     " sharded by rows, copied from pageable memory",
     ("EmbInputDistWait", "torchrec.distributed.dist_data._safe_tolist_2d"): "the sizes of the messages of other ranks,"
@@ -32,8 +30,8 @@ REASONS = {
     " the lookup needs",
     ("EmbPrefetch", "recsys.dynamic.tables.row_tables._on_host"): "the ids of the batch, looked up on the host: one"
     " copy for all tables",
-    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "the slots of evicted rows, copied from pageable memory",
-    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.<listcomp>"): "the evicted rows, written to the store",
+    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "the slots of evicted rows, copied from pageable memory,"
+    " and these rows, written to the store",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.write"): "rows from the store, copied from pageable memory",
     (
         "EmbPrefetch",
