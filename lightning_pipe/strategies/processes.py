@@ -15,6 +15,10 @@ __all__ = ["check_nodes", "own_processes"]
 _NO_STEPS = 0xFFFFFFF0
 
 
+class _OnOneNode(LightningEnvironment):
+    """Environment of a script that no other node runs."""
+
+
 def own_processes() -> ClusterEnvironment | None:
     """Return the environment of processes that the trainer starts, in a Slurm allocation outside of a job step.
 
@@ -24,7 +28,10 @@ def own_processes() -> ClusterEnvironment | None:
     Returns:
         None in a job step, under torchrun, and outside of Slurm, where Lightning's choice is right.
     """
-    return LightningEnvironment() if _in_allocation() and not TorchElasticEnvironment.detect() else None
+    if not _in_allocation() or TorchElasticEnvironment.detect():
+        return None
+    # Whoever numbers the nodes starts the script on each of them.
+    return LightningEnvironment() if {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() else _OnOneNode()
 
 
 def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
@@ -33,8 +40,7 @@ def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
     Raises:
         SetupError: *num_nodes* is above 1 in an allocation, but outside of a job step.
     """
-    alone = _in_allocation() and type(environment) is LightningEnvironment and "NODE_RANK" not in os.environ
-    if num_nodes > 1 and alone:
+    if num_nodes > 1 and isinstance(environment, _OnOneNode):
         raise SetupError(
             f"num_nodes is {num_nodes}, but this process is not part of a job step of Slurm job"
             f" {os.environ['SLURM_JOB_ID']} (SLURM_STEP_ID is not set), so no other node runs the script. Start it with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -95,6 +96,86 @@ def test_a_checkpoint_on_sigterm_goes_on_exactly(kind: str, ranks: Nursery) -> N
 def test_ranks_end_behind_the_same_batch_and_go_on_exactly(kind: str, received: dict[int, int], ranks: Nursery) -> None:
     # Ranks tell each other with the batches that they read ahead.
     check_terminated(ranks.run(terminated, 2, kind, received), within=5)
+
+
+# ---------------------------------------------------------------------- Slurm's signal before it stops a job
+
+
+def as_job_step(here: Here, status: int) -> None:
+    """This rank, as a task of a job step of Slurm, whose ``scontrol`` notes its arguments and ends with *status*."""
+    commands = here.folder / "bin"
+    if here.rank == 0:
+        commands.mkdir()
+        command = commands / "scontrol"
+        command.write_text(f'#!/bin/sh\necho "$@" >> {here.folder}/requeued\necho no rights >&2\nexit {status}\n')
+        command.chmod(0o755)
+    rank, size = str(here.rank), str(here.world_size)
+    of_slurm = {"JOB_ID": "12", "STEP_ID": "0", "NTASKS": size, "NTASKS_PER_NODE": size, "NNODES": "1", "NODEID": "0"}
+    tasks = {**of_slurm, "JOB_NAME": "train", "PROCID": rank, "LOCALID": rank}
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os.environ.update({f"SLURM_{name}": value for name, value in tasks.items()})
+    os.environ["PATH"] = f"{commands}{os.pathsep}{os.environ['PATH']}"
+
+
+def preempted(here: Here, kind: str, received: dict[int, int], options: dict[str, Any]) -> tuple[int, list[str]]:
+    """As `terminated`, for a job that is stopped and goes on by itself. The first rank tells what it asked of Slurm."""
+    whole = module(kind)
+    undisturbed = fit(kind, here.world_size, whole, loader(kind, shuffle=True), max_epochs=2, **options)
+    as_job_step(here, 0)
+    stopped, resumed = module(kind), module(kind)
+    callbacks = [Signal(signal.SIGUSR1, here, received[here.rank])] if here.rank in received else []
+
+    def train(trained: Any, **more: Any) -> pl.Trainer:
+        data = loader(kind, shuffle=True)
+        return fit(
+            kind, here.world_size, trained, data, max_epochs=2, default_root_dir=here.folder, **{**options, **more}
+        )
+
+    with pytest.raises(SIGTERMException):
+        train(stopped, callbacks=callbacks)
+    assert [path.name for path in here.folder.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    after = train(resumed)
+    assert stopped.losses + resumed.losses == whole.losses
+    if here.rank == 0:
+        assert (here.folder / "requeued").read_text() == "requeue 12\n"
+    return len(stopped.losses), difference(final_state(kind, after), final_state(kind, undisturbed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "received", "options"),
+    [
+        pytest.param("pipeline", {0: 1}, {}, id="pipeline"),
+        pytest.param("pipeline", {0: 2}, {"accumulate_grad_batches": 2}, id="pipeline, in an accumulation"),
+        pytest.param("recsys", {1: 1}, {}, id="recsys, rank 1 alone"),
+        pytest.param("recsys", {0: 1, 1: 2}, {}, id="recsys, both in turn", marks=pytest.mark.exhaustive),
+        pytest.param("llm", {0: 1}, {}, id="llm, rank 0 alone", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_job_that_slurm_stops_is_saved_and_requeued_and_goes_on_exactly(
+    kind: str, received: dict[int, int], options: dict[str, Any], ranks: Nursery
+) -> None:
+    size = 1 if kind == "pipeline" else 2
+    ended = ranks.run(preempted, size, kind, received, options)
+    check_terminated(ended, within=5)
+    assert ended[0].value[0] % options.get("accumulate_grad_batches", 1) == 0
+
+
+def not_requeued(here: Here, kind: str) -> tuple[int, int]:
+    as_job_step(here, 1)
+    trained, callbacks = module(kind), [Signal(signal.SIGUSR1, here)] if here.rank == 0 else []
+    warned = pytest.warns(UserWarning, match="job 12 was not requeued, .* goes on .*: no rights")
+    with warned if here.rank == 0 else nullcontext():
+        fit(kind, here.world_size, trained, default_root_dir=here.folder, callbacks=callbacks)
+    return len(trained.losses), len(list(here.folder.glob("hpc_ckpt_1.ckpt")))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "recsys"])
+def test_a_job_that_cannot_be_requeued_is_saved_and_goes_on(kind: str, ranks: Nursery) -> None:
+    ended = ranks.run(not_requeued, 1 if kind == "pipeline" else 2, kind)
+    assert [one.code for one in ended] == [0] * len(ended), told(ended)
+    whole = 12 if kind == "pipeline" else 6
+    assert [one.value for one in ended] == [(whole, 1)] * len(ended)
 
 
 # ---------------------------------------------------------------------- Ctrl-C

@@ -1,0 +1,1 @@
+"""Training on clusters: schedulers, launchers and storage of several machines."""

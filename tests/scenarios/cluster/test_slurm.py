@@ -1,0 +1,75 @@
+"""On a real Slurm: a job that is stopped by its signal goes on exactly, whenever the signal comes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scenarios.cluster.slurm import Slurm, losses, why_not
+from tests.strategies.cases import difference
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+srun --kill-on-bad-exit=0 python -m tests.scenarios.cluster.slurm_program "$@"
+"""
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    made = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+def submitted(slurm: Slurm, folder: Path, kind: str) -> str:
+    folder.mkdir()
+    script = folder / "job.sbatch"
+    script.write_text(SCRIPT)
+    return slurm.submit(script, folder / "output", kind, str(folder))
+
+
+def ended_well(slurm: Slurm, folder: Path, job: str) -> None:
+    busy = ("PENDING", "RUNNING", "COMPLETING")
+    slurm.until(lambda: slurm.state(job) not in busy, "the job goes on", folder / "output")
+    assert slurm.state(job) == "COMPLETED", (folder / "output").read_text()
+
+
+def preempted(slurm: Slurm, folder: Path, kind: str, times: int) -> str:
+    """A job that got the signal so many times, each time after a random number of batches."""
+    job, draws = submitted(slurm, folder, kind), random.Random(7)
+    output = folder / "output"
+    for time in range(1, times + 1):
+        enough = len(losses(folder)[0]) + draws.randint(1, 5)
+        slurm.until(lambda enough=enough: len(losses(folder)[0]) >= enough, "no batch is trained", output)  # type: ignore[misc]
+        slurm.run("scancel", "--signal=USR1", job)
+        slurm.until(lambda time=time: output.read_text().count("the job is requeued") >= time, "not requeued", output)  # type: ignore[misc]
+        slurm.until(lambda: slurm.state(job) == "PENDING", "the job does not end", output)
+        slurm.start_now(job)
+    return job
+
+
+@pytest.mark.parametrize("kind", ["recsys", "llm"])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_a_preempted_job_goes_on_to_the_bit(slurm: Slurm, tmp_path: Path, kind: str, times: int) -> None:
+    whole = submitted(slurm, tmp_path / "whole", kind)
+    ended_well(slurm, tmp_path / "whole", whole)
+    job = preempted(slurm, tmp_path / "stopped", kind, times)
+    ended_well(slurm, tmp_path / "stopped", job)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    for rank in range(2):
+        of_both = [torch.load(tmp_path / name / f"state.{rank}") for name in ("stopped", "whole")]
+        assert difference(*of_both) == []
