@@ -89,7 +89,7 @@ class EpochData:
             # Lightning makes the iterators after this call.
             self.note_beginning(fetcher.combined_loader, ended if any(ended.iterators) else None)
 
-    def note_beginning(self, combined: CombinedLoader, point: ResumePoint | None = None) -> None:
+    def note_beginning(self, combined: CombinedLoader | None, point: ResumePoint | None = None) -> None:
         """Record the positions at the beginning of an epoch, before its iterators are made.
 
         If Lightning's fetcher does not know the number of batches, it loads a batch as soon as the iterators are made.
@@ -97,10 +97,12 @@ class EpochData:
         :func:`resumable` know their length.
 
         Args:
-            combined: loaders of the epoch.
+            combined: loaders of the epoch; None to forget the recorded positions.
             point: resume point that was just loaded into the loaders (default None).
         """
         self._beginning = None
+        if combined is None:
+            return
         loaders = combined.flattened
         is_ahead = any(sized_len(one) is None for one in loaders) and not any(map(is_resumable, loaders))
         if is_ahead or point is not None:

@@ -46,6 +46,8 @@ class PipelineFitLoop(FitLoop):
     _before_data: States | None = None
     # Epoch in which the run that wrote the checkpoint created its loaders.
     _loaded_in: int | None = None
+    # Resume point at which the loaders have been placed.
+    _placed: ResumePoint | None = None
     # During setup_data: the loaders that are replaced.
     _loader_before: CombinedLoader | None = None
 
@@ -138,16 +140,30 @@ class PipelineFitLoop(FitLoop):
         self._loader_before = before
         if before is None:
             self._before_data = get_states(self.trainer.strategy.root_device)
-        if point is None or before is not None:
+        if point is None or point is self._placed:
             self._set_up_data()
         else:
+            self._placed = point
             with point.making_iterators(self.trainer.strategy.root_device):
-                self._set_up_data()
+                if before is None:
+                    self._set_up_data()
+                else:
+                    self._place_data(point, before)
             if self._loaded_in is not None:
                 # The loaders are then reloaded in the same epochs as in the previous run.
                 self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._count_as_the_shortest()
+
+    def _place_data(self, point: ResumePoint, loader: CombinedLoader) -> None:
+        """Continue at the checkpoint's positions with loaders that were made before the checkpoint was read.
+
+        ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes them.
+        """
+        self._loader_before = None
+        self.epoch_loop.note_beginning(None)  # type: ignore[attr-defined]
+        self._load_states(point, loader)
+        iter(self._data_fetcher)  # type: ignore[arg-type]
 
     def _set_up_data(self) -> None:
         try:
@@ -174,11 +190,13 @@ class PipelineFitLoop(FitLoop):
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
         watch(loader)
+        self._load_states(self._resume_point, loader)
+
+    def _load_states(self, point: ResumePoint | None, loader: CombinedLoader) -> None:
         # Lightning sets the epoch after the iterators are created, when their workers have already read the sampler.
         epochs: Any = self.epoch_progress.current
         for one in loader.flattened:
             set_sampler_epoch(one, epochs.processed)
-        point = self._resume_point
         if point is not None:
             # Either every rank has a resume point or no rank has.
             what = self._named("data")

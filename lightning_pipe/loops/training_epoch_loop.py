@@ -124,8 +124,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def resume_point(self, point: ResumePoint) -> None:
         self._data.resume_point = point
 
-    def note_beginning(self, combined: CombinedLoader) -> None:
-        """Record the positions at the beginning of the first epoch, before its iterators are made."""
+    def note_beginning(self, combined: CombinedLoader | None) -> None:
+        """Record the positions before the iterators of the first epoch are made; None forgets them."""
         self._data.note_beginning(combined)
 
     def point_of_last_trained(self) -> ResumePoint | None:

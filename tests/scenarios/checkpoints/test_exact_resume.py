@@ -81,6 +81,14 @@ class Resuming(Net):
         return batch
 
 
+class NeedsSteps(Resuming):
+    """Makes its loaders before a checkpoint is read, as schedulers do that end with training."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 def _first(batch: Any) -> Tensor:
     """Of a combined batch what is there, together."""
     if isinstance(batch, Tensor):
@@ -254,32 +262,34 @@ def pipelined(**options: Any) -> pl.Trainer:
     return made
 
 
-def undisturbed(loader: Any, **options: Any) -> Resuming:
+def undisturbed(loader: Any, kind: type[Resuming] = Resuming, **options: Any) -> Resuming:
     seed(1)
-    module = Resuming(loader)
+    module = kind(loader)
     pipelined(**options).fit(module)
     return module
 
 
 @cache
-def undisturbed_once(name: str, **options: Any) -> Resuming:
-    return undisturbed(LOADERS[name], **options)
+def undisturbed_once(name: str, kind: Any = Resuming, **options: Any) -> Resuming:
+    return undisturbed(LOADERS[name], kind, **options)
 
 
-def saving(loader: Any, folder: Path, moments: Iterable[Moment], **options: Any) -> tuple[Resuming, dict[Moment, Path]]:
+def saving(
+    loader: Any, folder: Path, moments: Iterable[Moment], kind: type[Resuming] = Resuming, **options: Any
+) -> tuple[Resuming, dict[Moment, Path]]:
     """A run that writes a checkpoint at each moment."""
     seed(1)
-    before = Resuming(loader)
+    before = kind(loader)
     paths = {(hook, batches): folder / f"{hook}-{batches}.ckpt" for hook, batches in moments}
     pipelined(callbacks=[Saves(paths)], **options).fit(before)
     assert sorted(folder.iterdir()) == sorted(paths.values())
     return before, paths
 
 
-def resumed(loader: Any, path: Path, **options: Any) -> Resuming:
+def resumed(loader: Any, path: Path, kind: type[Resuming] = Resuming, **options: Any) -> Resuming:
     """A run that goes on from a checkpoint with other seeds."""
     seed(99)
-    after = Resuming(loader)
+    after = kind(loader)
     pipelined(**options).fit(after, ckpt_path=path, weights_only=True)
     return after
 
@@ -296,12 +306,13 @@ def check(whole: Resuming, before: Resuming, after: Resuming, moment: Moment) ->
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [Resuming, NeedsSteps])
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(
-    name: str, tmp_path: Path, pytestconfig: pytest.Config
+    name: str, kind: Any, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     loader = LOADERS[name]
-    whole = undisturbed_once(name)
+    whole = undisturbed_once(name, kind)
     in_epoch = len(whole.trained) // 3
     # A default run goes on from each place for loaders of both sorts, and for others from between and within epochs.
     often = (in_epoch, in_epoch + 2)
@@ -310,9 +321,9 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(
         sorted({1, in_epoch - 1, in_epoch, in_epoch + 2, 3 * in_epoch - 1}),
         lambda count: name in ("shuffled", "stateful") or count in often,
     )
-    before, paths = saving(loader, tmp_path, [("on_train_batch_end", count) for count in counts])
+    before, paths = saving(loader, tmp_path, [("on_train_batch_end", count) for count in counts], kind)
     for moment, path in paths.items():
-        check(whole, before, resumed(loader, path), moment)
+        check(whole, before, resumed(loader, path, kind), moment)
 
 
 MOMENTS: list[Moment] = [
@@ -380,9 +391,10 @@ def test_a_loader_without_a_state_begins_anew_with_lightnings_warning(tmp_path: 
     assert after.trained[:4] == before.trained[:4]
 
 
+@pytest.mark.parametrize("base", [Resuming, NeedsSteps])
 @pytest.mark.parametrize("kind", ["made anew", "shared generator", "shared sampler"])
-def test_samplers_of_reloaded_loaders_are_where_they_would_be(kind: str, tmp_path: Path) -> None:
-    class Module(Resuming):
+def test_samplers_of_reloaded_loaders_are_where_they_would_be(kind: str, base: Any, tmp_path: Path) -> None:
+    class Module(base):
         def __init__(self) -> None:
             super().__init__(None)
             self.generator = torch.Generator().manual_seed(3)

@@ -108,9 +108,9 @@ class Slurm:
         assert done.returncode == 0, f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
 
-    def submit(self, script: Path, output: Path, *arguments: str) -> str:
-        """Submit a batch script, and return the number of its job."""
-        options = ("--parsable", f"--chdir={ROOT}", f"--output={output}", "--open-mode=append", "--requeue")
+    def submit(self, script: Path, output: Path, *arguments: str, folder: Path = ROOT) -> str:
+        """Submit a batch script that runs in *folder*, and return the number of its job."""
+        options = ("--parsable", f"--chdir={folder}", f"--output={output}", "--open-mode=append", "--requeue")
         return self.run("sbatch", *options, str(script), *arguments).strip()
 
     def state(self, job: str) -> str:

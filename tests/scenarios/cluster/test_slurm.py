@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.scenarios.cluster.slurm import Slurm, losses, why_not
+from tests.patience import HANG
+from tests.scenarios.cluster.slurm import ROOT, Slurm, losses, why_not
 from tests.strategies.cases import difference
 
 SCRIPT = """\
@@ -18,6 +22,8 @@ SCRIPT = """\
 #SBATCH --ntasks-per-node=1
 srun --kill-on-bad-exit=0 python -m tests.scenarios.cluster.slurm_program "$@"
 """
+
+BUSY = ("PENDING", "RUNNING", "COMPLETING")
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -43,8 +49,7 @@ def submitted(slurm: Slurm, folder: Path, kind: str) -> str:
 
 
 def ended_well(slurm: Slurm, folder: Path, job: str) -> None:
-    busy = ("PENDING", "RUNNING", "COMPLETING")
-    slurm.until(lambda: slurm.state(job) not in busy, "the job goes on", folder / "output")
+    slurm.until(lambda: slurm.state(job) not in BUSY, "the job goes on", folder / "output")
     assert slurm.state(job) == "COMPLETED", (folder / "output").read_text()
 
 
@@ -73,3 +78,33 @@ def test_a_preempted_job_goes_on_to_the_bit(slurm: Slurm, tmp_path: Path, kind: 
     for rank in range(2):
         of_both = [torch.load(tmp_path / name / f"state.{rank}") for name in ("stopped", "whole")]
         assert difference(*of_both) == []
+
+
+def last_metrics(folder: Path) -> dict[str, float]:
+    """The last value of each metric that a run logged, over all of its starts."""
+    found: dict[str, float] = {}
+    for file in sorted(folder.glob("logs/*/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
+        for row in csv.DictReader(file.open()):
+            found |= {name: float(value) for name, value in row.items() if value}
+    return found
+
+
+def test_the_example_is_stopped_and_ends_with_the_figures_of_one_machine(slurm: Slurm, tmp_path: Path) -> None:
+    there, here = tmp_path / "slurm", tmp_path / "torchrun"
+    for folder in (there, here):
+        folder.mkdir()
+    config = ["--config", str(ROOT / "examples" / "recsys_movielens" / "two_nodes.yaml"), "--trainer.max_epochs", "1"]
+    options = ["--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "lightning_pipe.cli", "fit", *config]
+    one = [*command, "--trainer.num_nodes", "1", "--trainer.devices", "2"]
+    subprocess.run(one, cwd=here, env=slurm.environment, check=True, capture_output=True, timeout=2 * HANG)
+
+    output = there / "output"
+    job = slurm.submit(ROOT / "examples" / "cluster" / "slurm.sbatch", output, *config[1:], folder=there)
+    slurm.until(lambda: bool(last_metrics(there)), "no batch is trained", output)
+    slurm.run("scancel", "--signal=USR1", job)
+    slurm.until(lambda: slurm.state(job) == "PENDING", "the job does not end", output)
+    assert [path.name for path in there.glob(f"logs/slurm-{job}/*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    slurm.start_now(job)
+    slurm.until(lambda: slurm.state(job) not in BUSY, "the job goes on", output)
+    assert last_metrics(there) == last_metrics(here)
