@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m scripts.gpu", description=(__doc__ or "").split("\n")[0])
     options.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of results (gpu_results)")
     options.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, without parts that need a GPU")
-    options.add_argument("--minutes", type=float, default=10.0, help="time for all parts (10)")
+    options.add_argument("--minutes", type=_minutes, default=10.0, help="time for all parts (10)")
     options.add_argument("--only", default="", help="run parts whose names contain this word")
     options.add_argument("--again", action="store_true", help="also run parts that have a result")
     options.add_argument("--list", action="store_true", help="print the parts and exit")
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = given.out.resolve()
     about = {**machine(), "dry": given.dry_run}
     # A polite kill ends the running program too, and leaves the results so far.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     left = run_parts(chosen, out, about, given.minutes, given.again, lambda line: print(line, flush=True))
     found = {part.name: read(out / f"{part.name}.json") for part in every}
     results = {name: one for name, one in found.items() if one is not None and about.items() <= one.items()}
@@ -53,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{out / 'report.md'}{f'; no time left for {chr(44).join(left)}: call it again' if left else ''}")
     bad = [part.name for part in chosen if results.get(part.name, {}).get("status") in BAD]
     return 1 if bad or left else 0
+
+
+def _minutes(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of minutes, got {text}")
+    return number
 
 
 if __name__ == "__main__":

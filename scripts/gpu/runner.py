@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import uuid
@@ -69,12 +71,13 @@ def impossible(part: Part) -> str:
     return ""
 
 
-def read(path: Path) -> Any:
-    """Contents of a JSON file; None if there is none."""
+def read(path: Path, kind: type = dict) -> Any:
+    """Contents of a JSON file; None if there is none of this kind."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, kind) else None
 
 
 def run_parts(
@@ -105,7 +108,7 @@ def run_parts(
         path = out / f"{part.name}.json"
         key = {**about, "part": part.name, "commands": [one.line("") for one in part.commands]}
         old = read(path)
-        if old is not None and not again and all(old.get(name) == value for name, value in key.items()):
+        if old is not None and not again and {**old, **key, "status": old.get("status")} == old:
             tell(f"{part.name}: {old['status']} (earlier result)")
             continue
         path.unlink(missing_ok=True)  # an interrupted run leaves no result of other code
@@ -149,9 +152,13 @@ def _run(part: Part, folder: Path, seconds: float) -> tuple[str, str, dict[str, 
             mark for mark in command.marks if mark not in (folder / f"{number}.log").read_text(errors="replace")
         ]:
             return "failed", f"the output has no {', '.join(map(repr, missing))}\n{text}", {}
-    compared = [asdict(one) for rule in part.rules for one in compare(folder, rule)]
-    figures = read(folder / "figures.json") or []
-    more = {"compared": compared, "figures": figures, "peaks": _peaks(folder)}
+    try:
+        compared = [asdict(one) for rule in part.rules for one in compare(folder, rule)]
+        peaks = _peaks(folder)
+    except Exception as error:  # the other parts still run
+        return "failed", f"what the programs saved cannot be compared: {type(error).__name__}: {error}", {}
+    figures = read(folder / "figures.json", list) or []
+    more = {"compared": compared, "figures": figures, "peaks": peaks}
     wrong = [one for one in compared if not one["right"]]
     if wrong:
         return "differed", f"{len(wrong)} of {len(compared)} comparisons", more
@@ -167,6 +174,11 @@ def _peaks(folder: Path) -> dict[str, int]:
     return {way: found["peak"][0] for way, found in results.items() if found.get("peak")}
 
 
+def _end_with_runner() -> None:
+    """Let this process be killed when the runner is, which has then no time to end it (``prctl`` of Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _execute(command: Command, folder: Path, name: str, seconds: float) -> tuple[int | None, str]:
     """Exit status of *command*, None after a time limit, and the last lines of its output."""
     mark = uuid.uuid4().hex
@@ -180,7 +192,13 @@ def _execute(command: Command, folder: Path, name: str, seconds: float) -> tuple
     log = folder / f"{name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command.line(str(folder)), cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            command.line(str(folder)),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=_end_with_runner,
         )
         try:
             code: int | None = process.wait(max(0.0, seconds))

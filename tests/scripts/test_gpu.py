@@ -335,6 +335,27 @@ def test_the_script_refuses_a_folder_without_wheels(tmp_path: Path) -> None:
     assert "no wheels in" in done.stderr
 
 
+@pytest.mark.parametrize("content", ["[1, 2]", "{}", '{"status"', '"passed"'])
+def test_a_part_with_a_damaged_result_runs_again(tmp_path: Path, content: str) -> None:
+    one = part("one", saves("serial=1", "base=1"), rules=EQUAL)
+    assert result(tmp_path, one)["status"] == "passed"
+    (tmp_path / "one.json").write_text(content)
+    assert result(tmp_path, one)["status"] == "passed"
+
+
+def test_a_part_whose_programs_saved_what_cannot_be_read_failed(tmp_path: Path) -> None:
+    found = result(tmp_path, part("one", does("run", "{folder}/values.pt"), rules=EQUAL))
+    assert found["status"] == "failed"
+    assert found["why"].startswith("what the programs saved cannot be compared")
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-1", "soon"])
+def test_a_time_that_is_no_number_of_minutes_is_refused(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--dry-run", "--minutes", minutes])
+    assert "--minutes" in capsys.readouterr().err
+
+
 def test_make_passes_the_arguments_on() -> None:
     # A make that runs this test would pass its own flags and messages on.
     ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}

@@ -7,6 +7,14 @@ other sub-package may import the engine.
 from __future__ import annotations
 
 
+def text_of(error: BaseException) -> str:
+    """Text of an error; what is wrong with it if the error's class cannot give it."""
+    try:
+        return str(error)
+    except Exception as without_text:  # a worker or another rank waits for this error to be reported
+        return f"its text cannot be read: {type(without_text).__name__}"
+
+
 class PipelineError(Exception):
     """Base class of all errors that this project raises on purpose."""
 
@@ -40,7 +48,7 @@ class TaskError(PipelineError, RuntimeError):
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:
         self.where = f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank}"
-        super().__init__(f"{self.where} with {type(error).__name__}: {error}")
+        super().__init__(f"{self.where} with {type(error).__name__}: {text_of(error)}")
         self.task = task
         self.iteration = iteration
         self.stage = stage

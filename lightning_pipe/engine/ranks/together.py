@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError, text_of
 
 __all__ = [
     "any_of",
@@ -170,10 +170,7 @@ def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group
 
 def _said(error: Exception, failed: str) -> str:
     """Text of an error. Errors from outside this project are prefixed with *failed* and their class."""
-    try:
-        text = str(error)
-    except Exception as without_text:  # any exception, since the other ranks wait
-        text = f"its text cannot be read: {type(without_text).__name__}"
+    text = text_of(error)
     if isinstance(error, PipelineError):
         return text
     if not (isinstance(error, OSError) and failed):

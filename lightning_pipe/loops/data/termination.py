@@ -69,7 +69,7 @@ class AgreedTermination(SignalConnector):
         Raises:
             SIGTERMException: training ends.
         """
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        group = dist.group.WORLD
         end, requeue = any_of([self.told, self.told_to_requeue], group)
         if requeue and not complete:
             return

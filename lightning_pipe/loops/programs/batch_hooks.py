@@ -61,14 +61,11 @@ class BatchHooks:
 
     def _move_on_worker(self, batch: Any, dataloader_idx: int) -> Any:
         trainer = self._trainer
-        if not getattr(trainer.strategy, "transfer_on_worker", False):
+        if users := users_transfers(trainer, getattr(trainer.strategy, "transfer_on_worker", False)):
             raise SetupError(
-                f"a worker thread moves batches to the device, but training has begun without"
-                f" {', '.join(users_transfers(trainer))}. Set hooks and profilers before fit, or pass"
-                " transfer_on_worker=True to the strategy"
+                f"a worker thread moves batches to the device, but training has begun without {', '.join(users)}. Set"
+                " hooks and profilers before fit, or, for hooks, pass transfer_on_worker=True to the strategy"
             )
-        if replaces(trainer.strategy, "batch_to_device"):
-            return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
         # Lightning's helpers would store the hook's name in the module, for calls of log() in the main thread.
         move, after = (data_hook(trainer, name) for name in _TRANSFERS)
         return after(move(batch, trainer.strategy.root_device, dataloader_idx), dataloader_idx)
@@ -82,12 +79,21 @@ class BatchHooks:
         return any(replaces(one, name) for one in _holders(self._trainer) for name in hooks)
 
 
-def users_transfers(trainer: pl.Trainer) -> list[str]:
-    """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any."""
+def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
+    """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any.
+
+    Args:
+        trainer: trainer of the batches.
+        hooks_may_leave: True if hooks and profilers do not belong to it (default False). A strategy's own
+            ``batch_to_device`` always does: Lightning's method, which it calls, stores a name in the module.
+    """
+    own = (
+        [f"{type(trainer.strategy).__name__}.batch_to_device"] if replaces(trainer.strategy, "batch_to_device") else []
+    )
+    if hooks_may_leave:
+        return own
     found = [f"{type(one).__name__}.{name}" for one in _holders(trainer) for name in _TRANSFERS if replaces(one, name)]
-    if replaces(trainer.strategy, "batch_to_device"):
-        found.append(f"{type(trainer.strategy).__name__}.batch_to_device")
-    return [*found, "a profiler of hooks"] if is_watched(trainer) else found
+    return [*found, *own, *(["a profiler of hooks"] if is_watched(trainer) else [])]
 
 
 def _holders(trainer: pl.Trainer) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_pipe.engine import PipelineError, TaskError
+from lightning_pipe.engine.common.errors import text_of
 
 __all__ = ["note_lost_rank", "user_error"]
 
@@ -17,13 +18,15 @@ def user_error(error: TaskError) -> BaseException:
 
     The main thread runs users' hooks and datasets, and users expect to catch the exceptions of these. This project's
     errors are self-explanatory, in any thread. In both cases the original exception is returned, with task, iteration,
-    stage and rank as a note. For other exceptions of worker threads, *error* is returned.
+    stage and rank as a note. For other exceptions of worker threads, *error* is returned, and for ``StopIteration``,
+    which a loop would take for the end of the data.
 
     Args:
         error: error of the failed task.
     """
     cause = error.__cause__
-    if cause is None or (error.on_worker and not isinstance(cause, PipelineError)):
+    hidden = error.on_worker and not isinstance(cause, PipelineError)
+    if cause is None or hidden or isinstance(cause, StopIteration):
         return error
     cause.add_note(error.where)
     return cause
@@ -34,7 +37,7 @@ _LOST = "another rank has ended, or does not answer. See the output of that rank
 
 def note_lost_rank(error: BaseException, world_size: int) -> None:
     """Add a note to errors of a process group that are caused by the loss of another rank."""
-    text = str(error)
+    text = text_of(error)
     of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
     if world_size > 1 and of_group and _LOST not in getattr(error, "__notes__", ()):
         error.add_note(_LOST)

@@ -27,6 +27,7 @@ from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gat
 from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.engine.runtime.sequencer import submitted
+from lightning_pipe.engine.runtime.worker import on_worker
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
@@ -168,8 +169,8 @@ class ModelRewrite(ReplacedForwards):
             error: earlier error of this rank's batch, or None; it is raised like an error that is found here.
 
         Raises:
-            InputError: this rank's batch cannot be trained, if it is the only rank. With several ranks, ``wait_splits``
-                raises it on all of them.
+            InputError: this rank's batch cannot be trained, if it is the only rank. With several ranks, or in a
+                worker, ``wait_splits`` raises it, on all ranks.
         """
         if not self.resolved:
             raise_together(error, "", self._agree_group, InputError)
@@ -189,7 +190,7 @@ class ModelRewrite(ReplacedForwards):
                     context = splits.inputs.contexts[entry.name] = entry.module.create_context()
                     requests[entry.name] = entry.module.input_dist(context, *positional, **named)
         except Exception as problem:
-            if self._status_group is None:
+            if self._status_group is None and not on_worker():
                 raise
             splits.error = problem
         length = sum(entry.splits for entry in pipelined)
@@ -230,9 +231,8 @@ class ModelRewrite(ReplacedForwards):
         """
         any_failed = splits.error is not None
         if splits.status is not None:
-            work, failed = splits.status
-            work.wait()
-            any_failed = bool(failed.item())
+            splits.status[0].wait()
+            any_failed = bool(splits.status[1].item())
         elif splits.request is not None:
             any_failed = splits.request.any_failed()
         if any_failed:

@@ -137,9 +137,10 @@ class RecsysActions:
             ctx.batch = self._transfer(given)
             self._rewrite.transferred(given, ctx.batch)
         except Exception as error:
-            if not self._rewrite.has_peers:
+            if not (self._rewrite.has_peers or on_worker()):
                 raise
-            # Other ranks would wait for this one. The input dist reports the error, and raises it on all of them.
+            # Other ranks would wait for this one. The input dist reports the error, and raises it on all of them. From
+            # a worker, the error would end the batch that the main thread trains.
             ctx.transfer_error = error
 
     def balance_start(self, ctx: RecsysContext) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_flags, option_group
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
@@ -282,15 +284,19 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     def _with_users_transfer(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
         """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
         found = with_transfer_on_main(plan)
-        users = users_transfers(trainer)
-        if found is plan or not users or self.transfer_on_worker:
+        if found is plan:
+            return plan
+        # A rank alone must not follow another plan, for example that of a profiler on the first rank.
+        of_ranks = gather(users_transfers(trainer, self.transfer_on_worker), dist.group.WORLD)
+        users = sorted({one for names in of_ranks for one in names})
+        if not users:
             return plan
         if not self._told_of_transfer:
             self._told_of_transfer = True
             rank_zero_info(
                 f"Plan {plan.name!r} moves batches to the device in the main thread, not in its worker thread, because"
                 f" of {', '.join(users)}. Pass transfer_on_worker=True if the hooks draw no random numbers and call"
-                " neither log nor collectives"
+                " neither log nor collectives; a strategy's own batch_to_device stays in the main thread"
             )
         return found
 

@@ -12,6 +12,14 @@ def test_a_failed_task_says_where_and_what() -> None:
     assert (error.task, error.iteration, error.stage, error.rank) == ("EmbForward", 3, 1, 2)
 
 
+def test_an_error_without_a_text_can_be_reported() -> None:
+    class Untold(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert str(TaskError("H2D", 0, 0, 0, Untold())).endswith("with Untold: its text cannot be read: ValueError")
+
+
 @pytest.mark.parametrize("kind", [PlanError, SetupError, InputError, TaskError])
 def test_every_error_can_be_caught_as_the_projects_own(kind: type[Exception]) -> None:
     assert issubclass(kind, PipelineError)

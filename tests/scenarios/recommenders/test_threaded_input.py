@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import SetupError, TaskError
 from lightning_pipe.loops.programs import batch_hooks
 from lightning_pipe.recsys import recsys_plan, recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
@@ -74,8 +75,8 @@ def test_hooks_that_may_leave_the_main_thread_run_in_the_worker(caplog: pytest.L
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("on_worker", "threads"), [(False, {MAIN}), (True, {MAIN, WORKER})])
-def test_a_strategys_own_transfer_is_in_the_worker_only_if_it_may_be(on_worker: bool, threads: set[str]) -> None:
+@pytest.mark.parametrize("on_worker", [False, True])
+def test_a_strategys_own_transfer_stays_in_the_main_thread(on_worker: bool) -> None:
     found = set()
 
     class Tripling(RecsysPipelineStrategy):
@@ -90,7 +91,7 @@ def test_a_strategys_own_transfer_is_in_the_worker_only_if_it_may_be(on_worker: 
     serial = state("serial")
     found.clear()
     assert difference(state("threaded_input", transfer_on_worker=on_worker), serial) == []
-    assert found == threads
+    assert found == {MAIN}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -158,12 +159,79 @@ def losses_before_a_bad_batch(rank: int, world_size: int) -> tuple[list[float], 
     return module.losses, ""
 
 
+class Immovable:
+    """A part of a batch that cannot be moved to the device; *error* is raised in the worker."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.error
+
+
+class Untold(Exception):
+    """Whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class BadThird(Clicks):
+    """Has one batch whose transfer raises in the worker, where it is the third."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error, self.seen, self.states = error, 0, 0
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen += 1
+        if self.seen == 3:
+            batch.label = Immovable(self.error)
+        return batch
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.states += 1
+
+
 def test_a_batch_that_a_worker_cannot_distribute_is_an_error_at_its_turn_on_every_rank() -> None:
     results = run_ranks(losses_before_a_bad_batch, 2)
     for losses, message in results:
         assert len(losses) == 2  # the batches before it are trained
         assert "rank 1" in message
         assert "1000000" in message
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), StopIteration(), Untold()], ids=lambda error: type(error).__name__
+)
+def test_a_single_rank_too_trains_the_batches_before_a_bad_one(error: Exception) -> None:
+    module = BadThird(error)
+    with pytest.raises((type(error), TaskError)) as raised:
+        fit(module, recsys("threaded_input", optimizer=ADAGRAD))
+    assert not isinstance(raised.value, StopIteration)  # which a loop takes for the end of the data
+    assert error in (raised.value, raised.value.__cause__)
+    assert module.states == len(module.losses) == 2
+
+
+def profiled_on_one_rank(rank: int, world_size: int) -> tuple[str, Any]:
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    used = fit(Clicks(), recsys("threaded_input", optimizer=ADAGRAD), profiler="simple" if rank == 1 else None)
+    return said.getvalue(), state_of(used)
+
+
+def test_ranks_follow_one_plan_if_only_one_has_a_profiler() -> None:
+    (said, state), _ = run_ranks(profiled_on_one_rank, 2)
+    assert "because of a profiler of hooks" in said
+    assert difference(state, run_ranks(serial, 2)[0]) == []
+
+
+def serial(rank: int, world_size: int) -> Any:
+    return state_of(fit(Clicks(), recsys("serial", optimizer=ADAGRAD)))
 
 
 def test_a_plan_of_the_user_may_move_the_input_to_a_worker_too(tmp_path: Any) -> None:
