@@ -21,7 +21,7 @@ import shutil
 import tomllib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -262,9 +262,13 @@ def require_torch(
     found = importlib.metadata.version("torch") if found is None else found
     minor = _minor(found)
     if minor is not None and _numbers(minor) < _numbers(minimum):
+        installed, default = Installed.read(), stacks().default
+        commands = [f"pip install 'torch~={default}.0'"]
+        if installed.torchrec is not None:  # which each version of torch needs in a version of its own
+            commands += _mending_commands(replace(installed, torch=f"{default}.0"), _wants_gpu(installed, None))
         raise SetupError(
-            f"{purpose} need torch {minimum} or newer, {reason}, but torch {found} is installed. Run: pip install"
-            f" 'torch>={minimum}'"
+            f"{purpose} need torch {minimum} or newer, {reason}, but torch {found} is installed. Run:"
+            f" {', '.join(commands)}"
         )
 
 

@@ -219,6 +219,18 @@ def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
         require_torch("2.13", "graphs", "2.12.1", reason="where they end")
 
 
+def test_the_command_for_a_newer_torch_keeps_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    default, commands = stacks().default, []
+    for installed in (replace(ON_CPU, torchrec=None, fbgemm_gpu_cpu=None), replace(ON_CPU, torch="2.11.0")):
+        monkeypatch.setattr(Installed, "read", lambda installed=installed: installed)
+        with pytest.raises(SetupError) as raised:
+            require_torch("2.12", "stages", "2.11.0")
+        commands.append(str(raised.value).split("Run: ")[1])
+    assert commands[0] == f"pip install 'torch~={default}.0'"
+    assert commands[1].startswith(f"{commands[0]}, pip uninstall")
+    assert f"torchrec~={stacks().of_torch[default].torchrec}.0" in commands[1]
+
+
 def test_the_table_of_versions_is_read_once_and_has_the_default() -> None:
     assert stacks() is stacks()
     assert stacks().default in stacks().pairs

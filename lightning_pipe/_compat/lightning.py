@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from types import FrameType
+
+import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_configured
@@ -17,7 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes
 
 __all__ = [
@@ -34,8 +38,31 @@ __all__ = [
     "SignalConnector",
     "Sync",
     "TrainingEpochLoop",
+    "accumulates",
     "batch_sizes",
+    "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
 ]
+
+
+class SignalConnector(_SignalConnector):
+    """Lightning's signal connector, with a public name for the handler of Slurm's signal."""
+
+    def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
+        """Save a checkpoint and put the job back into the queue, immediately and on this rank alone."""
+        super()._slurm_sigusr_handler_fn(signum, frame)
+
+    def _slurm_sigusr_handler_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
+        self.on_slurm_signal(signum, frame)
+
+
+def next_hpc_checkpoint(trainer: pl.Trainer) -> str:
+    """Path of the next checkpoint of a job that Slurm stops, which Lightning finds when the job is requeued."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def accumulates(loop: TrainingEpochLoop) -> bool:
+    """Return True between two optimizer steps, if gradients of several batches are accumulated."""
+    return bool(loop.batch_progress.current.ready and loop._should_accumulate())

@@ -7,11 +7,14 @@ computed, such as one for all experts of a layer from one for each expert. The f
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,6 +98,12 @@ class Conversion:
         """
         if self.transform is None:
             return {self.first: tensors[self.sources[0]]}
+        numbers: dict[str, set[str]] = defaultdict(set)
+        for name, pattern in zip(self.sources, self.patterns, strict=True):
+            numbers[pattern].add(".".join(re.findall(r"(?<=\.)\d+(?=\.)", name)))
+        sets = list(numbers.values())
+        if any(one != other and len(one) == len(other) > 1 for one, other in pairwise(sets)):
+            raise ValueError("experts have other numbers in some of their parts than in others")
         transform = deepcopy(self.transform)
         for name, pattern in zip(self.sources, self.patterns, strict=True):
             transform.add_tensor(self.first, name, pattern, tensors[name])

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop
+from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop, accumulates
 from lightning_pipe._compat.quick_lightning import (
     call_callback_hooks,
     call_module_hook,
@@ -245,7 +245,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def _advance(self) -> None:
         termination = AgreedTermination.install(self.trainer)
         if self._data.to_end or (self.trainer.world_size == 1 and termination.told_to_requeue):
-            termination.act(complete=not self.batch_progress.current.ready or not self._should_accumulate())
+            termination.act(complete=not accumulates(self))
 
         self._data.make_iterators(self.batch_progress.current.ready)
         self._data.period_begins()

@@ -5,6 +5,7 @@ package only if it needs Lightning and a lower-level package of the project. ``r
 ``in_process`` do not import each other. Callbacks import only ``running_work``.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.environment import import_torchrec
 
         import_torchrec()
-    if name in _LLM_MODULES:
+    # A command's help also looks up classes here whose modules were imported directly.
+    if name in _LLM_MODULES and _LLM_MODULES[name] not in sys.modules:
         from lightning_pipe.environment import require_torch, stacks
 
         require_torch(stacks().language_models, "language models in pipeline stages")

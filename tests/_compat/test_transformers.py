@@ -6,6 +6,7 @@ A failure means that transformers has changed: look for a public way first, then
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def mixture() -> Any:
 def stored(model: Any, folder: Path) -> dict[str, Tensor]:
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
+
+
+def test_experts_whose_parts_have_other_numbers_are_refused(mixture: Any, tmp_path: Path) -> None:
+    tensors = {re.sub(r"experts\.1\.w1", "experts.9.w1", name): one for name, one in stored(mixture, tmp_path).items()}
+    conversions, _ = conversions_of(mixture, tensors)
+    wrong = next(one for one in conversions if any("experts.9" in name for name in one.sources))
+    with pytest.raises(ValueError, match="other numbers in some of their parts"):
+        wrong.run(tensors, mixture)
 
 
 def test_models_of_transformers_are_known() -> None:

@@ -249,10 +249,9 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
             model = _import("transformers").AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.get_default_dtype()
             )
-    except (RuntimeError, ValueError) as error:
-        raise SetupError(
-            f"the {config.model_type} model of the config cannot be made: {str(error)[:1000]}. Check the config's sizes"
-        ) from error
+    except Exception as error:  # any type, because each model class uses its own values
+        reason = f"{type(error).__name__}: {str(error)[:1000]}. Check the config's values"
+        raise SetupError(f"the {config.model_type} model of the config cannot be made: {reason}") from error
     model.tie_weights()  # skipped without initialisers
     return cast(nn.Module, model)
 

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_pipe._compat.lightning import SignalConnector
+from lightning_pipe._compat.lightning import SignalConnector, next_hpc_checkpoint
 from lightning_pipe.engine.ranks.together import any_of, from_rank
 
 
@@ -83,9 +83,9 @@ class AgreedTermination(SignalConnector):
     def _save_and_requeue(self, group: dist.ProcessGroup | None) -> bool:
         """Write a checkpoint on all ranks, and return True if Slurm has put the job back into its queue."""
         trainer, job = self.trainer, _job()
-        connector, folder = trainer._checkpoint_connector, trainer.default_root_dir
         # Lightning numbers the file by the files that are there, which a rank that is late would find.
-        path = from_rank(lambda: connector.hpc_save_path(folder), f"{str(folder)!r} cannot be listed", group)
+        folder = str(trainer.default_root_dir)
+        path = from_rank(lambda: next_hpc_checkpoint(trainer), f"{folder!r} cannot be listed", group)
         rank_zero_info(f"Slurm is about to stop job {job}: training is saved to {path!r}, and the job is requeued")
         for logger in trainer.loggers:
             logger.finalize("finished")
@@ -98,12 +98,12 @@ class AgreedTermination(SignalConnector):
             rank_zero_warn(f"job {job} was not requeued, and training goes on until Slurm stops it: {failed}")
         return not failed
 
-    def _slurm_sigusr_handler_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
+    def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and (self.agreed or self.trainer.world_size == 1):
             self.told_to_requeue = True
         elif fitting:
-            super()._slurm_sigusr_handler_fn(signum, frame)
+            super().on_slurm_signal(signum, frame)
         elif self.trainer.is_global_zero and (failed := _requeue(_job())):  # there is nothing to save
             rank_zero_warn(f"job {_job()} was not requeued: {failed}")
 

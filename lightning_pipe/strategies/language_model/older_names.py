@@ -85,11 +85,16 @@ class OlderNames:
                 path = (*path[:place], *names[path[place]], *path[place + 1 :])
             entries[path], moved[key] = folder.state_dict_metadata[key], path
         computed: dict[_Path, Any] = {}
+        of_weights: dict[str, torch.Size] = {}
         # Weights come first, since their conversion gives the names of the results.
         for (_, before, after), keys in sorted(sources.items(), key=lambda item: item[0][1] != (MODEL,)):
             conversion = of_source[_PREFIX + next(iter(keys))]
             kinds = {name: folder.state_dict_metadata[key] for name, key in keys.items()}
             described = {name: room(kind, _meta) for name, kind in kinds.items()}
+            if before != (MODEL,):
+                _refuse_other_shapes(described, of_weights, after)
+            else:
+                of_weights |= {name: one.shape for name, one in described.items()}
             try:
                 results = _converted(conversion, model, described, names)
             except Exception:  # any type, because each conversion has its own checks
@@ -174,6 +179,18 @@ def under_own_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     for conversion in conversions:
         found |= conversion.run(tensors, model)
     return found
+
+
+def _refuse_other_shapes(states: Mapping[str, Tensor], weights: Mapping[str, torch.Size], after: _Path) -> None:
+    """Refuse states that no conversion of weights fits, such as the sums over rows of a factored optimizer."""
+    for name, state in states.items():
+        if state.numel() > 1 and name in weights and state.shape != weights[name]:
+            raise SetupError(
+                f"the optimizer's state {'.'.join(map(str, after))!r} of {name} has the shape {list(state.shape)},"
+                f" expected {list(weights[name])}, that of the parameter. This release of transformers has other"
+                " parameters, to which such a state cannot be converted. Resume with weights alone, or with the release"
+                " that wrote the checkpoint"
+            )
 
 
 def _holder(state: dict[str, Any], path: _Path) -> dict[Any, Any]:

@@ -8,6 +8,7 @@ Tested in ``tests/strategies/language_model/test_strategy.py``.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,11 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.together import any_of, on_all_ranks
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
@@ -220,13 +222,34 @@ class PartsMaker:
         """
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
+        world = dist.group.WORLD
         parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
-        check_agreement(parameters, "model's parameters", dist.group.WORLD, error=SetupError)
+        check_agreement(parameters, "model's parameters", world, error=SetupError)
+        check_agreement(_config_of(module.model), "model's config", world, error=SetupError)
+        weights = module.pretrained_weights()
+        if any_of([weights is not None], world)[0]:
+            found = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
+            check_agreement(found, "content of the folder of weights", world, error=SetupError)
         if self.precision.precision == "16-true":
             raise SetupError(
                 "The trainer's precision is '16-true', with which gradients of summed losses overflow without a loss"
                 " scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
             )
+
+
+def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
+    """Names of some tensors of a folder, with digests of their first values."""
+    names = sorted(weights.tensors)[:: max(1, len(weights.tensors) // 16)]
+    parts = (one[name].flatten()[:1024] for one in weights.read([[name] for name in names]) for name in one)
+    digests = [hashlib.sha256(part.view(torch.uint8).numpy().tobytes()).hexdigest() for part in parts]
+    return list(zip(names, digests, strict=True))
+
+
+def _config_of(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """The fields of a model's config, if it has one, without those that say where it was read."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    fields = to_dict() if callable(to_dict) else {}
+    return [(str(name), repr(value)) for name, value in sorted(fields.items()) if not str(name).startswith("_")]
 
 
 def example_of(

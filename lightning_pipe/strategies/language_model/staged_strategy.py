@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import raise_together
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
@@ -176,8 +177,18 @@ class StagedStrategy(FolderCheckpointStrategy):
         state = torch.get_rng_state()
         dist.broadcast(state, src=0, group=self._parts_maker.numbers_group)
         torch.set_rng_state(state)
+        error: Exception | None = None
         with deferred_init() as self._record:
-            yield
+            try:
+                yield
+            except Exception as raised:  # any exception, since the other ranks wait
+                error = raised
+        try:
+            raise_together(error, "the model cannot be built", self._parts_maker.numbers_group)
+        except SetupError:
+            if error is None:
+                raise
+            raise error from error.__cause__  # the user's own, on its rank
 
     def _split(self, module: PipelineModule) -> None:
         """Split the module unless this was done before. A trainer can run several modules in turn."""

@@ -107,4 +107,5 @@ def test_the_example_is_stopped_and_ends_with_the_figures_of_one_machine(slurm: 
     assert [path.name for path in there.glob(f"logs/slurm-{job}/*.ckpt")] == ["hpc_ckpt_1.ckpt"]
     slurm.start_now(job)
     slurm.until(lambda: slurm.state(job) not in BUSY, "the job goes on", output)
-    assert last_metrics(there) == last_metrics(here)
+    # Metrics sum in as many threads as Lightning gives a process, which are fewer if a machine has several.
+    assert last_metrics(there) == pytest.approx(last_metrics(here), rel=1e-5)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,
@@ -198,8 +202,8 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model's weights in half the bits, in several files."""
-    original(built("qwen3")).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="3KB")
-    return tmp_path
+    original(built("qwen3")).to(torch.bfloat16).save_pretrained(tmp_path / "saved", max_shard_size="3KB")
+    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize("as_path", [str, Path])
@@ -215,6 +219,60 @@ def test_stages_begin_with_a_folders_weights(folder: Path) -> None:
     module = TinyHF(folder)
     fit(module, llm("interleaved_1f1b", 4), row_batches(1))
     assert not differing(module.initial, values_of(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+def changed(folder: Path, copy: Path, change: str) -> Path:
+    """A copy of a folder with one change: a folder of one node's own."""
+    shutil.copytree(folder, copy)
+    if change == "a field of the config":
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    elif change == "an activation that nobody knows":
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"hidden_act": "unknown"}))
+    else:
+        for file in copy.glob("*.safetensors"):
+            tensors = load_file(file)
+            extra = {"extra": torch.zeros(2)} if change == "an extra tensor" and "-00001-" in file.name else {}
+            factor = 3 if change == "other values" else 1
+            save_file({name: factor * one for name, one in tensors.items()} | extra, file, {"format": "pt"})
+        if change == "an extra tensor":
+            index = json.loads((copy / "model.safetensors.index.json").read_text())
+            first = next(name for name in index["weight_map"].values() if "-00001-" in name)
+            index["weight_map"]["extra"] = first
+            (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    return copy
+
+
+CHANGES = {
+    "a field of the config": "'rms_norm_eps' = '1e-06', but rank 1 has 'rms_norm_eps' = '0.5'",
+    "other values": "content of the folder of weights differs between ranks",
+    "an extra tensor": "unexpected in it: extra",
+    "an activation that nobody knows": "cannot be made: KeyError",
+}
+
+
+def from_folders_of_ranks(rank: int, world: int, folders: list[list[Path]]) -> list[str]:
+    found = []
+    for of_ranks in folders:
+        try:
+            fit(TinyHF(of_ranks[rank]), llm("1f1b", 4), row_batches(1))
+            found.append("trained")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_folder_that_differs_on_one_rank_is_an_error_on_every_rank(folder: Path, tmp_path: Path) -> None:
+    original_folder = tmp_path / "same"
+    shutil.copytree(folder, original_folder)
+    folders = [[original_folder, changed(original_folder, tmp_path / change, change)] for change in CHANGES]
+    ranks = run_ranks(from_folders_of_ranks, 2, [*folders, [original_folder] * 2])
+    for found in ranks:
+        assert found[-1] == "trained"
+        for (change, said), message in zip(CHANGES.items(), found, strict=False):
+            assert message.startswith("SetupError"), (change, message)
+            assert said in message, (change, message)
 
 
 def test_a_name_that_is_no_folder_is_refused() -> None:
