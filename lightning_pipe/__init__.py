@@ -7,16 +7,17 @@ engine (:mod:`lightning_pipe.engine`) requires only PyTorch and works without Li
 
 from importlib.util import find_spec
 
-from lightning_pipe.environment import warn_of_clash
+from lightning_pipe.environment import require_release, warn_of_clash
 
 __version__ = "0.1.0"
 
 warn_of_clash()
 
 if find_spec("lightning") is not None:
+    require_release("lightning", "the strategies")
     from lightning_pipe.strategies.registry import register
 
     register()
     del register
 
-del find_spec, warn_of_clash
+del find_spec, require_release, warn_of_clash

@@ -34,6 +34,7 @@ __all__ = [
     "check_environment",
     "find_problem",
     "import_torchrec",
+    "require_release",
     "require_torch",
     "stacks",
     "warn_of_clash",
@@ -68,12 +69,14 @@ class Stacks:
         default: minor version of torch that this project is developed with, proposed if torch must be replaced.
         language_models: oldest minor version of torch for language models in stages.
         python: minor versions of Python, oldest first.
+        bounds: versions of Lightning and transformers, as ``>=oldest,<next``, by distribution.
     """
 
     of_torch: dict[str, Stack]
     default: str
     language_models: str
     python: tuple[str, ...]
+    bounds: dict[str, str]
 
     @property
     def pairs(self) -> dict[str, str]:
@@ -100,6 +103,7 @@ def stacks() -> Stacks:
         default=table["default"],
         language_models=table["language_models"],
         python=tuple(table["python"]),
+        bounds={name: table[name] for name in ("lightning", "transformers")},
     )
 
 
@@ -269,6 +273,31 @@ def require_torch(
         raise SetupError(
             f"{purpose} need torch {minimum} or newer, {reason}, but torch {found} is installed. Run:"
             f" {', '.join(commands)}"
+        )
+
+
+def require_release(package: str, purpose: str, found: str | None = None) -> None:
+    """Check that Lightning or transformers is new enough. A release newer than those that were tested is accepted.
+
+    Args:
+        package: a distribution of :attr:`Stacks.bounds`.
+        purpose: what needs it, in the plural, as the subject of the message.
+        found: version to check (default None: the installed version; none is accepted).
+
+    Raises:
+        SetupError: If the version is older.
+    """
+    if found is None:
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return
+    minor, bounds = _minor(found), stacks().bounds[package]
+    oldest = _minor(bounds.removeprefix(">="))
+    if minor is not None and oldest is not None and _numbers(minor) < _numbers(oldest):
+        raise SetupError(
+            f"{purpose} need {package} {oldest} or newer, but {package} {found} is installed. Run: pip install"
+            f" '{package}{bounds}'"
         )
 
 

@@ -16,6 +16,7 @@ from lightning_pipe.environment import (
     check_environment,
     find_problem,
     import_torchrec,
+    require_release,
     require_torch,
     stacks,
     warn_of_clash,
@@ -229,6 +230,14 @@ def test_the_command_for_a_newer_torch_keeps_tables(monkeypatch: pytest.MonkeyPa
     assert commands[0] == f"pip install 'torch~={default}.0'"
     assert commands[1].startswith(f"{commands[0]}, pip uninstall")
     assert f"torchrec~={stacks().of_torch[default].torchrec}.0" in commands[1]
+
+
+@pytest.mark.parametrize(("package", "old"), [("lightning", "2.4.0"), ("transformers", "4.57.6")])
+def test_an_older_release_is_refused_with_the_command(package: str, old: str) -> None:
+    with pytest.raises(SetupError, match=rf"need {package} [\d.]+ or newer, but {package} {old} is .* '{package}>="):
+        require_release(package, "strategies", old)
+    for accepted in ("99.0.0", "unknown", None):
+        require_release(package, "strategies", accepted)
 
 
 def test_the_table_of_versions_is_read_once_and_has_the_default() -> None:

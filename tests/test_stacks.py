@@ -54,6 +54,7 @@ def test_the_packages_bounds_are_the_versions_of_the_table() -> None:
     assert bounds(PROJECT["dependencies"], "torch") == f">={oldest},<{newest}"
     assert bounds(extras["hf"], "torch") == f">={stacks().language_models},<{newest}"
     assert bounds(extras["hf"], "transformers") == TABLE["transformers"]
+    assert bounds(PROJECT["dependencies"], "lightning") == TABLE["lightning"]
     with_tables = [tuple(map(int, torch.split("."))) for torch in stacks().pairs]
     assert bounds(extras["recsys"], "torch") == f">={oldest},<2.{max(with_tables)[1] + 1}"
 

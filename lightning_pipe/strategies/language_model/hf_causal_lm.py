@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.environment import require_release
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule, labels_of
@@ -59,6 +60,7 @@ class HFCausalLM(PipelineModule):
         chunk_tokens: int = 1024,
     ) -> None:
         super().__init__()
+        require_release("transformers", "models of Hugging Face")
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = read_config(config if self._weights is None else self._weights.config())
         _refuse_router_loss(self.config)
