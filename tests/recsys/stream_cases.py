@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
-from lightning_pipe.recsys import PLANS, ShardedModel, TrainPipeline, recsys_tasks
+from lightning_pipe.recsys import PLANS, ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels import native
 from lightning_pipe.recsys.kernels.fused import fused_kernels
@@ -128,10 +128,18 @@ def found_plans() -> list[PipelinePlan]:
     return propose_plans(tasks, own, 0.0, max_in_flight=5, peers=True, device=CUDA, keep=20)
 
 
+# The streams of `prefetch` and no thread: what is freed when does not depend on how fast a worker is.
+ONE_THREAD = "prefetch in one thread"
+
+
 def plan_named(name: str) -> Any:
-    """A named plan, or a plan of the planner that has streams: 'found 0', 'found 1' and so on."""
+    """A named plan, `ONE_THREAD`, or a plan of the planner that has streams: 'found 0', 'found 1' and so on."""
     if name in PLANS:
         return name
+    if name == ONE_THREAD:
+        plan = recsys_plan("prefetch", recsys_tasks())
+        schedule = {task: replace(where, thread_group="main") for task, where in plan.spec.schedule.items()}
+        return PipelinePlan.from_spec(replace(plan.spec, schedule=schedule), plan.tasks.values())
     found = [one for one in found_plans() if one.name not in PLANS and one.streams]
     return found[int(name.removeprefix("found "))]
 

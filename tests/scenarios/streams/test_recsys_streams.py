@@ -10,7 +10,7 @@ import pytest
 from lightning_pipe.engine import State
 from lightning_pipe.recsys import PLANS, recsys_tasks
 from tests.distributed import run_ranks
-from tests.recsys.stream_cases import found_plans, watch
+from tests.recsys.stream_cases import ONE_THREAD, found_plans, watch
 from tests.tiers import sampled_rows
 
 OFTEN = {
@@ -47,18 +47,18 @@ def test_the_planner_finds_plans_with_streams_of_their_own() -> None:
 FAULTS: dict[tuple[str, str, str], set[str]] = {
     ("no waits for events", "prefetch", ""): {"race: aten::clone", "[EmbPrefetch, recsys.modules.ids_on_wire"},
     ("no events", "prefetch", "pooled"): {"wait without a record"},
-    ("batch not recorded", "prefetch", "pooled"): {"reused too early", "then [DenseForward"},
-    ("features not recorded", "prefetch", "pooled"): {"reused too early", "then [EmbForward", "then [EmbBackward"},
+    ("batch not recorded", ONE_THREAD, "pooled"): {"reused too early", "then [DenseForward"},
+    ("features not recorded", ONE_THREAD, "pooled"): {"reused too early", "then [EmbForward", "then [EmbBackward"},
     ("written after it was handed on", "prefetch", "pooled"): {"race: aten::add_", "then [DenseForward"},
     ("collectives not waited for", "prefetch", "pooled"): {"race: c10d::alltoall_base_", "race: c10d::allreduce_"},
     ("stale lookups", "fused_sparse_dist", ""): {"[EmbBackward, recsys.sharding.data_parallel_tables.step"},
     ("rows not ordered", "prefetch", "dynamic bags"): {"race: fbgemm", "then [EmbPrefetch, recsys.dynamic.cache"},
-    ("slots not recorded", "prefetch", "dynamic bags"): {
+    ("slots not recorded", ONE_THREAD, "dynamic bags"): {
         "reused too early",
         "recsys.dynamic.tables.row_tables.prefetch",
     },
     # See `test_the_prefetch_and_a_later_input_dist_share_nothing`.
-    ("no read of received lengths", "prefetch", "pooled"): {"reused too early", "[EmbInputDistWait", "[EmbPrefetch"},
+    ("no read of received lengths", ONE_THREAD, "pooled"): {"reused too early", "[EmbInputDistWait", "[EmbPrefetch"},
 }
 OFTEN_FAULTS = {"no waits for events", "batch not recorded", "slots not recorded", "no read of received lengths"}
 
