@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_pipe.checkpoints import whole_folder
 from lightning_pipe.checkpoints.whole_folder import (
@@ -102,6 +103,13 @@ def test_a_folder_is_gone_before_its_files_are(tmp_path: Path, monkeypatch: pyte
     write(tmp_path / "folder", "second")
     remove_folder(tmp_path / "folder")
     assert names(tmp_path) == set()
+
+
+def test_an_unfinished_folder_does_not_hide_the_last_whole_one_of_a_job_that_slurm_stopped(tmp_path: Path) -> None:
+    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
+    begin_folder(tmp_path / "hpc_ckpt_2.ckpt")
+    found = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector._hpc_resume_path
+    assert found == str(tmp_path / "hpc_ckpt_1.ckpt")
 
 
 def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
