@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import lightning.pytorch as pl
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_configured
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
@@ -40,6 +44,7 @@ __all__ = [
     "TrainingEpochLoop",
     "accumulates",
     "batch_sizes",
+    "find_last_at_urls",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
@@ -61,6 +66,19 @@ class SignalConnector(_SignalConnector):
 def next_hpc_checkpoint(trainer: pl.Trainer) -> str:
     """Path of the next checkpoint of a job that Slurm stops, which Lightning finds when the job is requeued."""
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def find_last_at_urls(trainer: pl.Trainer) -> None:
+    """Make ``ckpt_path="last"`` find checkpoints at URLs. Lightning 2.6 drops their protocol, and finds none."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not isinstance(callback._find_last_checkpoints, partial):
+            callback._find_last_checkpoints = partial(_find_last, callback._find_last_checkpoints)  # type: ignore[method-assign]
+
+
+def _find_last(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> set[str]:
+    fs = find.__self__._fs  # type: ignore[attr-defined]
+    found = find(trainer)
+    return found if isinstance(fs, LocalFileSystem) else {fs.unstrip_protocol(path) for path in found}
 
 
 def accumulates(loop: TrainingEpochLoop) -> bool:

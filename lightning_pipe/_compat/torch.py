@@ -44,6 +44,7 @@ __all__ = [
     "dispatch_mode_stack",
     "dispatch_modes_disabled",
     "empty_optimizers_allowed",
+    "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
     "gloo_of_one_thread",
@@ -140,6 +141,15 @@ def default_store() -> dist.Store:
     """Store of the default process group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def fsspec_writer(url: str, **arguments: Any) -> Any:
+    """Return the ``FsspecWriter`` of ``torch.distributed.checkpoint``, which PyTorch 2.15 makes public."""
+    try:
+        from torch.distributed.checkpoint import FsspecWriter  # type: ignore[attr-defined,unused-ignore]
+    except ImportError:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    return FsspecWriter(url, **arguments)
 
 
 def is_profiler_at_work() -> bool:

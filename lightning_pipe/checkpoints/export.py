@@ -22,6 +22,7 @@ from lightning_pipe.checkpoints.folder_reading import (
 )
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, META
 from lightning_pipe.checkpoints.inert_values import _Refused, described
+from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.safe_reading import file_named
 from lightning_pipe.checkpoints.stage_layout import (
     MODEL,
@@ -53,7 +54,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     During the export, the disk of *file* needs space for two copies of the values.
 
     Args:
-        folder: checkpoint folder that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
+        folder: checkpoint folder, or its URL, that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
         file: path of the file to write. An existing file is replaced after everything has been written.
         weights_only: False to allow any class among the values that are not tensors (default None: only tensors, NumPy
             arrays, plain types and allowed classes). The code of these classes then runs.
@@ -61,11 +62,12 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     Raises:
         SetupError: the folder does not exist, is damaged, or holds a class that is not allowed.
     """
-    source, target = Path(folder), Path(file)
+    place, target = place_of(folder), Path(file)
     if not target.absolute().parent.is_dir():
         raise SetupError(
             f"there is no folder {str(target.parent)!r} to write {target.name!r} to. Create it, or give another path"
         )
+    source = open_folder(place)
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)
@@ -88,7 +90,9 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
-        checkpoint[EXPORTED_FROM] = source.absolute().name  # the name only: files are moved
+        checkpoint[EXPORTED_FROM] = (
+            place.absolute() if isinstance(place, Path) else place
+        ).name  # the name only: files are moved
         with whole_file(target) as written:
             torch.save(checkpoint, written)
 

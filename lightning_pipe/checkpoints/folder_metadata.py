@@ -31,6 +31,7 @@ from lightning_pipe.checkpoints.inert_calls import PLAIN_CALLS
 from lightning_pipe.checkpoints.inert_pickle import BUDGET, load_inert
 from lightning_pipe.checkpoints.inert_tensors import DTYPES
 from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, described
+from lightning_pipe.checkpoints.remote_folder import Folder
 
 __all__ = ["load_metadata"]
 
@@ -42,7 +43,7 @@ _CUT_DIMENSIONS = 4
 _EMPTY = 1000
 
 
-def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
+def load_metadata(stream: IO[bytes], folder: Folder) -> dcp.Metadata:
     """Read and check the metadata of a checkpoint folder.
 
     Args:
@@ -61,8 +62,10 @@ def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
     return found
 
 
-def _size_of_data(folder: Path) -> int:
+def _size_of_data(folder: Folder) -> int:
     """Disk space of the other files in bytes. A checkpoint of many chunks has a large ``.metadata``."""
+    if not isinstance(folder, Path):
+        return sum(size for name, size in folder.sizes().items() if name != ".metadata")
     with os.scandir(folder) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != ".metadata"]
     # Hard links to the same file count once.
@@ -250,13 +253,16 @@ def _cover(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[i
     return not any(corners.values())
 
 
-def _check_files(metadata: dcp.Metadata, folder: Path) -> None:
+def _check_files(metadata: dcp.Metadata, folder: Folder) -> None:
     """Check that each chunk is inside a file and that chunks do not overlap."""
     by_file: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in metadata.storage_data.items():
         by_file.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, index.fqn))
+    sizes = {} if isinstance(folder, Path) else folder.sizes()
     for file, places in by_file.items():
-        size, last = _size_of(folder / file), 0
+        size, last = _size_of(folder / file) if isinstance(folder, Path) else sizes.get(file), 0
+        if size is None:
+            raise _Refused(f"storage_data refers to the file {str(folder / file)!r}, which is not there")
         for begin, end, name in sorted(places):
             if begin < last:
                 raise _Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another entry")

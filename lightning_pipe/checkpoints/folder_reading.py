@@ -23,6 +23,7 @@ from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.checkpoints.folder_writing import META, reasons
 from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.named_optimizer import listed
+from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
 from lightning_pipe.checkpoints.stage_layout import OPTIMIZERS, TIED
 from lightning_pipe.checkpoints.whole_folder import restore_replaced
@@ -46,7 +47,7 @@ __all__ = [
 EXPORTED_FROM = "lightning_pipe_exported_from"
 
 
-def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metadata:
+def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Metadata:
     """Read the ``torch.distributed.checkpoint`` metadata of a folder.
 
     Ranks do not communicate. To raise an error on every rank, call this in ``on_all_ranks``.
@@ -59,7 +60,8 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
     Raises:
         SetupError: the folder does not exist, is of another kind, or is damaged.
     """
-    restore_replaced(folder)
+    if isinstance(folder, Path):
+        restore_replaced(folder)
     found = "a file" if folder.is_file() else f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
         saved = SafeReader(folder).read_metadata()
@@ -77,7 +79,7 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
     )
 
 
-def _exported_from(file: Path) -> str | None:
+def _exported_from(file: Folder) -> str | None:
     """Name of the folder that a file was exported from, or None if the file is no readable export."""
     try:
         found = load_object(file, None, values=False)
@@ -87,7 +89,7 @@ def _exported_from(file: Path) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
     """Read the values that rank 0 stored in addition to the tensors.
 
     Args:
@@ -104,7 +106,7 @@ def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     return rest
 
 
-def check_stages(folder: Path, rest: Mapping[str, Any]) -> None:
+def check_stages(folder: Folder, rest: Mapping[str, Any]) -> None:
     """Check the names of tied parameters and of parameter groups in the result of :func:`read_rest` for stages.
 
     Raises:
@@ -127,7 +129,7 @@ def check_stages(folder: Path, rest: Mapping[str, Any]) -> None:
 
 
 def fill_from_folder(
-    folder: Path,
+    folder: Folder,
     saved: dcp.Metadata,
     state: dict[str, Any],
     *,
@@ -159,7 +161,7 @@ def fill_from_folder(
 
 
 def read_whole(
-    folder: Path, saved: dcp.Metadata, weights_only: bool | None, only: str | None, beside: Path
+    folder: Folder, saved: dcp.Metadata, weights_only: bool | None, only: str | None, beside: Path
 ) -> dict[str, Any]:
     """Read all values of a folder, or one part of them. Call this in one process.
 
@@ -183,7 +185,7 @@ def read_whole(
     return whole
 
 
-def fill_alone(folder: Path, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
+def fill_alone(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
     """Fill the tensors of *state* from the folder, in one process, or in each without communication.
 
     Raises:

@@ -9,9 +9,10 @@ Tested in ``tests/scenarios/checkpoints/test_checkpoint_faults.py``.
 from __future__ import annotations
 
 import io
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from lightning_pipe._compat.torch import fsspec_writer
 from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopies
-from lightning_pipe.checkpoints.safe_reading import unsafe_names
+from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, place_of
+from lightning_pipe.checkpoints.safe_reading import SafeReader, unsafe_names
 from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
@@ -43,8 +46,8 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
     """Write a checkpoint to the folder *path*. Every rank must call this.
 
     Args:
-        path: folder that all ranks can write to, the same on every rank. An existing checkpoint is replaced after
-            everything has been written.
+        path: folder or URL that all ranks can write to, the same on every rank. An existing checkpoint is replaced
+            after everything has been written.
         state: this rank's part of the state that ``torch.distributed.checkpoint`` writes.
         rest: all other values. Those of rank 0 are written.
         part: function that writes this rank's additional files (None: no such files).
@@ -52,7 +55,7 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
     Raises:
         SetupError: on every rank, if any rank cannot write. An existing checkpoint is then unchanged.
     """
-    folder = Path(path)
+    folder = place_of(path)
     with _lost_ranks_named(folder):
         packed = on_all_ranks(lambda: _pack(rest), _failed(folder), dist.group.WORLD)
     _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
@@ -60,43 +63,82 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
 
 def write_in_background(saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
     """Copy the current values of the arguments and write them as :func:`write_folder` does, in the background."""
-    folder = Path(path)
+    folder = place_of(path)
     with _lost_ranks_named(folder):
         copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder), dist.group.WORLD)
     saves.start(lambda: _write(folder, {}, packed, copies, saves.group))
 
 
 def _write(
-    folder: Path,
+    folder: Folder,
     state: dict[str, Any],
     packed: bytes,
     planner: dcp.SavePlanner,
     group: dist.ProcessGroup | None,
     part: WritePart | None = None,
 ) -> None:
-    failed, first, beside = _failed(folder), dist.get_rank(group) == 0, folder_to_write(folder)
-
-    def finish(permissions: int) -> None:
-        (beside / META).write_bytes(packed)
-        finish_folder(folder, permissions)
-
+    failed, first = _failed(folder), dist.get_rank(group) == 0
     with _lost_ranks_named(folder):
-        permissions = from_rank(lambda: _begin(folder), failed, group)
+        begun = from_rank(lambda: _begin(folder), failed, group)
+        beside: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
         try:
-            dcp.save(state, checkpoint_id=beside, planner=planner, process_group=group)
+            dcp.save(state, planner=planner, process_group=group, **_to(beside))
             if part is not None:
-                on_all_ranks(partial(part, beside), failed, group)
-            from_rank(lambda: finish(permissions), failed, group)
+                on_all_ranks(partial(_write_part, part, beside), failed, group)
+            from_rank(lambda: _finish(folder, beside, begun, packed), failed, group)
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:
-                discard_folder(folder)
+                _discard(folder, beside)
             if isinstance(error, SetupError):
                 raise
             raise SetupError(f"{failed}: {reasons(error)}") from error
 
 
-def _begin(folder: Path) -> int:
-    """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist."""
+def _to(beside: Folder) -> dict[str, Any]:
+    if isinstance(beside, Path):
+        return {"checkpoint_id": beside}
+    # Object stores are durable; a sync would write the caches of all local disks.
+    return {"storage_writer": fsspec_writer(str(beside), sync_files=False, use_listings_cache=False)}
+
+
+def _write_part(part: WritePart, beside: Folder) -> None:
+    if isinstance(beside, Path):
+        part(beside)
+        return
+    with tempfile.TemporaryDirectory(prefix="lightning_pipe_") as local:
+        part(Path(local))
+        beside.upload(Path(local))
+
+
+def _finish(folder: Folder, beside: Folder, begun: Any, packed: bytes) -> None:
+    if isinstance(folder, Path):
+        assert isinstance(beside, Path)
+        (beside / META).write_bytes(packed)
+        finish_folder(folder, begun)
+    else:
+        assert not isinstance(beside, Path)
+        (beside / META).write(packed)
+        SafeReader(beside).read_metadata()  # another job may have removed files
+        finish_remote(folder, begun)
+
+
+def _discard(folder: Folder, beside: Folder) -> None:
+    if isinstance(folder, Path):
+        discard_folder(folder)
+    else:
+        assert not isinstance(beside, Path)
+        with suppress(OSError):  # the next save removes it
+            beside.remove()
+
+
+def _begin(folder: Folder) -> Any:
+    """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist.
+
+    Returns:
+        The permissions of a local folder, or the name of the folder to write to at a URL.
+    """
+    if not isinstance(folder, Path):
+        return begin_remote(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():
         found = sorted(one.name for one in folder.iterdir())
         raise SetupError(
@@ -107,7 +149,7 @@ def _begin(folder: Path) -> int:
 
 
 @contextmanager
-def _lost_ranks_named(folder: Path) -> Iterator[None]:
+def _lost_ranks_named(folder: Folder) -> Iterator[None]:
     """Convert an error of the process group to a SetupError that names a lost rank as the cause."""
     try:
         yield
@@ -118,7 +160,7 @@ def _lost_ranks_named(folder: Path) -> Iterator[None]:
         raise SetupError(f"{_failed(folder)}, since another rank has ended or does not answer: {lost}") from error
 
 
-def _failed(folder: Path) -> str:
+def _failed(folder: Folder) -> str:
     return f"the checkpoint {str(folder)!r} cannot be written"
 
 

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from lightning_pipe.checkpoints.folder_metadata import load_metadata
 from lightning_pipe.checkpoints.inert_values import _Damaged, _Refused, described
+from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.torch_file import known_name, load_torch_file, open_archive, pickle_of
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
@@ -44,6 +45,10 @@ __all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_nam
 _REGISTERED = ("numpy.", "tensordict.", "torch._dynamo.", "torch.distributed.", "torch.nested.", "torch.return_types.")
 
 
+# Maximum size in bytes of a value that is read at once, before it is decoded.
+_IN_MEMORY = 2**24
+
+
 class SafeReader(dcp.FileSystemReader):
     """Reads the files of a checkpoint folder. Errors name the file.
 
@@ -52,8 +57,8 @@ class SafeReader(dcp.FileSystemReader):
         metadata: earlier result of :meth:`read_metadata`, which is then not read again (default None).
     """
 
-    def __init__(self, folder: Path, metadata: dcp.Metadata | None = None) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Folder, metadata: dcp.Metadata | None = None) -> None:
+        super().__init__(str(folder))
         self._folder = folder
         self._metadata = metadata
 
@@ -78,10 +83,15 @@ class SafeReader(dcp.FileSystemReader):
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
+            # In the order of the file: a remote file is read in blocks.
+            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
             with _opened(self._folder / name) as stream:
                 for item in items:
                     info = self.storage_data[item.storage_index]
                     span = _Span(stream, info.offset, info.length)
+                    if info.length <= _IN_MEMORY:
+                        # The end of an archive is read first, which would request the block after it.
+                        span = _Span(io.BytesIO(span.read()), 0, info.length)
                     if item.type is LoadItemType.BYTE_IO:
                         planner.load_bytes(item, span)  # type: ignore[arg-type]
                     else:
@@ -127,7 +137,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, path, _load(value, self._weights_only))
 
 
-def load_object(path: Path, weights_only: bool | None, *, values: bool = True) -> Any:
+def load_object(path: Folder, weights_only: bool | None, *, values: bool = True) -> Any:
     """Read a file that ``torch.save`` wrote. Tensors are on the CPU.
 
     Args:
@@ -216,9 +226,13 @@ class _Span(io.RawIOBase, IO[bytes]):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Folder) -> Iterator[IO[bytes]]:
     """Open a regular file of a folder. Errors while it is open name the file."""
     with file_named(path):
+        if not isinstance(path, Path):
+            with path.open() as stream:
+                yield stream
+            return
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
@@ -228,7 +242,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def file_named(path: Path) -> Iterator[None]:
+def file_named(path: Folder) -> Iterator[None]:
     """Convert errors to a SetupError that names the file."""
     try:
         yield

@@ -37,10 +37,10 @@ def checked_contents(checkpoint: dict[str, Any], path: str | Path, module: pl.Li
         SetupError: an entry has the wrong type, the state of a callback names a checkpoint outside its folder, or a
             loop's position is not a count.
     """
-    folders: list[Any] = []
+    folders: list[Any] = [str(path).rstrip("/").rpartition("/")[0]]  # where the checkpoint itself is
     if module is not None:
         trainer = module.trainer
-        folders = [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
+        folders += [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
     problem = (
         _of_states(checkpoint)
         or _of_callbacks(checkpoint.get("callbacks"), folders)
@@ -79,6 +79,7 @@ def _of_callbacks(states: Any, folders: list[Any]) -> str | None:
             if ".." in PurePath(found).parts or not _may_be_deleted(found, folders):
                 return (
                     f"{field!r} of the callback {shown(name)} is {shown(found)}, outside the folder of its checkpoints"
+                    " (if you trust it, pass that folder to ModelCheckpoint as dirpath)"
                 )
     return None
 

@@ -17,8 +17,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
+from lightning_pipe._compat.lightning import find_last_at_urls
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
+from lightning_pipe.checkpoints.remote_folder import place_of, remove_remote
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_flags
@@ -97,10 +99,11 @@ class FolderCheckpointStrategy(DistributedStrategy):
         launcher.launch = partial(self._launch, launcher.launch)
 
     def _launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record ``weights_only`` of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
+        """Prepare ``ckpt_path`` and record ``weights_only`` of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
 
         Lightning 2.6 does not pass it on when a strategy reads a checkpoint after set-up.
         """
+        find_last_at_urls(kwargs["trainer"])
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
@@ -152,7 +155,8 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
         def remove() -> None:
             if self.is_global_zero:
-                remove_folder(Path(filepath))
+                place = place_of(filepath)
+                remove_folder(place) if isinstance(place, Path) else remove_remote(place)
 
         if self._saves is not None and self._saves.under_way:
             self._saves.then(remove)
@@ -180,13 +184,10 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """Return rank 0's path of a checkpoint, after checking it."""
         if storage_options is not None:
             raise SetupError(
-                f"storage_options={storage_options!r} were given, but this strategy's checkpoints are folders that all"
-                " ranks write to. Remove storage_options"
+                "storage_options were given, but this strategy's checkpoints are folders that all ranks write to."
+                " Remove them; for a URL, the file system reads its environment variables and fsspec's configuration"
+                " files"
             )
         path: str | Path = self.broadcast(filepath)
-        if "://" in str(path):
-            raise SetupError(
-                f"the checkpoint's path is {str(path)!r}, but all ranks write a sharded checkpoint to one folder. Use"
-                " the path of a folder that all ranks share"
-            )
+        place_of(path)
         return path

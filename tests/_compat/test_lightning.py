@@ -16,6 +16,8 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
@@ -301,3 +303,14 @@ def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
 def test_what_is_no_loss_is_lightnings_error(output: Any) -> None:
     with pytest.raises(MisconfigurationException):
         quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(output)
+
+
+def test_the_last_checkpoint_at_a_url_is_found_with_its_protocol() -> None:
+    fs = MemoryFileSystem()
+    fs.pipe("/of-a-contract/last.ckpt", b"marker")
+    callback = ModelCheckpoint("memory://of-a-contract", save_last=True)
+    trainer = pl.Trainer(callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu")
+    lightning.find_last_at_urls(trainer)
+    lightning.find_last_at_urls(trainer)
+    assert callback._find_last_checkpoints(trainer) == {"memory:///of-a-contract/last.ckpt"}
+    fs.rm("/of-a-contract", recursive=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat import torch as compat
@@ -226,3 +227,9 @@ def test_optimizers_in_backward_are_found_at_their_parameters() -> None:
     assert compat.optimizers_in_backward(parameter) == said, words
     compat.set_optimizer_in_backward(other, torch.optim.SGD, {"lr": 0.5})
     assert compat.optimizers_in_backward(other) == said
+
+
+def test_a_writer_for_urls_takes_the_options_that_saves_need() -> None:
+    writer = compat.fsspec_writer("memory://of-a-contract/a.ckpt", sync_files=False, use_listings_cache=False)
+    assert isinstance(writer, dcp.StorageWriter)
+    assert writer.sync_files is False  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_pipe._compat.transformers import Conversion, conversions_of, is_pretrained_model
 from lightning_pipe.checkpoints.folder_reading import fill_alone, room
 from lightning_pipe.checkpoints.named_optimizer import Group
+from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.stage_layout import MODEL
 from lightning_pipe.engine import SetupError
 
@@ -148,7 +148,7 @@ class OlderNames:
         return taken
 
     def put_in(
-        self, state: dict[str, Any], taken: Mapping[_Path, Tensor], folder: Path, weights_only: bool | None
+        self, state: dict[str, Any], taken: Mapping[_Path, Tensor], folder: Folder, weights_only: bool | None
     ) -> None:
         """Compute the entries that :meth:`take_out` took from *state*, and put them back. Ranks do not communicate.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.checkpoints.folder_reading import differences, read_metadata, read_whole
+from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.stage_layout import KIND, MODEL, other_names
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
@@ -26,7 +27,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
     A single process calls this, without the ranks of the training.
 
     Args:
-        folder: checkpoint folder that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under
+        folder: checkpoint folder, or its URL, that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under
             ``LLMPipelineStrategy``.
         config: config of the model, in any form that
             :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` accepts, except a folder.
@@ -37,7 +38,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
     """
     from transformers import AutoModelForCausalLM
 
-    config, source, beside = read_config(config), Path(folder), Path(target).absolute()
+    config, source, beside = read_config(config), open_folder(place_of(folder)), Path(target).absolute()
     saved = read_metadata(source, (MODEL,), KIND)
     beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:

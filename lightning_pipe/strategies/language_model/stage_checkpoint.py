@@ -37,6 +37,7 @@ from lightning_pipe.checkpoints.named_optimizer import (
     optimizer_problems,
     pack_state,
 )
+from lightning_pipe.checkpoints.remote_folder import Folder, open_folder, place_of
 from lightning_pipe.checkpoints.stage_layout import (
     KIND,
     MODEL,
@@ -120,15 +121,15 @@ def load_stage_checkpoint(
         SetupError: On every rank, if any rank does not find the folder, or if the checkpoint is damaged or belongs to
             another model or optimizer.
     """
-    folder = Path(path)
-    failed = f"the checkpoint {str(folder)!r} cannot be read"
+    failed = f"the checkpoint {str(path)!r} cannot be read"
 
-    def read() -> tuple[Any, dict[str, Any]]:
-        found = read_metadata(folder, (MODEL,), KIND), read_rest(folder, weights_only)
-        check_stages(folder, found[1])
-        return found
+    def read() -> tuple[Folder, Any, dict[str, Any]]:
+        found = open_folder(place_of(path))
+        metadata, others = read_metadata(found, (MODEL,), KIND), read_rest(found, weights_only)
+        check_stages(found, others)
+        return found, metadata, others
 
-    saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
+    folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     rest.pop(TIED, None)
     stored = rest.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
@@ -143,7 +144,7 @@ def load_stage_checkpoint(
         groups = on_all_ranks(lambda: [older.in_groups(one) for one in groups], failed, dist.group.WORLD)
     problems = misfits(saved, state, strict) + optimizer_problems(groups, held, trained)
     if problems:
-        raise SetupError(f"The checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
+        raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
     for number, names in enumerate(held):
         states = _room_for_states(saved, optimizer_part(number), {name: parameters[name] for name in names})

@@ -6,6 +6,7 @@ The rest of Lightning's checkpoint (loops, callbacks, dense optimisers) is the s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.checkpoints.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_folder
+from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.shard import ShardedModel
@@ -75,18 +77,19 @@ def load_sharded_checkpoint(
     Raises:
         SetupError: on every rank, if the folder does not exist, or the checkpoint is damaged or from another model.
     """
-    folder = Path(path)
-    saved, rest = on_all_ranks(
-        lambda: (read_metadata(folder, ("model",), _KIND), read_rest(folder, weights_only)),
-        f"the checkpoint {str(folder)!r} cannot be read",
-        dist.group.WORLD,
-    )
+    failed = f"the checkpoint {str(path)!r} cannot be read"
+
+    def read() -> tuple[Folder, Any, dict[str, Any]]:
+        found = open_folder(place_of(path))
+        return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
+
+    folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
     if with_optimizers and "optimizer_states" in rest:
         state["tables"] = _table_states(sharded)
     problems = misfits(saved, state, strict)
     if problems:
-        raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
+        raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values
@@ -96,7 +99,9 @@ def load_sharded_checkpoint(
         sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
     if sharded.dynamic_rows:
         # States are read for evaluations too: the rows are committed, and training may continue from the store.
-        sharded.read_rows(folder, rest.pop(DYNAMIC_ROWS, None), with_optimizers="optimizer_states" in rest)
+        with ExitStack() as stack:
+            local = on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
+            sharded.read_rows(local, rest.pop(DYNAMIC_ROWS, None), with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
+from lightning_pipe.checkpoints.remote_folder import local_copy, open_folder, place_of
 from lightning_pipe.engine.common.durable_files import sync_name, write_file
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
@@ -121,8 +122,8 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
     """Read all ranks' rows of a table from files, without a model or other ranks.
 
     Args:
-        folder: folder of a checkpoint, the folder given to ``ShardedModel.write_rows``, or the folder of one module's
-            rows inside it.
+        folder: folder of a checkpoint, or its URL, the folder given to ``ShardedModel.write_rows``, or the folder of
+            one module's rows inside it.
         table: name of the table.
         module: name of the dynamic module of the table (default None: the only module with this table). Set it if
             several modules have a table of this name.
@@ -134,7 +135,8 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
         SetupError: A file is damaged, missing or has other contents, see :func:`check_rows`; or no module, or more than
             one, has such a table.
     """
-    yield from _all_rows(_of_module(Path(folder), table, module), table, None)
+    with local_copy(open_folder(place_of(folder)), "rows") as local:
+        yield from _all_rows(_of_module(local, table, module), table, None)
 
 
 def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[StoredRows]:

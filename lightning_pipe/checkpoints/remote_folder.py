@@ -1,0 +1,309 @@
+"""Checkpoint folders at a URL, such as ``s3://bucket/runs/last.ckpt``, through fsspec.
+
+Object stores have no rename that would replace a folder in one step. A checkpoint is therefore written to a new hidden
+folder next to its URL, ``.last.ckpt.<16 hexadecimal digits>/``, with the files of a local checkpoint folder. An object
+at the URL itself names that folder. It is written last, in one request, after the folder has been read back. At any
+time the URL leads to the complete old checkpoint, to the complete new one, or does not exist. Hidden folders that no
+object names are ignored, and removed by the next save to the same URL.
+
+Failed requests are repeated, with increasing delays, by the file systems (s3fs, gcsfs, adlfs). Credentials come from
+their environment variables and from fsspec's configuration files; URLs that contain a password are refused.
+
+Tested in ``tests/scenarios/checkpoints/test_remote_checkpoints.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import secrets
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from fsspec.core import has_magic, url_to_fs
+
+from lightning_pipe.engine import SetupError
+
+__all__ = [
+    "Folder",
+    "RemotePath",
+    "begin_remote",
+    "finish_remote",
+    "local_copy",
+    "open_folder",
+    "place_of",
+    "remove_remote",
+]
+
+# Size of a read request in bytes, in which small values that are stored in sequence are read together.
+_BLOCK = 2**25
+_LARGEST_MARKER = 2**12
+_FIELD = "lightning_pipe_checkpoint"
+# Other processes change the folders, and requests are few.
+_NO_CACHE = {"use_listings_cache": False}
+
+
+class RemotePath:
+    """File or folder at a URL, with those methods of ``pathlib.Path`` that checkpoints need.
+
+    Args:
+        url: the URL.
+
+    Raises:
+        SetupError: the URL contains a password, or no package for its protocol is installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        if urlsplit(url).password is not None:
+            raise SetupError(
+                f"the checkpoint's URL {url.partition('://')[0]}://... contains a password, which messages and"
+                " checkpoints would repeat. Pass it in the environment variables of the file system, or in fsspec's"
+                " configuration files"
+            )
+        if has_magic(url):
+            # Removing "a[1]" would remove "a1".
+            raise SetupError(f"the checkpoint's URL {url!r} contains *, ? or [, which fsspec would expand. Rename it")
+        self._url = url if url.endswith("://") else url.rstrip("/")
+        try:
+            self.fs, self._path = url_to_fs(self._url, **_NO_CACHE)
+        except (ImportError, ValueError) as error:
+            raise SetupError(f"the checkpoint's URL {url!r} cannot be used: {error}") from error
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self._url.removesuffix('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Part of the URL after the last slash."""
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """Folder of the file."""
+        return RemotePath(self._url[: -len(self.name)])
+
+    def is_file(self) -> bool:
+        with self.errors():
+            return bool(self.fs.isfile(self._path))
+
+    def is_dir(self) -> bool:
+        with self.errors():
+            return bool(self.fs.isdir(self._path))
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes in bytes of the folder's files, by name. Empty if the folder does not exist."""
+        with self.errors(), suppress(FileNotFoundError):
+            found = self.fs.ls(self._path, detail=True)
+            return {one["name"].rpartition("/")[2]: one["size"] or 0 for one in found if one["type"] == "file"}
+        return {}
+
+    def folders(self, pattern: re.Pattern[str]) -> list[RemotePath]:
+        """Folders below this one whose names match *pattern*."""
+        with self.errors(), suppress(FileNotFoundError):
+            found = [
+                one["name"].rstrip("/") for one in self.fs.ls(self._path, detail=True) if one["type"] == "directory"
+            ]
+            return [self / name for name in (one.rpartition("/")[2] for one in found) if pattern.fullmatch(name)]
+        return []
+
+    def open(self) -> IO[bytes]:
+        """Open the file for reading. Bytes are requested in large blocks."""
+        with self.errors():
+            return _Stream(self.fs.open(self._path, "rb", block_size=_BLOCK, cache_type="readahead"), self)
+
+    def head(self, size: int) -> bytes:
+        """First bytes of the file."""
+        with self.errors():
+            return bytes(self.fs.cat_file(self._path, start=0, end=size)) if self.fs.size(self._path) else b""
+
+    def write(self, content: bytes) -> None:
+        """Write the file in one request, so that it is complete or absent."""
+        with self.errors():
+            self.fs.pipe_file(self._path, content)
+
+    def upload(self, folder: Path) -> None:
+        """Copy all files of a local folder into this one."""
+        with self.errors():
+            self.fs.put(f"{folder}/", f"{self._path}/", recursive=True)
+
+    def download(self, folder: Path) -> None:
+        """Copy all files of this folder into a local one."""
+        with self.errors():
+            self.fs.get(f"{self._path}/", f"{folder}/", recursive=True)
+
+    def remove(self) -> None:
+        """Remove the file, or the folder with all files."""
+        with self.errors(), suppress(FileNotFoundError):
+            self.fs.rm(self._path, recursive=True)
+
+    def abort_uploads(self, prefix: str) -> None:
+        """Release the parts of interrupted uploads to names in this folder with *prefix*, which S3 keeps."""
+        if hasattr(self.fs, "abort_mpu"):
+            bucket, _, key = self._path.partition("/")
+            start = f"{key}/{prefix}".lstrip("/")
+            with suppress(Exception):  # the user may not be allowed to list them
+                for one in self.fs.list_multipart_uploads(bucket):
+                    if one["Key"].startswith(start):
+                        self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Convert all errors of the file system to an OSError, which callers expect of files."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:  # each file system has its own classes
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class _Stream(io.RawIOBase, IO[bytes]):
+    """File opened for reading, whose errors are those of ``RemotePath.errors``."""
+
+    def __init__(self, file: Any, path: RemotePath) -> None:
+        super().__init__()
+        self._file, self._place = file, path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        with self._place.errors():
+            found = self._file.read(len(view))
+        view[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+Folder = Path | RemotePath
+
+
+def place_of(path: str | Path) -> Folder:
+    """Path of a checkpoint: a ``Path``, or a ``RemotePath`` if it is given as a URL.
+
+    Raises:
+        SetupError: the URL cannot be used.
+    """
+    text = str(path)
+    if "://" not in text:
+        if isinstance(path, Path) and re.match(r"[a-z][a-z0-9]+:/", text):
+            raise SetupError(f"the checkpoint's path is {path!r}, a Path, which cannot be a URL. Pass the URL as a str")
+        return Path(path)
+    if text.startswith(("file://", "local://")):
+        return Path(url_to_fs(text)[1])
+    return RemotePath(text)
+
+
+def open_folder(place: Folder) -> Folder:
+    """Folder with the files of a checkpoint, to be read. For a local path this is the path itself.
+
+    Raises:
+        SetupError: the URL cannot be read.
+    """
+    if isinstance(place, Path):
+        return place
+    try:
+        name = _read_marker(place) if place.is_file() else None
+    except OSError as error:
+        raise SetupError(f"the checkpoint {str(place)!r} cannot be read: {error}") from error
+    # A folder at the URL itself is a local checkpoint that was uploaded.
+    return place if name is None else place.parent / name
+
+
+@contextmanager
+def local_copy(folder: Folder, name: str) -> Iterator[Path]:
+    """Local folder with the subfolder *name* of *folder*: *folder* itself, or a temporary one with a download."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="lightning_pipe_") as copy:
+        (Path(copy) / name).mkdir()
+        try:
+            (folder / name).download(Path(copy) / name)
+        except OSError as error:
+            raise SetupError(f"the folder {str(folder / name)!r} cannot be read: {error}") from error
+        yield Path(copy)
+
+
+def begin_remote(place: RemotePath) -> str:
+    """Remove what interrupted saves have left, and return the name of a new folder for the files. Called on one rank.
+
+    Raises:
+        SetupError: a folder is at the URL.
+    """
+    if place.is_dir() and not place.is_file():
+        raise SetupError(
+            f"{str(place)!r} is a folder, which cannot be replaced in one step. Give a new URL, or remove the folder"
+        )
+    _remove_folders(
+        place, but=_read_marker(place) if place.is_file() else None
+    )  # another file is replaced, as on a disk
+    return f".{place.name}.{secrets.token_hex(8)}"
+
+
+def finish_remote(place: RemotePath, written: str) -> None:
+    """Make the URL lead to the written folder, and then remove the old one. Called on one rank."""
+    place.write(json.dumps({_FIELD: 1, "folder": written}).encode())
+    with _warned(place):
+        _remove_folders(place, but=written)
+
+
+def remove_remote(place: RemotePath) -> None:
+    """Remove a checkpoint. For other processes it disappears in one step. Called on one rank."""
+    with _warned(place):
+        place.remove()
+        _remove_folders(place, but=None)
+
+
+@contextmanager
+def _warned(place: RemotePath) -> Iterator[None]:
+    """Convert an error to a warning: a role without the right to delete can still save."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"files of an old checkpoint {str(place)!r} could not be removed: {error}", stacklevel=4)
+
+
+def _remove_folders(place: RemotePath, but: str | None) -> None:
+    parent = place.parent
+    for folder in parent.folders(_hidden(place)):
+        if folder.name != but:
+            folder.remove()
+    parent.abort_uploads(f".{place.name}.")
+
+
+def _hidden(place: RemotePath) -> re.Pattern[str]:
+    return re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{16}}")
+
+
+def _read_marker(place: RemotePath) -> str | None:
+    """Name of the folder that the object at the URL names. None if it is another file, or has been renamed."""
+    try:
+        found = json.loads(place.head(_LARGEST_MARKER))
+    except (ValueError, RecursionError):
+        return None
+    name = found.get("folder") if isinstance(found, dict) and found.get(_FIELD) == 1 else None
+    return name if isinstance(name, str) and _hidden(place).fullmatch(name) else None

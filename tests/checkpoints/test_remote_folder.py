@@ -1,0 +1,207 @@
+"""A checkpoint at a URL is complete or absent, in a file system without a rename of folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_pipe.checkpoints.remote_folder import (
+    RemotePath,
+    begin_remote,
+    finish_remote,
+    local_copy,
+    open_folder,
+    place_of,
+    remove_remote,
+)
+from lightning_pipe.engine import SetupError
+
+URL = "memory://runs/last.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def place(url: str = URL) -> RemotePath:
+    found = place_of(url)
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def saved(content: bytes, url: str = URL) -> str:
+    to = place(url)
+    written = begin_remote(to)
+    (to.parent / written / "meta.pt").write(content)
+    finish_remote(to, written)
+    return written
+
+
+def content_at(url: str = URL) -> bytes:
+    folder = open_folder(place(url))
+    assert isinstance(folder, RemotePath)
+    with (folder / "meta.pt").open() as stream:
+        return stream.read()
+
+
+def names() -> list[str]:
+    return sorted(MemoryFileSystem.store)
+
+
+def test_it_is_there_once_it_is_finished_and_not_before() -> None:
+    to = place()
+    written = begin_remote(to)
+    (to.parent / written / "meta.pt").write(b"one")
+    assert not to.exists()
+    finish_remote(to, written)
+    assert to.is_file()
+    assert content_at() == b"one"
+
+
+def test_a_new_one_replaces_the_old_one_in_one_step_and_nothing_is_left_of_it() -> None:
+    first = saved(b"one")
+    to = place()
+    written = begin_remote(to)
+    (to.parent / written / "meta.pt").write(b"two")
+    assert content_at() == b"one"
+    finish_remote(to, written)
+    assert content_at() == b"two"
+    assert not [name for name in names() if first in name]
+
+
+def test_what_an_interrupted_save_has_left_is_ignored_and_removed_by_the_next() -> None:
+    saved(b"one")
+    to = place()
+    left = begin_remote(to)
+    (to.parent / left / "meta.pt").write(b"half")
+    assert content_at() == b"one"
+    saved(b"two")
+    assert content_at() == b"two"
+    assert len(names()) == 2
+
+
+def test_folders_of_others_stay() -> None:
+    saved(b"one", "memory://runs/last.ckpt")
+    saved(b"two", "memory://runs/last.ckpt.old")
+    place("memory://runs/.last.ckpt.mine/x").write(b"mine")
+    saved(b"three", "memory://runs/last.ckpt")
+    assert content_at("memory://runs/last.ckpt.old") == b"two"
+    assert "/runs/.last.ckpt.mine/x" in names()
+
+
+def test_a_removed_one_is_gone_with_its_files() -> None:
+    saved(b"one")
+    saved(b"two", "memory://runs/other.ckpt")
+    remove_remote(place())
+    assert not place().exists()
+    assert len(names()) == 2
+
+
+def test_one_that_is_not_there_can_be_removed() -> None:
+    remove_remote(place())
+    assert names() == []
+
+
+def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
+    """It is a local checkpoint that was uploaded."""
+    place(f"{URL}/meta.pt").write(b"by hand")
+    assert content_at() == b"by hand"
+    with pytest.raises(SetupError, match="is a folder, which cannot be replaced"):
+        begin_remote(place())
+    remove_remote(place())
+    assert names() == []
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 4000,
+        b"[1]",
+        json.dumps({"lightning_pipe_checkpoint": 1, "folder": "../other/.last.ckpt.0123456789abcdef"}).encode(),
+        json.dumps({"lightning_pipe_checkpoint": 1, "folder": ".last.ckpt.0123456789abcdef/x"}).encode(),
+        json.dumps({"lightning_pipe_checkpoint": 1, "folder": ".another.ckpt.0123456789abcdef"}).encode(),
+        json.dumps({"lightning_pipe_checkpoint": 1, "folder": 3}).encode(),
+        json.dumps({"lightning_pipe_checkpoint": 2, "folder": ".last.ckpt.0123456789abcdef"}).encode(),
+    ],
+)
+def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
+    place().write(marker)
+    assert str(open_folder(place())) == URL
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://me:secret@host/last.ckpt", "contains a password"),
+        ("memory://runs/a[1].ckpt", "contains *, ? or ["),
+        ("memory://runs/*.ckpt", "contains *, ? or ["),
+        ("nosuchprotocol://runs/last.ckpt", "cannot be used"),
+        (Path("s3://bucket/last.ckpt"), "a Path, which cannot be a URL"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused(url: Any, said: str) -> None:
+    with pytest.raises(SetupError, match=re.escape(said)) as caught:
+        place_of(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_local_path_stays_one(tmp_path: Path) -> None:
+    assert place_of("runs/last.ckpt") == Path("runs/last.ckpt")
+    assert place_of(f"file://{tmp_path}/last.ckpt") == tmp_path / "last.ckpt"
+    assert place_of(tmp_path) == tmp_path
+    assert open_folder(tmp_path) == tmp_path
+
+
+def test_a_part_is_uploaded_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "rows" / "bags").mkdir(parents=True)
+    (tmp_path / "rows" / "bags" / "people.pt").write_bytes(b"rows")
+    folder = place("memory://runs/folder")
+    folder.upload(tmp_path)
+    assert names() == ["/runs/folder/rows/bags/people.pt"]
+    with local_copy(folder, "rows") as copy:
+        assert (copy / "rows" / "bags" / "people.pt").read_bytes() == b"rows"
+    assert not copy.exists()
+
+
+def test_errors_of_any_kind_are_those_of_files() -> None:
+    class Strange(Exception):
+        pass
+
+    with pytest.raises(OSError, match="Strange: of the storage"), place().errors():
+        raise Strange("of the storage")
+
+
+def test_a_file_is_read_in_parts() -> None:
+    place().write(bytes(range(100)))
+    with place().open() as stream:
+        assert stream.seek(-10, 2) == 90
+        assert stream.read() == bytes(range(90, 100))
+        stream.seek(5)
+        assert stream.read(3) == b"\x05\x06\x07"
+
+
+def test_old_files_that_cannot_be_removed_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(b"one")
+
+    def forbidden(self: RemotePath) -> None:
+        raise PermissionError("Access Denied")
+
+    to = place()
+    written = begin_remote(to)
+    (to.parent / written / "meta.pt").write(b"two")
+    monkeypatch.setattr(RemotePath, "remove", forbidden)
+    with pytest.warns(UserWarning, match="could not be removed: Access Denied"):
+        finish_remote(to, written)
+    assert content_at() == b"two"

@@ -1,0 +1,275 @@
+"""Checkpoints on a real S3 server: trained on from as from a disk, whole or absent whenever a process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.checkpoints.folder_reading import read_rest
+from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
+from lightning_pipe.cli.main import main
+from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys import read_rows
+from tests.distributed import run_ranks
+from tests.scenarios.checkpoints.s3_server import SECRET, THROTTLED, URL, objects, s3_server, unfinished_uploads
+from tests.scenarios.recommenders import test_dynamic_embeddings as dynamic
+from tests.strategies import llm_cases
+from tests.strategies.cases import Clicks, difference, fit, loader, recsys, state_of
+
+pytest.importorskip("moto", reason="requires the packages of the extra s3 and moto")
+pytest.importorskip("s3fs", reason="requires the packages of the extra s3")
+pytestmark = pytest.mark.exhaustive
+
+OTHER = "s3://checkpoints/other"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with mock.patch.dict(os.environ), s3_server(tmp_path_factory.mktemp("server")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def environment(server: Path) -> Iterator[dict[str, str]]:
+    """For ranks, which do not inherit this process's environment; no objects are left for the next test."""
+    yield {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    (server / THROTTLED).unlink(missing_ok=True)
+    for url in (URL, OTHER):
+        place: Any = place_of(url)
+        place.remove()
+
+
+def keeping(where: Any, **options: Any) -> dict[str, Any]:
+    callback = ModelCheckpoint(where, filename="{step}", every_n_train_steps=2, **options)
+    return {"enable_checkpointing": True, "callbacks": [callback]}
+
+
+def trained(
+    where: Any, path: str | None = None, epochs: int = 2, background: bool = False
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses of this rank and everything that training left. A checkpoint every two steps, the newest two stay."""
+    module = Clicks()
+    kept = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+    options = {"max_epochs": epochs, **keeping(where, **kept)}
+    used = fit(module, recsys(async_checkpoints=background), loader(24, in_order=True), ckpt_path=path, **options)
+    return module.losses, state_of(used)
+
+
+# ---------------------------------------------------------------------- the same as on a disk
+
+
+def on_ranks(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    os.environ.update(environment)
+    results = {"whole": trained(folder / "disk"), "remote": trained(URL)}
+    results["in the background"] = trained(OTHER, background=True)
+    results["on"] = trained(folder / "none", f"{URL}/step=4.ckpt")
+    return results
+
+
+def resumed_from_both(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
+    os.environ.update(environment)
+    return [
+        trained(folder / f"none {name}", path)
+        for name, path in (("disk", str(folder / "disk" / "step=4.ckpt")), ("url", f"{URL}/step=4.ckpt"))
+    ]
+
+
+def test_training_continues_from_s3_as_from_a_disk_also_on_other_ranks(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    for found in run_ranks(on_ranks, 2, environment, tmp_path):
+        losses, state = found.pop("whole")
+        assert len(losses) == 6
+        assert found["on"][0] == losses[4:]
+        for name, (_, other) in found.items():
+            assert not difference(other, state), name
+    for url in (URL, OTHER):
+        names = {name for name in objects(url) if "/" not in name}
+        assert names == {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
+        assert len({name.partition("/")[0] for name in objects(url) if "/" in name}) == 3  # no folder of a removed one
+    ((from_disk, from_url),) = run_ranks(resumed_from_both, 1, environment, tmp_path)
+    assert from_disk[0] == from_url[0]
+    assert not difference(from_disk[1], from_url[1])
+
+
+def in_stages(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
+    os.environ.update(environment)
+
+    def train(path: str | None, **options: Any) -> Any:
+        module = llm_cases.Tiny(optimizer="adamw")
+        used = llm_cases.trainer(llm_cases.llm(), max_steps=6, **options)
+        torch.manual_seed(llm_cases.SEED)
+        used.fit(module, llm_cases.loader(llm_cases.row_batches(6)), ckpt_path=path)
+        return module.losses, llm_cases.values_of(module.model)
+
+    whole = train(None, **keeping(URL, save_top_k=-1))
+    return [whole, train(f"{URL}/step=4.ckpt")]
+
+
+def test_a_model_in_stages_continues_from_s3(environment: dict[str, str], tmp_path: Path) -> None:
+    for (losses, values), (resumed, others) in run_ranks(in_stages, 2, environment, tmp_path):
+        assert resumed == losses[4:]
+        assert values.keys() == others.keys()
+        assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+def with_dynamic_tables(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    os.environ.update(environment)
+    options: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False}
+
+    def data() -> Any:
+        return loader(48, in_order=True)
+
+    whole = dynamic.run(folder / "one", "prefetch", train=data(), callbacks=[dynamic.Keeping(URL, 4)], **options)  # type: ignore[arg-type]
+    # Another node has none of the first one's rows.
+    elsewhere = dynamic.run(folder / "two", "prefetch", train=data(), ckpt_path=f"{URL}/step=4.ckpt", **options)
+    return {"whole": whole, "elsewhere": elsewhere}
+
+
+def test_rows_of_dynamic_tables_come_back_on_another_node(environment: dict[str, str], tmp_path: Path) -> None:
+    for found in run_ranks(with_dynamic_tables, 2, environment, tmp_path):
+        (losses, state), (resumed, other) = found["whole"], found["elsewhere"]
+        assert resumed == losses[4:]
+        assert dynamic.same(other, state)
+    rows = list(read_rows(f"{URL}/step=4.ckpt", "people"))
+    assert sum(len(one.ids) for one in rows) > 10
+
+
+def saved(rank: int, world_size: int, environment: dict[str, str], where: str) -> None:
+    os.environ.update(environment)
+    trained(where, epochs=1)
+
+
+def test_a_checkpoint_is_exported_from_its_url(
+    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(saved, 2, environment, URL)
+    run_ranks(saved, 2, environment, str(tmp_path / "disk"))
+    export_checkpoint(tmp_path / "disk" / "last.ckpt", tmp_path / "from disk")
+    assert main(["checkpoint", "export", f"{URL}/last.ckpt", str(tmp_path / "from url")]) in (None, 0)
+    assert URL in capsys.readouterr().out
+    one, other = (torch.load(tmp_path / f"from {name}", weights_only=True) for name in ("disk", "url"))
+    assert not difference(one["state_dict"], other["state_dict"])
+
+
+def test_a_folder_that_was_uploaded_is_read(environment: dict[str, str], tmp_path: Path) -> None:
+    run_ranks(saved, 1, environment, str(tmp_path / "disk"))
+    place: Any = place_of(f"{URL}/last.ckpt")
+    place.upload(tmp_path / "disk" / "last.ckpt")
+    export_checkpoint(f"{URL}/last.ckpt", tmp_path / "exported")
+    assert (tmp_path / "exported").exists()
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def test_a_server_that_asks_to_slow_down_is_asked_again(
+    server: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (server / THROTTLED).touch()
+    (found,) = run_ranks(on_one_rank, 1, environment, tmp_path)
+    assert found[0] == found[1]
+    (server / THROTTLED).unlink()
+    assert {name for name in objects() if "/" not in name} == {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
+
+
+def on_one_rank(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
+    os.environ.update(environment)
+    losses, _ = trained(URL)
+    resumed, _ = trained(folder / "none", f"{URL}/last.ckpt", epochs=3)
+    whole, _ = trained(folder / "whole", epochs=3)
+    return [losses + resumed, whole]
+
+
+def save_and_die(rank: int, world_size: int, environment: dict[str, str], at: int) -> None:
+    """Replace the last checkpoint by one of a later step, and be killed before the request number *at*."""
+    import s3fs
+
+    os.environ.update(environment)
+    send, count = s3fs.S3FileSystem._call_s3, 0
+    saving = False
+
+    async def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if saving and not method.startswith(("list", "head", "get")):
+            count += 1
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return await send(self, method, *args, **kwargs)
+
+    module = Clicks()
+    used = fit(module, recsys(), loader(24, in_order=True), max_epochs=2, ckpt_path=f"{URL}/last.ckpt")
+    saving = True
+    with mock.patch.object(s3fs.S3FileSystem, "_call_s3", counted):
+        used.save_checkpoint(f"{URL}/last.ckpt")
+    Path(environment["DONE"]).touch()
+
+
+def test_killed_at_any_request_of_a_save_the_url_leads_to_the_old_or_the_new_checkpoint(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    done, steps = tmp_path / "done", []
+    for at in range(1, 40):
+        place: Any = place_of(URL)
+        place.remove()
+        run_ranks(saved, 1, environment, URL)
+        with suppress(AssertionError):  # of the killed rank
+            run_ranks(save_and_die, 1, {**environment, "DONE": str(done)}, at)
+        found = place_of(f"{URL}/last.ckpt")
+        steps.append(read_rest(open_folder(found), None)["global_step"])
+        run_ranks(resumed_and_saved, 1, environment)
+        left = {name.partition("/")[0] for name in objects() if name.startswith(".last.ckpt")}
+        assert len(left) == 1, f"killed at {at}"
+        assert not unfinished_uploads()
+        if done.exists():
+            break
+    else:
+        pytest.fail("a save has no 40 requests")
+    # The marker is the last thing that is written; removals of the old folder follow.
+    assert steps == sorted(steps)
+    assert {steps[0], steps[-1]} == {3, 6}
+
+
+def resumed_and_saved(rank: int, world_size: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    used = fit(Clicks(), recsys(), loader(24, in_order=True), max_epochs=3, ckpt_path=f"{URL}/last.ckpt")
+    used.save_checkpoint(f"{URL}/last.ckpt")
+
+
+def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str]:
+    os.environ.update(environment)
+    used = fit(Clicks(), recsys(), max_epochs=1)
+
+    def said(work: Any) -> str:
+        with pytest.raises(SetupError) as caught:
+            work()
+        return str(caught.value)
+
+    return [
+        said(lambda: used.save_checkpoint("s3://not-there/last.ckpt")),
+        said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
+        said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
+        said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
+    ]
+
+
+def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_credentials(
+    environment: dict[str, str],
+) -> None:
+    for found in run_ranks(refused, 2, environment):
+        bucket, password, absent, options = found
+        assert "'s3://not-there/last.ckpt' cannot be written" in bucket
+        assert "contains a password" in password
+        assert f"'{URL}/none.ckpt' is not there" in absent
+        assert "storage_options were given" in options
+        assert not any(SECRET in one or "hidden" in one for one in found)
