@@ -20,6 +20,7 @@ from scripts.gpu.comparison import Rule, compare
 from scripts.gpu.parts import Command, Part, parts
 from scripts.gpu.report import report
 from scripts.gpu.runner import ROOT, read, run_parts
+from tests.patience import HANG
 
 ABOUT: dict[str, Any] = {"versions": {"torch": "2.14"}, "commit": "0123456789abcdef", "code": "abc", "dry": True}
 EQUAL = (Rule("serial", ("base",)),)
@@ -139,7 +140,7 @@ def test_a_run_continues_after_a_kill_with_the_part_that_was_running(tmp_path: P
             if kill:
                 process.kill()
                 process.wait()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=HANG)
         outputs.append(output)
         assert (tmp_path / "out/second.json").exists() is not kill
     assert "first: passed, " in outputs[0]
