@@ -50,16 +50,16 @@ def environment(server: Path) -> Iterator[dict[str, str]]:
 
 
 def keeping(where: Any, **options: Any) -> dict[str, Any]:
-    callback = ModelCheckpoint(where, filename="{step}", every_n_train_steps=2, **options)
+    callback = ModelCheckpoint(where, filename="{step}", every_n_train_steps=3, **options)
     return {"enable_checkpointing": True, "callbacks": [callback]}
 
 
 def trained(
     where: Any, path: str | None = None, epochs: int = 2, background: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses of this rank and everything that training left. A checkpoint every two steps, the newest two stay."""
+    """Losses of this rank and everything that training left. A checkpoint every three steps, of which the last stays."""
     module = Clicks()
-    kept = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+    kept = {"save_top_k": 1, "monitor": "step", "mode": "max", "save_last": True}
     options = {"max_epochs": epochs, **keeping(where, **kept)}
     used = fit(module, recsys(async_checkpoints=background), loader(24, in_order=True), ckpt_path=path, **options)
     return module.losses, state_of(used)
@@ -70,17 +70,20 @@ def trained(
 
 def on_ranks(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> dict[str, Any]:
     os.environ.update(environment)
-    results = {"whole": trained(folder / "disk"), "remote": trained(URL)}
-    results["in the background"] = trained(OTHER, background=True)
-    results["on"] = trained(folder / "none", f"{URL}/step=4.ckpt")
-    return results
+    trained(URL, "last", epochs=1)  # there is none yet
+    return {
+        "whole": trained(folder / "disk"),
+        "by its URL": trained(folder / "none", f"{URL}/last.ckpt"),
+        "the last one": trained(URL, "last"),
+        "in the background": trained(OTHER, background=True),
+    }
 
 
 def resumed_from_both(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
     os.environ.update(environment)
     return [
-        trained(folder / f"none {name}", path)
-        for name, path in (("disk", str(folder / "disk" / "step=4.ckpt")), ("url", f"{URL}/step=4.ckpt"))
+        trained(folder / f"none {name}", path, epochs=3)
+        for name, path in (("disk", str(folder / "disk" / "last.ckpt")), ("url", f"{URL}/last.ckpt"))
     ]
 
 
@@ -90,13 +93,13 @@ def test_training_continues_from_s3_as_from_a_disk_also_on_other_ranks(
     for found in run_ranks(on_ranks, 2, environment, tmp_path):
         losses, state = found.pop("whole")
         assert len(losses) == 6
-        assert found["on"][0] == losses[4:]
+        assert found["by its URL"][0] == found["the last one"][0] == losses[3:]
         for name, (_, other) in found.items():
             assert not difference(other, state), name
     for url in (URL, OTHER):
         names = {name for name in objects(url) if "/" not in name}
-        assert names == {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
-        assert len({name.partition("/")[0] for name in objects(url) if "/" in name}) == 3  # no folder of a removed one
+        assert names == {"step=6.ckpt", "last.ckpt"}
+        assert len({name.partition("/")[0] for name in objects(url) if "/" in name}) == 2  # no folder of a removed one
     ((from_disk, from_url),) = run_ranks(resumed_from_both, 1, environment, tmp_path)
     assert from_disk[0] == from_url[0]
     assert not difference(from_disk[1], from_url[1])
@@ -113,12 +116,12 @@ def in_stages(rank: int, world_size: int, environment: dict[str, str], folder: P
         return module.losses, llm_cases.values_of(module.model)
 
     whole = train(None, **keeping(URL, save_top_k=-1))
-    return [whole, train(f"{URL}/step=4.ckpt")]
+    return [whole, train(f"{URL}/step=3.ckpt")]
 
 
 def test_a_model_in_stages_continues_from_s3(environment: dict[str, str], tmp_path: Path) -> None:
     for (losses, values), (resumed, others) in run_ranks(in_stages, 2, environment, tmp_path):
-        assert resumed == losses[4:]
+        assert resumed == losses[3:]
         assert values.keys() == others.keys()
         assert all(torch.equal(values[name], others[name]) for name in values)
 
@@ -177,18 +180,25 @@ def test_a_server_that_asks_to_slow_down_is_asked_again(
     server: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (server / THROTTLED).touch()
-    (found,) = run_ranks(on_one_rank, 1, environment, tmp_path)
-    assert found[0] == found[1]
+    ((losses, state, resumed, other),) = run_ranks(on_one_rank, 1, environment, tmp_path)
+    assert resumed == losses[6:]
+    assert not difference(state, other)
     (server / THROTTLED).unlink()
-    assert {name for name in objects() if "/" not in name} == {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
+    assert [name for name in objects() if "/" not in name] == ["last.ckpt"]
 
 
-def on_one_rank(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
+def on_one_rank(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> Any:
     os.environ.update(environment)
-    losses, _ = trained(URL)
-    resumed, _ = trained(folder / "none", f"{URL}/last.ckpt", epochs=3)
-    whole, _ = trained(folder / "whole", epochs=3)
-    return [losses + resumed, whole]
+    used = fit(Clicks(), recsys(), loader(24, in_order=True), max_epochs=1)
+    used.save_checkpoint(f"{URL}/last.ckpt")
+    used.save_checkpoint(f"{URL}/last.ckpt")
+    used.save_checkpoint(f"{URL}/removed.ckpt")
+    used.strategy.remove_checkpoint(f"{URL}/removed.ckpt")
+    whole = Clicks()
+    state = state_of(fit(whole, recsys(), loader(24, in_order=True)))
+    module = Clicks()
+    other = state_of(fit(module, recsys(), loader(24, in_order=True), ckpt_path=f"{URL}/last.ckpt"))
+    return whole.losses, state, module.losses, other
 
 
 def save_and_die(rank: int, world_size: int, environment: dict[str, str], at: int) -> None:
@@ -237,7 +247,7 @@ def test_killed_at_any_request_of_a_save_the_url_leads_to_the_old_or_the_new_che
         pytest.fail("a save has no 40 requests")
     # The marker is the last thing that is written; removals of the old folder follow.
     assert steps == sorted(steps)
-    assert {steps[0], steps[-1]} == {3, 6}
+    assert {steps[0], steps[-1]} == {6, 12}
 
 
 def resumed_and_saved(rank: int, world_size: int, environment: dict[str, str]) -> None:
@@ -256,7 +266,7 @@ def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str
         return str(caught.value)
 
     return [
-        said(lambda: used.save_checkpoint("s3://not-there/last.ckpt")),
+        said(lambda: used.save_checkpoint("s3://x/last.ckpt")),
         said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
         said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
         said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
@@ -268,7 +278,7 @@ def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_
 ) -> None:
     for found in run_ranks(refused, 2, environment):
         bucket, password, absent, options = found
-        assert "'s3://not-there/last.ckpt' cannot be written" in bucket
+        assert "'s3://x/last.ckpt' cannot be written" in bucket
         assert "contains a password" in password
         assert f"'{URL}/none.ckpt' is not there" in absent
         assert "storage_options were given" in options
