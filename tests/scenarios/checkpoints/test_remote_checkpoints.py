@@ -57,7 +57,7 @@ def keeping(where: Any, **options: Any) -> dict[str, Any]:
 def trained(
     where: Any, path: str | None = None, epochs: int = 2, background: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses of this rank and everything that training left. A checkpoint every three steps, of which the last stays."""
+    """Losses of this rank and everything that training left. A checkpoint every three steps; the last stays."""
     module = Clicks()
     kept = {"save_top_k": 1, "monitor": "step", "mode": "max", "save_last": True}
     options = {"max_epochs": epochs, **keeping(where, **kept)}
