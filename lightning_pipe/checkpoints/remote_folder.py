@@ -8,8 +8,6 @@ object names are ignored, and removed by the next save to the same URL.
 
 Failed requests are repeated, with increasing delays, by the file systems (s3fs, gcsfs, adlfs). Credentials come from
 their environment variables and from fsspec's configuration files; URLs that contain a password are refused.
-
-Tested in ``tests/scenarios/checkpoints/test_remote_checkpoints.py``.
 """
 
 from __future__ import annotations
