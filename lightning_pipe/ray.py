@@ -1,14 +1,15 @@
-"""Training in the workers of Ray Train: checks of the trainer, and checkpoints that Ray knows.
+"""Training in the workers of Ray Train: checks of the trainer, and checkpoints that Ray manages.
 
-``ray.train.lightning.prepare_trainer`` refuses strategies of other projects (ray issue 51387), and Ray's report callback
-copies each checkpoint once per worker. The ranks of this project's strategies write a checkpoint together, so it is
-written to its final place in Ray's storage. Only this module imports Ray.
+Ray's own ``prepare_trainer`` refuses strategies of other projects (ray issue 51387), and its report callback expects
+each worker to write its own folder. The ranks of this project's strategies write one folder together, so it is
+written to its final place in Ray's storage, without a copy. Only this module imports Ray.
 
 Tested in ``tests/scenarios/cluster/test_ray.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ try:
     from ray.train.lightning import prepare_trainer as prepare_for_rays_strategies
 except ImportError as error:
     raise SetupError(
-        f"lightning_pipe.ray needs Ray Train in its second version, which cannot be imported ({error}). Run: pip install"
+        f"lightning_pipe.ray needs Ray Train V2, which cannot be imported ({error}). Run: pip install"
         " 'lightning-pipe[ray]', and do not set RAY_TRAIN_V2_ENABLED to 0"
     ) from error
 
@@ -78,8 +79,8 @@ class ReportToRay(Checkpoint):
             of each training epoch (default None: only at the end of epochs).
 
     Raises:
-        SetupError: *every_n_train_steps* is less than 1. In ``fit``, on every worker: ``RunConfig(storage_path=...)`` is
-            not a folder that all workers share, or the strategy has ``async_checkpoints``.
+        SetupError: *every_n_train_steps* is less than 1. In ``fit``, on every worker: ``RunConfig(storage_path=...)``
+            is not a folder that all workers share, or the strategy has ``async_checkpoints``.
     """
 
     def __init__(self, every_n_train_steps: int | None = None) -> None:
@@ -116,7 +117,7 @@ class ReportToRay(Checkpoint):
         )
 
 
-def _together(check: Any, failed: str) -> None:
+def _together(check: Callable[[], None], failed: str) -> None:
     on_all_ranks(check, failed, dist.group.WORLD if dist.is_initialized() else None)
 
 
@@ -149,9 +150,8 @@ def _check_storage(trainer: pl.Trainer) -> None:
     kind, folder = storage.storage_filesystem.type_name, storage.experiment_fs_path
     if kind != "local" or not Path(folder).is_dir():
         raise SetupError(
-            f"the folder of the run is {folder!r} in a file system of type {kind!r}, and this worker does not see it."
-            " All workers write one checkpoint together: set RunConfig(storage_path=...) to a folder that all nodes"
-            " share"
+            f"the run is stored at {folder!r} in a file system of type {kind!r}, which is no folder on this node. All"
+            " workers write a checkpoint together, so set RunConfig(storage_path=...) to a folder that all nodes share"
         )
     if getattr(trainer.strategy, "_async_checkpoints", False):
         raise SetupError(

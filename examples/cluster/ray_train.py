@@ -4,9 +4,9 @@
     python -m examples.cluster.ray_train --storage /shared/folder --model language --strategy llm_1f1b_pipeline
     python -m examples.cluster.ray_train --storage /shared/folder --tune serial,prefetch
 
-A checkpoint is written after each epoch and every 50 steps. If a worker is lost, Ray starts all workers again, up to
-three times, and training continues from the latest checkpoint to the same values. The example needs
-``pip install 'lightning-pipe[ray]'`` and a folder that all nodes share.
+A checkpoint is written after each epoch and every --save-every steps. If a worker is lost, Ray restarts all workers, up
+to three times, and training continues from the latest checkpoint to the same values. The example needs
+``pip install 'lightning-pipe[ray]'``, the extras of the model, and a folder that all nodes share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from lightning_pipe.ray import RayLightningEnvironment, ReportToRay, latest_checkpoint, prepare_trainer
 
-DEFAULTS = {"model": "recommender", "strategy": "recsys_prefetch_pipeline", "epochs": 1, "nodes": 1}
+DEFAULTS = {
+    "model": "recommender",
+    "strategy": "recsys_prefetch_pipeline",
+    "epochs": 1,
+    "save_every": 50,
+    "nodes": 1,
+}
 
 
 def recommender() -> tuple[pl.LightningModule, pl.LightningDataModule]:
@@ -44,14 +50,14 @@ def language_model() -> tuple[pl.LightningModule, pl.LightningDataModule]:
 MODELS = {"recommender": recommender, "language": language_model}
 
 
-def train_worker(config: dict[str, Any], callbacks: tuple[pl.Callback, ...] = ()) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     """Train in one of Ray's workers.
 
     Args:
-        config: values in place of those of ``DEFAULTS``.
-        callbacks: further callbacks.
+        config: values in place of those of ``DEFAULTS``; ``callbacks`` and ``trainer`` are further callbacks and
+            arguments of the trainer.
     """
-    config = {**DEFAULTS, **config}
+    config = {**DEFAULTS, "callbacks": [], "trainer": {}, **config}
     workers = ray.train.get_context().get_world_size()
     pl.seed_everything(1)
     module, data = MODELS[config["model"]]()
@@ -61,10 +67,11 @@ def train_worker(config: dict[str, Any], callbacks: tuple[pl.Callback, ...] = ()
         num_nodes=config["nodes"],
         strategy=config["strategy"],
         plugins=[RayLightningEnvironment()],
-        callbacks=[*callbacks, ReportToRay(every_n_train_steps=50)],
+        callbacks=[*config["callbacks"], ReportToRay(every_n_train_steps=config["save_every"])],
         max_epochs=config["epochs"],
         logger=False,
         enable_progress_bar=False,
+        **config["trainer"],
     )
     prepare_trainer(trainer).fit(module, data, ckpt_path=latest_checkpoint())
 
@@ -114,6 +121,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULTS["model"])
     parser.add_argument("--strategy", default=DEFAULTS["strategy"])
     parser.add_argument("--epochs", type=int, default=DEFAULTS["epochs"])
+    parser.add_argument("--save-every", type=int, default=DEFAULTS["save_every"], help="steps between checkpoints")
     parser.add_argument("--nodes", type=int, default=DEFAULTS["nodes"])
     parser.add_argument("--workers", type=int, default=2, help="number of workers on all nodes together")
     parser.add_argument("--gpu", action="store_true", help="give each worker a GPU")
