@@ -131,7 +131,7 @@ def _check(trainer: pl.Trainer) -> None:
                 " ScalingConfig(num_workers=1), with all devices in resources_per_worker"
             )
         return
-    environment = strategy.cluster_environment
+    environment = getattr(strategy, "cluster_environment", None)
     if not isinstance(environment, RayLightningEnvironment):
         raise SetupError(
             f"the trainer finds its ranks with {type(environment).__name__}, expected RayLightningEnvironment. Give the"
