@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -126,15 +128,35 @@ def cluster() -> Iterator[None]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would kill workers if other processes of the machine use its memory.
         "RAY_memory_monitor_refresh_ms": "0",
+        # Workers import torch, which takes minutes on a busy machine: with its defaults, Ray would restart them.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(HANG),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(HANG),
+        "RAY_worker_register_timeout_seconds": str(int(HANG)),
+        "RAY_health_check_failure_threshold": "1000",
     }
     # The paths of Ray's sockets in it must be short.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    os.environ["LIGHTNING_PIPE_TEST_RAY"] = folder
     try:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=2**27, _temp_dir=folder)
         yield
     finally:
         ray.shutdown()
+        # Workers end some time after Ray's daemons, after an interrupt even minutes.
+        for process in processes(f"LIGHTNING_PIPE_TEST_RAY={folder}"):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes(variable: str) -> list[int]:
+    """Processes that were started with an environment variable."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if variable.encode() in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
 
 
 def batches(folder: Path, rank: int) -> list[tuple[int, float]]:
