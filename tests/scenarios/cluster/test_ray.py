@@ -34,8 +34,8 @@ class Model:
     """A model of the example.
 
     Attributes:
-        config: of the example, whose run loses a worker.
-        yaml: configuration and options of the same training under torchrun.
+        config: values for the example.
+        yaml: configuration file and options of the same training under torchrun.
         killed_after: number of the batch after which the worker is lost; two checkpoints precede it.
     """
 
