@@ -44,6 +44,8 @@ class Killed(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == self._after and not self._mark.exists():
             self._mark.touch()
+            # Ray takes note of a checkpoint seconds after it was reported.
+            ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
