@@ -101,16 +101,19 @@ def train(
 
 
 def tune(plans: list[str], config: dict[str, Any], storage: str, workers: int = 2) -> ray.tune.ResultGrid:
-    """Train once under each plan, one run after the other."""
+    """Train once under each plan, one run after the other. Ray needs a CPU more than for the workers."""
 
     def trial(choice: dict[str, Any]) -> None:
         strategy = choice["strategy"]
         train({**config, **choice}, storage, f"tune_{strategy}", workers, callbacks=[TuneReportCallback()])
 
     space = {"strategy": ray.tune.grid_search([f"recsys_{plan}_pipeline" for plan in plans])}
-    once = ray.tune.TuneConfig(max_concurrent_trials=1)
-    # A trial only waits for its workers.
-    tuner = ray.tune.Tuner(ray.tune.with_resources(trial, {"cpu": 0}), param_space=space, tune_config=once)
+    tuner = ray.tune.Tuner(
+        trial,
+        param_space=space,
+        tune_config=ray.tune.TuneConfig(max_concurrent_trials=1),
+        run_config=ray.tune.RunConfig(name="tune", storage_path=storage),
+    )
     return tuner.fit()
 
 

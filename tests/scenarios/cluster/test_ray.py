@@ -138,7 +138,8 @@ def cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     os.environ["LIGHTNING_PIPE_TEST_RAY"] = folder
     try:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=2**27, _temp_dir=folder)
+        # One for each worker, and one for a trial of Ray Tune.
+        ray.init(num_cpus=3, include_dashboard=False, object_store_memory=2**27, _temp_dir=folder)
         yield
     finally:
         ray.shutdown()
