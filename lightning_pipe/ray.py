@@ -40,15 +40,12 @@ _NAME = "checkpoint.ckpt"
 
 
 def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
-    """Check that a trainer fits the workers that Ray has started. Every worker calls this function before ``fit``.
+    """Check that a trainer fits the workers that Ray has started, and return it. Each worker calls this before ``fit``.
 
     Args:
         trainer: trainer with a strategy of this package or of Ray, and with
             ``plugins=[lightning_pipe.ray.RayLightningEnvironment()]``. ``devices`` is the number of workers per node,
             and ``num_nodes`` the number of nodes.
-
-    Returns:
-        The same trainer.
 
     Raises:
         SetupError: on every worker, if the plugin is missing, ``devices`` or ``num_nodes`` does not fit the workers of
