@@ -26,9 +26,11 @@ def own_processes() -> ClusterEnvironment | None:
     and no other process of it runs the script. Lightning's ``SLURMEnvironment`` would wait for ``SLURM_NTASKS`` ranks.
 
     Returns:
-        None in a job step, under torchrun, and outside of Slurm, where Lightning's choice is right.
+        None in a job step, under torchrun, in a worker of Ray, and outside of Slurm, where the choice of Lightning and
+        the trainer's plugins is right.
     """
-    if not _in_allocation() or TorchElasticEnvironment.detect():
+    # Ray may run in an allocation; its workers get their environment from lightning_pipe.ray.
+    if not _in_allocation() or TorchElasticEnvironment.detect() or "RAY_JOB_ID" in os.environ:
         return None
     # Whoever numbers the nodes starts the script on each of them.
     return LightningEnvironment() if {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() else _OnOneNode()

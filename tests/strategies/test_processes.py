@@ -66,6 +66,13 @@ def test_torchrun_in_a_batch_script_says_who_is_a_rank(slurm: None) -> None:
     assert isinstance(environment_of(trainer(recsys(), devices=2)), TorchElasticEnvironment)
 
 
+@pytest.mark.parametrize("slurm", [{**BATCH_SCRIPT, "RAY_JOB_ID": "01000000"}], indirect=True)
+def test_a_worker_of_a_ray_in_an_allocation_is_the_rank_that_its_plugin_says(slurm: None) -> None:
+    assert own_processes() is None
+    plugin = LightningEnvironment()
+    assert environment_of(trainer(recsys(), plugins=[plugin])) is plugin
+
+
 def test_outside_of_slurm_the_choice_is_lightnings() -> None:
     assert own_processes() is None
 
