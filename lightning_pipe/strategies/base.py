@@ -244,9 +244,6 @@ class DistributedStrategy(DDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        if self._flight_dump is not None:
-            self._flight_dump.stop()
-            self._flight_dump = None
         super().teardown()
         self._note_end()
 
@@ -263,6 +260,9 @@ class DistributedStrategy(DDPStrategy):
     def _note_end(self) -> None:
         """Record if the call completed. If so, no rank is in a collective and leaving the process group cannot hang."""
         global _ended_well
+        if self._flight_dump is not None:
+            self._flight_dump.stop()
+            self._flight_dump = None
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 

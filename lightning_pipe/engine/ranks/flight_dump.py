@@ -57,9 +57,7 @@ class FlightDump:
         self._nccl_dump = Path(f"{turn_on(str(folder / 'flight_nccl_rank_'))}{rank}")
         self._ended = threading.Event()
         seen = self._changes()
-        self._thread = threading.Thread(
-            target=self._watch, args=(seen,), name="lightning_pipe-flight-dump", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, args=(seen,), name="lightning_pipe-flight", daemon=True)
         self._thread.start()
 
     def note(self, error: BaseException) -> None:
