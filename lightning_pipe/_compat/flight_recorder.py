@@ -35,7 +35,7 @@ def turn_on(nccl_dump: str) -> str:
 
 
 def recorded() -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Latest collectives, oldest first, and the number of completed ones by group; empty if nothing is recorded.
+    """Latest collectives, oldest first, and the number of completed ones by group; else empty.
 
     A collective of Gloo that failed counts as completed.
     """

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipe.cli.main import main
 from lightning_pipe.engine.ranks.flight_dump import places
 from tests.distributed import run_ranks
 from tests.loops.models import Net
@@ -93,10 +94,14 @@ def test_the_dumps_say_batch_task_and_code_of_each_rank(asked_for: Path) -> None
         assert "in TrainBatch of iteration 2" in found["tasks"]
 
 
-def test_diagnose_says_who_waits_for_whom_and_where_that_one_is(asked_for: Path) -> None:
+def test_diagnose_says_who_waits_for_whom_and_where_that_one_is(
+    asked_for: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not dump_of(asked_for, 0)["collectives"]:
         pytest.skip("this PyTorch does not record Gloo's collectives")
-    found = diagnosed(asked_for)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["diagnose", str(asked_for)]) == 0
+    found = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert re.search(r"In group 'default_pg' \(ranks 0, 1\), rank 0 waits in all_reduce \d+ for rank 1", found), found
     assert re.search(r"Rank 1 is in TrainBatch of iteration 2 at test_hangs.py:\d+ ask_until_rank_0_waits", found), (
         found
