@@ -90,6 +90,8 @@ def _read(file: Path) -> Dump:
         one["collective_seq_id"] = int(one["collective_seq_id"])
     own = next((one for one in dump["stack"] if not _LIBRARIES.search(one)), dump["stack"][0])
     cells = dump["host"], dump["batch"], "\n".join(dump["tasks"]), _last(dump), own.rpartition("/")[2]
+    if not all(isinstance(text, str) for text in cells):
+        raise TypeError(file)
     return {**dump, **dict(zip(_CELLS, map(printable, cells), strict=True))}
 
 

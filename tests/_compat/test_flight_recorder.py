@@ -21,7 +21,8 @@ RECORDS = pytest.mark.skipif(VERSION < (2, 14), reason="records of Gloo are know
 
 
 def collectives(rank: int, size: int) -> Any:
-    ours, described = new_group(), dist.new_group(group_desc="described")
+    ours: Any = new_group()
+    described: Any = dist.new_group(group_desc="described")
     dist.all_reduce(torch.ones(4))
     for group in (ours, described):
         dist.broadcast(torch.ones(2), 0, group=group)

@@ -381,7 +381,8 @@ def waiting(*shares: float) -> list[StepUse]:
 def test_a_straggler_costs_what_the_next_slowest_rank_waits_longer() -> None:
     found = find_straggler(waiting(0.3, 0.02, 0.2))
     assert found is not None
-    assert (found.rank, found.host, found.cost) == (1, "node1", pytest.approx(0.18))
+    assert (found.rank, found.host) == (1, "node1")
+    assert found.cost == pytest.approx(0.18)
     assert found.text == (
         "straggler: all ranks wait for rank 1 on host node1, which costs 18 % of the step, most of it in DenseForward"
     )
@@ -420,7 +421,7 @@ def two_ranks(rank: int, world_size: int, slow: dict[int, float], forwards: floa
 
     monitor = PipelineMonitor()
     read: Any = time.perf_counter
-    time.perf_counter = lambda: clock.now  # type: ignore[assignment]
+    time.perf_counter = lambda: clock.now
     ran = Meter.ran
 
     def waits(self: Meter, task: str, begun: float) -> None:

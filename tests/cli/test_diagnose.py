@@ -158,7 +158,7 @@ def test_a_dump_with_fields_of_other_types_is_refused(
     path = write(tmp_path, 0, [collective("all_reduce", 1)])
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert main(["diagnose", str(tmp_path)]) == 1
-    assert "expected a flight dump; the file is truncated, damaged, or another one" in capsys.readouterr().err
+    assert "expected a flight dump, got a damaged or truncated file, or another one" in capsys.readouterr().err
 
 
 def test_control_characters_of_a_dump_do_not_reach_the_terminal(
