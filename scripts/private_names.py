@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PROJECTS = ("fbgemm_gpu", "lightning", "torch", "torchmetrics", "torchrec", "transformers")
-# Public names that begin with an underscore: of named tuples, and of ``os``.
-PUBLIC = ("_", "_asdict", "_exit", "_fields", "_replace")
+# Public names that begin with an underscore: of named tuples, ``os`` and ``sys``.
+PUBLIC = ("_", "_asdict", "_current_frames", "_exit", "_fields", "_replace")
 PACKAGE = Path(__file__).parent.parent / "lightning_pipe"
 
 

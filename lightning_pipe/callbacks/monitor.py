@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe._compat.lightning import batch_sizes
 from lightning_pipe.callbacks.common import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
-from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
+from lightning_pipe.callbacks.verdict import (
+    StepUse,
+    Straggler,
+    Verdict,
+    find_straggler,
+    find_verdict,
+    forward_wait,
+    rank_waits,
+)
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
@@ -25,6 +36,7 @@ from lightning_pipe.strategies.running_work import running
 __all__ = ["PipelineMonitor", "leave_step_out"]
 
 _FEWEST = 3  # iterations of an epoch below which no verdict is given
+_LATEST = 1000  # steps of an epoch over which the median wait is taken
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,12 @@ class PipelineMonitor(pl.Callback):
     same as in the previous epoch, and once more at the end of fit. Validation is excluded, and so is the first batch of
     each epoch, which includes filling the pipeline.
 
+    If all other ranks wait longer for messages and worker threads than one rank, and the difference is more than 5 % of
+    the step, that rank is a straggler: the report names it, its host, and the activity in which it is slower. Its cost
+    is the share of the step that would be saved if it were as fast as the next slowest rank. It is computed from the
+    median of each rank over the latest 1000 steps of the epoch, so single slow batches do not count. Waits inside of a
+    task, as in the backward under ``pipeline`` and in the schedule under ``llm_*``, are not seen.
+
     Args:
         every_n_steps: logging interval in batches (default None: the trainer's ``log_every_n_steps``).
         prog_bar: also show iteration time and throughput in the progress bar (default False).
@@ -117,6 +135,7 @@ class PipelineMonitor(pl.Callback):
         self._verdict: Verdict | None = None
         self._printed: Verdict | None = None
         self._window, self._epoch = _Sum(), _Sum()
+        self._wait_shares: deque[float] = deque(maxlen=_LATEST)
         # State of the current step: counters at its start, excluded time, batches in flight and samples.
         self._before: _Reading | None = None
         self._paused = self._pause_began = 0.0
@@ -132,6 +151,11 @@ class PipelineMonitor(pl.Callback):
     def verdict(self) -> str | None:
         """Diagnosis of the last epoch; None before the first one."""
         return None if self._verdict is None else self._verdict.text
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """Rank that the others waited for in the last epoch, with its host and cost; None if there is none."""
+        return None if self._verdict is None else self._verdict.straggler
 
     def leave_out(self, following: int = 0) -> None:
         """Exclude the current step from the means, because it includes work that is not training.
@@ -156,6 +180,7 @@ class PipelineMonitor(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._epoch = _Sum(), _Sum()
+        self._wait_shares.clear()
         self.leave_out()
 
     def on_train_batch_start(
@@ -173,8 +198,10 @@ class PipelineMonitor(pl.Callback):
         if self._before is not None and self._following:
             self._following -= 1
         elif self._before is not None and self._before.meter is now.meter:
-            for total in (self._window, self._epoch):
+            step = _Sum()
+            for total in (self._window, self._epoch, step):
                 total.add(self._before, now, self._paused, self._in_flight, self._samples)
+            self._wait_shares.append(rank_waits(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
         self._before, self._paused = now, 0.0
         self._trained += 1
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
@@ -189,7 +216,10 @@ class PipelineMonitor(pl.Callback):
         self._paused += time.perf_counter() - self._pause_began
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        own = self._epoch.mean() if self._epoch.iterations >= _FEWEST else None
+        own = None
+        if self._epoch.iterations >= _FEWEST:
+            share = statistics.median(self._wait_shares)
+            own = replace(self._epoch.mean(), wait_share=share, host=socket.gethostname())
         found = gather(own, self._group)
         known = [one for one in found if one is not None]
         self._use = known if len(known) == len(found) else []
@@ -203,8 +233,10 @@ class PipelineMonitor(pl.Callback):
             has_pipe=running(trainer.strategy).has_pipe,
             one_host=self._one_host,
         )
-        self._verdict = replace(verdict, text=f"epoch {trainer.current_epoch}: {verdict.text}")
-        if self._printed is None or self._printed.kind != verdict.kind:
+        straggler = find_straggler(self._use)
+        text = f"epoch {trainer.current_epoch}: {verdict.text}{f'; {straggler.text}' if straggler else ''}"
+        self._verdict = replace(verdict, text=text, straggler=straggler)
+        if self._printed is None or _subject(self._printed) != _subject(self._verdict):
             self._print(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -249,6 +281,10 @@ def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:
     for one in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(one, PipelineMonitor):
             one.leave_out(following)
+
+
+def _subject(verdict: Verdict) -> tuple[str, int | None]:
+    return verdict.kind, verdict.straggler.rank if verdict.straggler else None
 
 
 def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:

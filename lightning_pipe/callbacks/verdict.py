@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 
-__all__ = ["StepUse", "Verdict", "find_verdict", "forward_wait"]
+__all__ = ["StepUse", "Straggler", "Verdict", "find_straggler", "find_verdict", "forward_wait", "rank_waits"]
 
 # Tasks that spend their time waiting for other ranks, if there are several.
 _FORWARD_WAITS = ("EmbInputDistWait", "EmbPrefetch")
@@ -23,6 +23,8 @@ _BACKWARD_WAITS = ("FinalizeGrads",)
 _COPIES = ("H2DAndShuffle", "H2D")
 # Share of a step below which a cause is not worth a change.
 _MUCH = 0.1
+# Share of a step above which a straggler is named.
+_COSTLY = 0.05
 # Number of steps from which their mean is considered representative, so that a number of workers is computed from it.
 _ENOUGH = 10
 # Batches that each worker of PyTorch's DataLoader prefetches (``prefetch_factor``).
@@ -42,6 +44,8 @@ class StepUse:
         tasks: time in each task that the main thread runs itself.
         in_flight: number of batches started and not yet trained.
         samples: number of samples of a batch; None if it is unknown.
+        wait_share: median over steps of the share of a step that the main thread waits for other ranks or workers.
+        host: name of the rank's host.
     """
 
     steps: int
@@ -52,6 +56,25 @@ class StepUse:
     tasks: Mapping[str, float] = field(default_factory=dict)
     in_flight: float = 1.0
     samples: float | None = None
+    wait_share: float = 0.0
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Rank that all other ranks wait for.
+
+    Args:
+        rank: its index.
+        host: name of its host.
+        cost: share of the step that would be saved if the rank were as fast as the next slowest one.
+        text: sentence with these and the activity in which the rank is slower than the others.
+    """
+
+    rank: int
+    host: str
+    cost: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -63,10 +86,32 @@ class Verdict:
             share a host), ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
             ``"compute-bound"``.
         text: sentence with the bottleneck, its share of the step and advice.
+        straggler: rank that the others wait for; None if no single rank costs more than 5 % of the step (default).
     """
 
     kind: str
     text: str
+    straggler: Straggler | None = None
+
+
+def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
+    """Find the rank that waits least, if all others wait longer by more than 5 % of the step.
+
+    Args:
+        uses: step times, one entry per rank, with the median ``wait_share``.
+    """
+    if len(uses) < 2:
+        return None
+    slowest, second = sorted(range(len(uses)), key=lambda rank: uses[rank].wait_share)[:2]
+    cost = uses[second].wait_share - uses[slowest].wait_share
+    if cost <= _COSTLY:
+        return None
+    work = [{**one.tasks, "data loader": one.loader} for one in uses]
+    others = [one for rank, one in enumerate(work) if rank != slowest]
+    more = {name: seconds - min(one.get(name, 0.0) for one in others) for name, seconds in work[slowest].items()}
+    where = f"rank {slowest} on host {uses[slowest].host}"
+    text = f"straggler: all ranks wait for {where}, which costs {100 * cost:.0f} % of the step, most of it in"
+    return Straggler(slowest, uses[slowest].host, cost, f"{text} {max(more, key=lambda name: more[name])}")
 
 
 def forward_wait(use: StepUse, ranks: int) -> float:
@@ -95,7 +140,7 @@ def find_verdict(
     """
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
-    waits = [_waits(use, ranks) / use.seconds for use in uses]
+    waits = [rank_waits(use, ranks) / use.seconds for use in uses]
     slowest, fastest = waits.index(min(waits)), waits.index(max(waits))
     slow_loader = loaders.index(max(loaders))
     first = uses[0]
@@ -148,7 +193,8 @@ def find_verdict(
     )
 
 
-def _waits(use: StepUse, ranks: int) -> float:
+def rank_waits(use: StepUse, ranks: int) -> float:
+    """Seconds of a step in which the main thread waits for other ranks or worker threads."""
     backward = sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS) if ranks > 1 else 0.0
     return forward_wait(use, ranks) + backward + use.other_loaders
 

@@ -55,6 +55,7 @@ examples:
   lightning-pipe bubble --config examples/llm_text/1f1b.yaml
   lightning-pipe llm estimate --config examples/llm_text/1f1b.yaml --memory 80GB --compare
   lightning-pipe checkpoint export FOLDER FILE
+  lightning-pipe diagnose FOLDER
 """
 
 _BUBBLE = """\
@@ -226,8 +227,19 @@ def _look(arguments: list[str]) -> None:
         action="store_true",
         help="allow classes other than tensors and plain types, which can run arbitrary code when they are loaded",
     )
+    dumps = commands.add_parser(
+        "diagnose",
+        help="show where each rank of a run that hung was: diagnose FOLDER",
+        description="Show where each rank of a run that hung was, and which rank waits for which in a collective, from"
+        " the files flight_rank_*.json that the ranks have written into the trainer's default_root_dir.",
+    )
+    dumps.add_argument("paths", metavar="PATH", nargs="+", help="folder of flight dumps, or a dump")
     options = parser.parse_args(arguments)
-    if options.command == "checkpoint":
+    if options.command == "diagnose":
+        from lightning_pipe.cli.diagnose import diagnose  # lazy: rarely needed
+
+        diagnose(options.paths)
+    elif options.command == "checkpoint":
         from lightning_pipe.checkpoints.export import export_checkpoint  # lazy: rarely needed
 
         if os.path.lexists(options.file) and not options.force:

@@ -24,10 +24,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.flight_dump import FlightDump
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.data.stateful_loaders import shuffled_over_ranks
+from lightning_pipe.loops.programs.user_errors import is_of_group
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.strategies.processes import check_nodes, own_processes
 
@@ -113,6 +115,8 @@ class DistributedStrategy(DDPStrategy):
     logs_for_all = False
     # Evaluation batch in progress that only some ranks have.
     _turn: Turn | None = None
+    # Writes this rank's state if the run hangs; None for a single rank.
+    _flight_dump: FlightDump | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
@@ -150,6 +154,7 @@ class DistributedStrategy(DDPStrategy):
             users = dist.is_initialized()
             # Stays alive during set-up: rank 0's store is the server of the store that PyTorch creates.
             store = None if users else self._wait_for_all_ranks()
+            self._flight_dump = self._start_flight_dump(ranks)
             super().setup_distributed()
             del store
             if not users:
@@ -229,13 +234,35 @@ class DistributedStrategy(DDPStrategy):
         else:
             self._turn.call("barrier")
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Write this rank's state to a file if a collective has failed."""
+        dump, self._flight_dump = self._flight_dump, None
+        if dump is not None and (is_of_group(exception) or is_of_group(exception.__cause__)):
+            dump.note(exception)
+        elif dump is not None:
+            dump.stop()
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         super().teardown()
         self._note_end()
 
+    def _start_flight_dump(self, ranks: int) -> FlightDump:
+        assert self.cluster_environment is not None
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        folder = "." if trainer is None or "://" in trainer.default_root_dir else trainer.default_root_dir
+
+        def batch() -> str:
+            return "" if trainer is None else f"{trainer.current_epoch}, {max(trainer.fit_loop.batch_idx, 0)}"
+
+        return FlightDump(Path(folder).absolute(), self.cluster_environment.global_rank(), ranks, batch)
+
     def _note_end(self) -> None:
         """Record if the call completed. If so, no rank is in a collective and leaving the process group cannot hang."""
         global _ended_well
+        if self._flight_dump is not None:
+            self._flight_dump.stop()
+            self._flight_dump = None
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,12 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
-from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict
+from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_straggler, find_verdict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
-from tests.strategies.cases import Memory
+from tests.distributed import run_ranks
+from tests.strategies.cases import Clicks, Memory, collate, recsys
+from tests.strategies.cases import Rows as ClickRows
 
 # ---------------------------------------------------------------------- what a step consists of
 
@@ -362,3 +365,101 @@ def test_a_plan_without_the_recsys_tasks_is_not_advised_another_recsys_plan() ->
 
     tasks: Sequence[Any] = [(PipelineTask("FinalizeGrads", nothing), TaskSchedule())]
     assert "recsys" not in of(*2 * [use(EmbInputDistWait=3.0)], plan=PipelinePlan(tasks)).text
+
+
+# ---------------------------------------------------------------------- who holds the others up
+
+
+def waiting(*shares: float) -> list[StepUse]:
+    """A step of ten seconds on each rank, of which it waits a share, and otherwise is in DenseForward."""
+    return [
+        StepUse(20, 10.0, 0.0, tasks={"DenseForward": 10 * (1 - share)}, wait_share=share, host=f"node{rank}")
+        for rank, share in enumerate(shares)
+    ]
+
+
+def test_a_straggler_costs_what_the_next_slowest_rank_waits_longer() -> None:
+    found = find_straggler(waiting(0.3, 0.02, 0.2))
+    assert found is not None
+    assert (found.rank, found.host) == (1, "node1")
+    assert found.cost == pytest.approx(0.18)
+    assert found.text == (
+        "straggler: all ranks wait for rank 1 on host node1, which costs 18 % of the step, most of it in DenseForward"
+    )
+
+
+def test_a_straggler_whose_loader_is_slow_is_said_to_be_so() -> None:
+    one, other = waiting(0.3, 0.0)
+    found = find_straggler([one, replace(other, loader=3.0, tasks={"DenseForward": 7.0})])
+    assert found is not None
+    assert found.text.endswith("most of it in data loader")
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(0.3,), (0.05, 0.0), (0.3, 0.0, 0.01), (0.0, 0.0, 0.0)],
+    ids=["one rank", "5 %", "two equally slow ranks", "no waits"],
+)
+def test_no_rank_is_named_where_none_alone_costs_more_than_a_twentieth(shares: tuple[float, ...]) -> None:
+    assert find_straggler(waiting(*shares)) is None
+
+
+class OwnTime:
+    """The clock of a rank, in the place of ``time.perf_counter``: it moves only where the rank says."""
+
+    now = 0.0
+
+
+def two_ranks(rank: int, world_size: int, slow: dict[int, float], forwards: float) -> Any:
+    """Fit of six batches; in its forward, rank 1 is slower by *slow* seconds, by batch, which rank 0 waits for."""
+    clock = OwnTime()
+
+    class Slow(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.now += forwards + (slow.get(batch_idx, 0.0) if rank == 1 else 0.0)
+            return super().training_step(batch, batch_idx)
+
+    monitor = PipelineMonitor()
+    read: Any = time.perf_counter
+    time.perf_counter = lambda: clock.now
+    ran = Meter.ran
+
+    def waits(self: Meter, task: str, begun: float) -> None:
+        if task == "FinalizeGrads" and rank == 0:
+            clock.now += slow.get(waits.batch, 0.0)  # type: ignore[attr-defined]
+        waits.batch += task == "FinalizeGrads"  # type: ignore[attr-defined]
+        ran(self, task, begun)
+
+    waits.batch = 0  # type: ignore[attr-defined]
+    Meter.ran = waits  # type: ignore[method-assign]
+    try:
+        used = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=recsys("serial"),
+            callbacks=[monitor],
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        used.fit(Slow(), DataLoader(ClickRows(12), batch_size=1, collate_fn=collate))
+    finally:
+        time.perf_counter, Meter.ran = read, ran  # type: ignore[method-assign]
+    found = monitor.straggler
+    return monitor.verdict, found and (found.rank, found.host, round(found.cost, 3))
+
+
+def test_the_slow_one_of_two_ranks_is_named_on_both() -> None:
+    for verdict, straggler in run_ranks(two_ranks, 2, dict.fromkeys(range(6), 2.0), 8.0):
+        assert straggler == (1, socket.gethostname(), 0.2)
+        assert f"all ranks wait for rank 1 on host {socket.gethostname()}, which costs 20 % of the step" in verdict
+        assert verdict.endswith("most of it in DenseForward")
+
+
+def test_a_single_slow_batch_makes_no_straggler() -> None:
+    for verdict, straggler in run_ranks(two_ranks, 2, {3: 1000.0}, 8.0):
+        assert straggler is None
+        assert "straggler" not in verdict

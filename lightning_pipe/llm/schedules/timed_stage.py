@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_pipe._compat.pipelining import make_detachable
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
+from lightning_pipe.engine.ranks.flight_dump import places
 
 __all__ = ["TimedStage", "median_durations"]
 
@@ -137,13 +138,18 @@ class TimedStage(PipelineStage):
         return timed
 
     def _note(self, kind: str, microbatch: int, wait: str | None, work: Callable[[], Any]) -> Any:
+        action = f"{kind} of micro-batch {microbatch} in stage {self.stage_index}"
+        places["stages"] = action, None, False
         if not self._recording():
-            return work()
+            value = work()
+            places["stages"] = action, None, True
+            return value
         start = self._now()
         if wait is not None:
             idle = max(self._asked, self._events[-1].end if self._events else 0.0)
             self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
+        places["stages"] = action, None, True
         self._events.append(microbatch_bar(self.stage_index, kind, microbatch, start, self._now()))
         return value
 

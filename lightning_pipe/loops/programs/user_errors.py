@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_pipe.engine import PipelineError, TaskError
 from lightning_pipe.engine.common.errors import text_of
 
-__all__ = ["note_lost_rank", "user_error"]
+__all__ = ["is_of_group", "note_lost_rank", "user_error"]
 
 
 def user_error(error: TaskError) -> BaseException:
@@ -35,9 +35,13 @@ def user_error(error: TaskError) -> BaseException:
 _LOST = "another rank has ended, or does not answer. See the output of that rank for the cause"
 
 
+def is_of_group(error: BaseException | None) -> bool:
+    """Return True for an error of a process group: a timeout, or the loss of another rank."""
+    text = "" if error is None else text_of(error)
+    return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
+
+
 def note_lost_rank(error: BaseException, world_size: int) -> None:
     """Add a note to errors of a process group that are caused by the loss of another rank."""
-    text = text_of(error)
-    of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
-    if world_size > 1 and of_group and _LOST not in getattr(error, "__notes__", ()):
+    if world_size > 1 and is_of_group(error) and _LOST not in getattr(error, "__notes__", ()):
         error.add_note(_LOST)
