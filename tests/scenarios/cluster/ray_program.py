@@ -55,7 +55,7 @@ def wrong_trainers(config: dict[str, Any]) -> None:
 
     rank = ray.train.get_context().get_world_rank()
     right: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False}
-    environment = [RayLightningEnvironment()]
+    environment: list[Any] = [RayLightningEnvironment()]
     asynchronous = RecsysPipelineStrategy("serial", async_checkpoints=True)
 
     def prepare(**arguments: Any) -> None:

@@ -193,6 +193,8 @@ def test_training_continues_after_a_killed_worker_to_the_bits_of_torchrun(
         if rank == 0:
             assert trained == [(number, expected.losses[number]) for number in numbers]
 
+    assert result.metrics is not None
+    assert result.checkpoint is not None
     assert validation(result.metrics) == expected.validation
     assert validation(result.metrics)
     state = state_of(Path(result.checkpoint.path, "checkpoint.ckpt"), tmp_path)
@@ -208,7 +210,7 @@ def test_two_plans_in_ray_tune_train_to_the_bits_of_torchrun(cluster: None, torc
     from examples.cluster.ray_train import tune
 
     plans = ["serial", "prefetch"]
-    results = tune(plans, {"model": "recommender"}, str(tmp_path))
+    results: Any = tune(plans, {"model": "recommender"}, str(tmp_path))
     assert not results.errors
     expected = torchrun("recommender")
     assert [validation(one.metrics) for one in results] == [expected.validation] * 2
