@@ -80,9 +80,12 @@ class ModelKeeper:
                 del optimizer.state[parameter]
             for parameter, state in states.items():
                 _restore(optimizer.state[parameter], state)
+        replicated = self._sharded.replicated_optimizers
         for optimizer, groups in zip(self._optimizers, kept.groups, strict=True):
+            # The rates of all tables are left as they are: the model sets a rate only when it changes.
+            alone = ("params", "lr") if any(optimizer is one for one in replicated) else ("params",)
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _restore(group, {**values, "params": group["params"]}, alone=("params",))
+                _restore(group, {**values, "params": group["params"]}, alone)
         self._sharded.forget_gradients()
         # Gradients as the module's optimizer_zero_grad() left them: possibly zeros, or sums over several batches.
         for (_, parameter), gradient in zip(self._sharded.dense_parameters(), kept.gradients, strict=True):

@@ -106,6 +106,23 @@ def test_what_optimisers_and_gradients_hold_is_put_back(kind: type[Measured]) ->
     assert same(runs[1], runs[0]) == []
 
 
+class Scheduled(Measured):
+    """Another learning rate in each step, which tables follow."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def with_schedule(rank: int, world_size: int) -> list[str]:
+    return same(*(trained("serial", profiles, kind=Scheduled) for profiles in (Profiles(["DenseForward"]), None)))
+
+
+def test_replicated_tables_continue_with_the_schedules_rate() -> None:
+    assert run_ranks(with_schedule, 2) == [[], []]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.1},
