@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
+from lightning_pipe.checkpoints.inert_values import _Refused
 from lightning_pipe.checkpoints.remote_folder import local_copy, open_folder, place_of
+from lightning_pipe.checkpoints.torch_file import load_torch_file
 from lightning_pipe.engine.common.durable_files import sync_name, write_file
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
-from lightning_pipe.recsys.dynamic.store.tensor_file import read_tensors
 
 __all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "write_rows"]
 
@@ -231,8 +232,8 @@ def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
         if (found := checksum(file)) != listed.crc32:
             raise ValueError(f"{listed.name} has the checksum {found}, expected {listed.crc32}")
         try:
-            return _checked(read_tensors(file), listed, columns)
-        except ValueError as error:
+            return _checked(load_torch_file(file, size, {}), listed, columns)
+        except (ValueError, _Refused) as error:
             raise ValueError(f"{listed.name}: {error}") from error
 
 
@@ -251,8 +252,8 @@ def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRow
 
 
 def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        raise ValueError(f"{name} is not a tensor with rows")
+    if type(value) is not torch.Tensor or not value.dim() or not value.is_contiguous() or value.requires_grad:
+        raise ValueError(f"{name} is not a plain tensor with rows")
     shape, dtype = (tuple(value.shape[1:]), value.dtype) if expected is None else expected
     if (tuple(value.shape), value.dtype) != ((rows, *shape), dtype):
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}, expected {dtype} {[rows, *shape]}")
