@@ -19,7 +19,6 @@ from torch.distributed.run import get_args_parser
 
 from lightning_pipe.strategies import LLMPipelineStrategy, RecsysPipelineStrategy, export_checkpoint
 from tests.patience import HANG
-from tests.running_in import running_in
 from tests.scenarios.cluster.kubernetes import (
     FOLDER,
     ROOT,
@@ -110,7 +109,7 @@ def test_the_job_restarts_a_pod_after_its_predecessor_has_ended_and_needs_all() 
     assert spec["backoffLimitPerIndex"] > 0
     assert spec["maxFailedIndexes"] == 0
     (rule,) = spec["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onPodConditions"]) == ("Ignore", [{"type": "DisruptionTarget"}])
+    assert (rule["action"], rule["onPodConditions"]) == ("Ignore", [{"type": "DisruptionTarget", "status": "True"}])
 
 
 def train_job() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -177,13 +176,12 @@ def test_the_volume_is_shared_and_lies_where_the_configurations_write() -> None:
 
 def built(words: list[str]) -> LightningCLI:
     """Model, data and trainer of the arguments of the command ``fit``, whose own one is left out."""
-    with running_in(ROOT):
-        return LightningCLI(
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            run=False,
-            args=[word for word in words if not word.startswith("--ckpt_path=")],
-        )
+    return LightningCLI(
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        run=False,
+        args=[word for word in words if not word.startswith("--ckpt_path=")],
+    )
 
 
 def of_language_model() -> list[str]:
@@ -200,6 +198,7 @@ def test_the_arguments_build_a_trainer_for_two_machines_that_saves_on_sigterm_an
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-pipe"])  # LightningCLI warns of arguments beside its own
+    monkeypatch.chdir(ROOT)  # as the image has the examples in the folder of work
     assert job_container()["args"][:3] == ["-m", "lightning_pipe.cli", "fit"]
     words = job_container()["args"][3:] if kind == "recsys" else of_language_model()
     trainer: Any = built(words).trainer
