@@ -264,7 +264,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exhaustive
 def test_movielens_in_two_pods_ends_with_the_figures_of_one_machine(undisturbed: Path, tmp_path: Path) -> None:
-    """As the example's own command starts two ranks on one machine. Between machines, other sums are in another order."""
+    """As its own command starts two ranks on one machine. Between machines, sums may be in another order."""
     config = str(ROOT / "examples" / "recsys_movielens" / "two_nodes.yaml")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "lightning_pipe.cli", "fit", "--config", config, ONE_EPOCH]
