@@ -110,7 +110,7 @@ def test_what_its_commands_install_in_an_empty_environment_trains(tmp_path: Path
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "python").symlink_to(os.path.realpath(sys.executable))
-    build(tmp_path, {}, base(commands))
+    build(tmp_path, {"TORCH_INDEX": os.environ.get("TORCH_INDEX", "")}, base(commands))
     work = tmp_path / "workspace"
     copy(["examples"], work / "examples")
     words = ["fit", "--config", "examples/recsys_movielens/prefetch.yaml", "--trainer.fast_dev_run", "3"]
