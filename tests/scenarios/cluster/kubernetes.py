@@ -81,9 +81,12 @@ class Pod:
         port: the first pod's, in place of the one in the manifest.
         more: arguments after those of the manifest.
         held: whether `HeldAt` holds this pod.
+        config: in place of the one in the manifest.
     """
 
-    def __init__(self, index: int, folder: Path, port: int, more: Sequence[str] = (), held: bool = False) -> None:
+    def __init__(
+        self, index: int, folder: Path, port: int, config: Path, more: Sequence[str] = (), held: bool = False
+    ) -> None:
         container = job_container()
         self.output, self._held = folder / f"output.{index}", folder / f"held.{index}"
         self._held.unlink(missing_ok=True)
@@ -98,6 +101,7 @@ class Pod:
         # All pods have this machine's name, on which the port may be in use.
         words = [re.sub(r"^(--master-addr=).*", r"\g<1>127.0.0.1", word) for word in words]
         words = [re.sub(r"^(--master-port=).*", rf"\g<1>{port}", word) for word in words]
+        words = [re.sub(r"^(--config=).*", rf"\g<1>{config}", word) for word in words]
         own = environment() | of_the_pod | ({HELD: str(self._held)} if held else {})
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
@@ -136,6 +140,20 @@ class Pod:
             self.process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def without_profile(folder: Path) -> Path:
+    """The configuration of the manifest, in a file in *folder*, without its profile of the tasks.
+
+    Training after a profile differs in the last bits from training without one, and from run to run.
+    """
+    (given,) = [word.removeprefix("--config=") for word in job_container()["args"] if word.startswith("--config=")]
+    configuration = yaml.safe_load((ROOT / given).read_text(encoding="utf-8"))
+    trainer = configuration["trainer"]
+    trainer["callbacks"] = [one for one in trainer["callbacks"] if not one["class_path"].endswith("PipelineProfiler")]
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(configuration), encoding="utf-8")
+    return file
 
 
 def environment() -> dict[str, str]:
