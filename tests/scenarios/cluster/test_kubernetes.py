@@ -256,33 +256,33 @@ def pods(folder: Path, *more: str, held: int | None = None) -> Iterator[list[Pod
 
 
 @pytest.fixture(scope="module")
-def one_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks on one machine, with the configuration of the pods."""
-    folder = tmp_path_factory.mktemp("one_machine")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "lightning_pipe.cli", "fit", "--config", str(without_profile(folder)), ONE_EPOCH]
-    command += ["--trainer.num_nodes=1", "--trainer.devices=2"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=HANG, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in two pods that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pods(folder) as both:
+        assert [pod.ended() for pod in both] == [0, 0], "\n".join(pod.output.read_text() for pod in both)
     return folder
 
 
-def check_equal(folder: Path, reference: Path) -> None:
-    """Weights and logged values of two runs are the same to the bit."""
-    there, here = trained(folder), trained(reference)
-    assert there.keys() == here.keys()
-    assert [name for name, value in here.items() if not torch.equal(value, there[name])] == []
-    figures = last_metrics(reference)
-    assert {"train/loss", "val/loss", "val/auroc"} <= figures.keys()
-    assert last_metrics(folder) == figures
+@pytest.mark.exhaustive
+def test_movielens_in_two_pods_ends_with_the_figures_of_one_machine(undisturbed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "lightning_pipe.cli", "fit", "--config", str(without_profile(tmp_path)), ONE_EPOCH]
+    command += ["--trainer.num_nodes=1", "--trainer.devices=2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    there, here = last_metrics(undisturbed), last_metrics(tmp_path)
+    assert {"train/loss", "val/loss", "val/auroc"} <= here.keys()
+    # The last bits of some sums differ between one machine and several.
+    assert there == pytest.approx(here, rel=1e-5)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["deleted", "lost"])
-def test_movielens_in_two_pods_continues_after_one_has_ended_to_the_bits_of_one_machine(
-    one_machine: Path, tmp_path: Path, how: str
+def test_movielens_in_two_pods_continues_after_one_has_ended_to_the_bit(
+    undisturbed: Path, tmp_path: Path, how: str
 ) -> None:
     saved = tmp_path / "logs" / "movielens"
     stopped, batch = (1, 30) if how == "deleted" else (0, 120)
@@ -297,6 +297,10 @@ def test_movielens_in_two_pods_continues_after_one_has_ended_to_the_bits_of_one_
 
     with pods(tmp_path) as both:
         assert [pod.ended() for pod in both] == [0, 0], "\n".join(pod.output.read_text() for pod in both)
-    assert f"Restored all states from the checkpoint at {saved / name}" in both[0].output.read_text()
+    restored = rf"Restored all states from the checkpoint at (\S*/)?logs/movielens/{name}\n"
+    assert re.search(restored, both[0].output.read_text())
     assert not (saved / "on_exception.ckpt").exists()
-    check_equal(tmp_path, one_machine)
+    there, here = trained(tmp_path), trained(undisturbed)
+    assert there.keys() == here.keys()
+    assert [key for key, value in here.items() if not torch.equal(value, there[key])] == []
+    assert last_metrics(tmp_path) == last_metrics(undisturbed)
