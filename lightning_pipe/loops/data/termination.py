@@ -67,7 +67,7 @@ class AgreedTermination(SignalConnector):
                 checkpoint is then left to a later call.
 
         Raises:
-            SIGTERMException: training ends.
+            SIGTERMException: training ends, with status 143, or 0 after a requeue. Other launchers got no signal.
         """
         group = dist.group.WORLD
         end, requeue = any_of([self.told, self.told_to_requeue], group)
@@ -75,10 +75,10 @@ class AgreedTermination(SignalConnector):
             return
         if requeue:
             self.told_to_requeue = False
-            end |= self._save_and_requeue(group)
-        if end:
+            requeue = self._save_and_requeue(group)
+        if end or requeue:
             self.received_sigterm = True
-            raise SIGTERMException
+            raise SIGTERMException(0 if requeue else 128 + signal.SIGTERM)
 
     def _save_and_requeue(self, group: dist.ProcessGroup | None) -> bool:
         """Write a checkpoint on all ranks, and return True if Slurm has put the job back into its queue."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import random
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.patience import HANG
+from tests.scenarios.cluster.metrics import last_metrics
 from tests.scenarios.cluster.slurm import ROOT, Slurm, losses, why_not
 from tests.strategies.cases import difference
 
@@ -78,15 +78,6 @@ def test_a_preempted_job_goes_on_to_the_bit(slurm: Slurm, tmp_path: Path, kind: 
     for rank in range(2):
         of_both = [torch.load(tmp_path / name / f"state.{rank}") for name in ("stopped", "whole")]
         assert difference(*of_both) == []
-
-
-def last_metrics(folder: Path) -> dict[str, float]:
-    """The last value of each metric that a run logged, over all of its starts."""
-    found: dict[str, float] = {}
-    for file in sorted(folder.glob("logs/*/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
-        for row in csv.DictReader(file.open()):
-            found |= {name: float(value) for name, value in row.items() if value}
-    return {name: value for name, value in found.items() if not name.startswith(("own/", "exposed/"))}  # times
 
 
 def test_the_example_is_stopped_and_ends_with_the_figures_of_one_machine(slurm: Slurm, tmp_path: Path) -> None:
