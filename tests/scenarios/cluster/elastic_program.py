@@ -1,4 +1,4 @@
-"""Trains an epoch under torchrun: ``python -m tests.scenarios.cluster.elastic_program KIND FOLDER STEPS EVERY``.
+"""Trains an epoch under torchrun: ``python -m tests.scenarios.cluster.elastic_program KIND FOLDER STEPS EVERY GATE ...``.
 
 The last checkpoint itself says which samples its values have seen. A recommender has a table with a row for each
 sample, to which each visit adds one. A language model, whose ranks read the same batches, has a list.
@@ -24,7 +24,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from tests.patience import HANG
 from tests.strategies.cases import SGD, recsys
-from tests.strategies.llm_cases import Tiny, llm, row_batches
+from tests.strategies.llm_cases import VOCABULARY, Tiny, llm, row_batches
 
 # Samples of a rank's batch, and of the language model's.
 BATCH = 4
@@ -97,7 +97,7 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += self.per_step
         if isinstance(batch, dict):
-            self.samples += batch["sample"][:, 0].tolist()
+            self.samples += numbers_of(batch["input_ids"])
         self.note(trainer, "step")
 
     def note(self, trainer: pl.Trainer, what: str) -> None:
@@ -108,9 +108,16 @@ class Watch(Callback):
 
 
 def numbered(samples: int) -> list[dict[str, Tensor]]:
-    """Rows of a language model, each of which says which it is."""
+    """Rows of a language model, whose first two tokens say which it is."""
     rows = row_batches(1, samples, (6,))[0]
-    return [{**{name: value[row] for name, value in rows.items()}, "sample": torch.tensor([row])} for row in range(samples)]
+    numbers = torch.arange(samples)
+    rows["input_ids"][:, 0], rows["input_ids"][:, 1] = numbers // VOCABULARY, numbers % VOCABULARY
+    return [{name: value[row] for name, value in rows.items()} for row in range(samples)]
+
+
+def numbers_of(rows: Tensor) -> list[int]:
+    """The numbers of rows that ``numbered`` has made."""
+    return (rows[:, 0] * VOCABULARY + rows[:, 1]).tolist()
 
 
 def main(kind: str, folder: Path, steps: int, every: int, gates: list[int]) -> None:
