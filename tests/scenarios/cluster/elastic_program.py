@@ -1,4 +1,4 @@
-"""Trains an epoch under torchrun: ``python -m tests.scenarios.cluster.elastic_program KIND FOLDER STEPS EVERY GATE ...``.
+"""Trains an epoch: ``torchrun -m tests.scenarios.cluster.elastic_program KIND FOLDER STEPS EVERY GATE ...``.
 
 The last checkpoint itself says which samples its values have seen. A recommender has a table with a row for each
 sample, to which each visit adds one. A language model, whose ranks read the same batches, has a list.
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 

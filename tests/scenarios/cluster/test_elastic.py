@@ -111,6 +111,7 @@ def test_a_node_dies_and_others_join(kind: str, nodes: Nodes, tmp_path: Path) ->
     job = Job(kind, tmp_path, nodes, 3, [steps, every, steps * BATCH // 3, 2 * steps * BATCH // 3])
     try:
         job.start(0)
+        job.until_gate(0, world=1)
         job.start(1)
         job.until_gate(0, world=2)
         job.kill(1)
@@ -173,7 +174,8 @@ def test_a_node_dies_every_100_steps(nodes: Nodes, tmp_path: Path) -> None:
     lost = [before["step"] - after["step"] for before, after in restarts]
     executed, kept = sum(line["what"] == "step" for line in log), log[-1]["step"]
     seconds = [after["time"] - before["time"] for before, after in restarts]
-    print(f"goodput {kept / executed:.3f} ({kept} of {executed} steps), {len(restarts)} restarts, {lost=} steps, {seconds=}")
+    print(f"goodput {kept / executed:.3f}: {kept} of {executed} steps, {len(restarts)} restarts")
+    print(f"lost steps {lost}, lost seconds {[round(one, 1) for one in seconds]}")
     assert max(lost) <= every
     assert executed - kept == sum(lost)
     assert job.visits() == [1] * samples
