@@ -129,7 +129,7 @@ def main(kind: str, folder: Path, steps: int, every: int, gates: list[int]) -> N
         data: Any = DataLoader(range(samples), batch_size=BATCH, collate_fn=features, shuffle=True)  # type: ignore[arg-type]
         per_step = BATCH * world
     else:
-        module, strategy, per_step = Tiny(), llm(num_microbatches=2, timeout=TIMEOUT), BATCH
+        module, strategy, per_step = Tiny(), llm(num_microbatches=4, timeout=TIMEOUT), BATCH
         data = DataLoader(numbered(samples), batch_size=BATCH)  # type: ignore[arg-type]
     trainer = pl.Trainer(
         accelerator="cpu",
