@@ -95,7 +95,8 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 def test_nodes_and_devices_are_those_that_torchrun_has_started(torchrun: None, options: dict[str, Any]) -> None:
     made = trainer(recsys(), **options)
     assert (made.num_nodes, made.num_devices, made.world_size, made.global_rank) == (3, 2, 6, 3)
-    assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 3}
+    strategy: Any = made.strategy
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 3}
 
 
 @pytest.mark.parametrize("torchrun", [{"WORLD_SIZE": "5"}], indirect=True)

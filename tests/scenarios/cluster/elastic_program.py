@@ -150,4 +150,5 @@ def main(kind: str, folder: Path, steps: int, every: int, gates: list[int]) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:5]), [*map(int, sys.argv[5:])])
+    steps, every, *gates = map(int, sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), steps, every, gates)
