@@ -51,8 +51,8 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def address(self, node: int) -> str:
-        """Address of a node, which orders nodes as torchrun does."""
-        return f"10.213.78.{node + 1}"
+        """Address of a node. torchrun numbers nodes by their addresses: rank 0 is not where the rendezvous is."""
+        return f"10.213.78.{250 - node}"
 
     def cut(self, node: int) -> None:
         """Take the cable of a node out: nothing arrives any more, and nothing says so."""
