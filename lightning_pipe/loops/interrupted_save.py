@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +60,17 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
 
 def _all_come(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     """Return True if every rank calls this within ``_WAIT``. Uses the store: other ranks may be in a collective."""
+    answers: list[bool] = []
+    # The store's own timeout does not hold if the node that hosts it is gone and no connection was closed.
+    asks = threading.Thread(
+        target=lambda: answers.append(_agree(store, key, rank, world_size)), name="asks who saves", daemon=True
+    )
+    asks.start()
+    asks.join(3 * _WAIT.total_seconds())
+    return answers == [True]
+
+
+def _agree(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     try:
         store.set(f"{key}/{rank}", "")
         try:

@@ -31,7 +31,7 @@ from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.data.stateful_loaders import shuffled_over_ranks
 from lightning_pipe.loops.programs.user_errors import is_of_group
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
-from lightning_pipe.strategies.processes import check_nodes, own_processes
+from lightning_pipe.strategies.processes import check_nodes, own_processes, started_by_torchrun
 
 
 @contextmanager
@@ -98,6 +98,11 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def _restarts() -> int:
+    """Return how often torchrun may restart this job."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
 class DistributedStrategy(DDPStrategy):
     """Lightning's ``DDPStrategy``, except that a single process keeps its random streams and its loaders' order."""
 
@@ -120,6 +125,18 @@ class DistributedStrategy(DDPStrategy):
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines: the Trainer's, or under torchrun the number of nodes that torchrun has started."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        # Lightning sets this after the devices, and before the ranks.
+        self._num_nodes, self.parallel_devices = started_by_torchrun(
+            self.cluster_environment, number, self.parallel_devices or []
+        )
 
     def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
         given = {"uneven_batches": (uneven_batches, Uneven), "uneven_evaluation": (uneven_evaluation, UnevenEvaluation)}
@@ -268,9 +285,9 @@ class DistributedStrategy(DDPStrategy):
 
     def _warn_of_stale_addresses(self) -> None:
         """Warn that restarts by torchrun will fail (seen with PyTorch 2.13 and Gloo)."""
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        restarts = _restarts()
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        if shared and restarts not in ("", "0") and "gloo" in (self._get_process_group_backend() or ""):
+        if shared and restarts and "gloo" in (self._get_process_group_backend() or ""):
             rank_zero_warn(
                 f"torchrun may restart this job {restarts} time(s), but it keeps the addresses of ended ranks, and Gloo"
                 " connects the new ranks to them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that"
@@ -289,7 +306,8 @@ class DistributedStrategy(DDPStrategy):
         rank, world_size = environment.global_rank(), environment.world_size()
         wait: timedelta = self._timeout or timedelta(minutes=30)
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # The agent's store outlives a start. Nodes count starts separately, and a node that joined later has fewer.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"
         try:
             # With multi_tenant, the store that PyTorch creates at the same port in rank 0's process shares this server.
             store = dist.TCPStore(
@@ -328,7 +346,8 @@ class DistributedStrategy(DDPStrategy):
         """Make a single process read its data in the order of its loaders.
 
         Lightning assumes that a distributed strategy has several processes, and installs a sampler that shuffles
-        training data even if the user's loader does not.
+        training data even if the user's loader does not. A job that torchrun may restart keeps the sampler, whose order
+        other numbers of ranks can continue.
         """
-        if trainer.world_size == 1:
+        if trainer.world_size == 1 and not _restarts():
             trainer._accelerator_connector.use_distributed_sampler = False

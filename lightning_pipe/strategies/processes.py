@@ -1,15 +1,17 @@
-"""Which processes are the ranks of a training inside of a Slurm allocation."""
+"""Which processes are the ranks of a training: inside of a Slurm allocation, and under torchrun."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["check_nodes", "own_processes"]
+__all__ = ["check_nodes", "own_processes", "started_by_torchrun"]
 
 # Slurm's numbers of batch scripts and shells, which are no job steps, begin here (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
 _NO_STEPS = 0xFFFFFFF0
@@ -48,6 +50,39 @@ def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
             f" {os.environ['SLURM_JOB_ID']} (SLURM_STEP_ID is not set), so no other node runs the script. Start it with"
             " srun, which starts it on each node"
         )
+
+
+def started_by_torchrun(
+    environment: ClusterEnvironment | None, num_nodes: int, devices: Sequence[torch.device]
+) -> tuple[int, list[torch.device]]:
+    """Return the number of nodes and this node's devices, one for each process, as torchrun has started them.
+
+    An elastic job (``torchrun --nnodes=1:4``) starts again with other numbers, which no fixed ``num_nodes`` fits.
+
+    Args:
+        environment: environment of the strategy.
+        num_nodes: the Trainer's number of nodes, which is returned outside of torchrun.
+        devices: the Trainer's devices, which are returned outside of torchrun.
+
+    Raises:
+        SetupError: nodes have different numbers of processes, or this node has more processes than devices.
+    """
+    if not isinstance(environment, TorchElasticEnvironment) or "GROUP_WORLD_SIZE" not in os.environ:
+        return num_nodes, list(devices)
+    nodes, here, ranks = (int(os.environ[name]) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if nodes * here != ranks:
+        raise SetupError(
+            f"torchrun has started {ranks} processes on {nodes} nodes, {here} of them on this node; expected the same"
+            " number on each node. Use the same --nproc-per-node on all nodes"
+        )
+    if devices[0].type == "cpu":
+        devices = [devices[0]] * here
+    if here > len(devices):
+        raise SetupError(
+            f"torchrun has started {here} processes on this node, and the Trainer has {len(devices)} device(s) for"
+            f" them. Use devices='auto', or torchrun --nproc-per-node={len(devices)}"
+        )
+    return nodes, list(devices[:here])
 
 
 def _in_allocation() -> bool:

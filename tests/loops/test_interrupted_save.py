@@ -58,7 +58,7 @@ class _Rank:
 
     def _run(self, rank: int, world_size: int) -> None:
         try:
-            self.answer = interrupted_save._all_come(self, "key", rank, world_size)  # type: ignore[arg-type]
+            self.answer = interrupted_save._agree(self, "key", rank, world_size)  # type: ignore[arg-type]
         finally:
             self._stands.release()
 
@@ -130,3 +130,11 @@ def test_each_save_of_each_trainer_of_a_process_is_agreed_on_by_itself() -> None
                     trainer.save_checkpoint(path)
     assert saved == ["a", "b", "a", "b"]
     assert len(set(store.keys)) == len(store.keys) == 8
+
+
+def test_a_store_that_never_answers_is_not_waited_for() -> None:
+    released = threading.Event()
+    store: Any = mock.Mock(**{"set.side_effect": lambda *_: released.wait()})
+    with mock.patch.object(interrupted_save, "_WAIT", timedelta(seconds=0.01)):
+        assert not interrupted_save._all_come(store, "key", 0, 2)
+    released.set()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -171,6 +172,19 @@ def test_one_process_reads_its_data_in_the_loaders_order() -> None:
     module = Transfers()
     fit(module, "pipeline", module.train_dataloader(), max_epochs=1)
     assert module.trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+
+
+def test_one_process_that_torchrun_may_restart_reads_an_order_that_more_can_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    module = Net()
+    used = fit(module, "pipeline", module.train_dataloader(), max_epochs=1)
+    loader: Any = used.train_dataloader
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert sorted(row for batch in module.trained for row in batch) == [
+        float(row) for row in range(len(module.dataset))
+    ]
 
 
 # ---------------------------------------------------------------------- again

@@ -1,15 +1,16 @@
-"""In a Slurm allocation a script is a rank only if a job step has started it."""
+"""Who is a rank: in a Slurm allocation only what a job step has started; under torchrun what that has started."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies import LLMPipelineStrategy
-from lightning_pipe.strategies.processes import own_processes
+from lightning_pipe.strategies.processes import own_processes, started_by_torchrun
 from tests.strategies.cases import Clicks, fit, recsys, trainer
 
 # What sbatch and salloc set; a task of srun has the others too.
@@ -81,3 +82,46 @@ def test_outside_of_slurm_the_choice_is_lightnings() -> None:
 def test_several_nodes_need_a_job_step(slurm: None) -> None:
     with pytest.raises(SetupError, match=r"num_nodes is 2, .* no other node runs the script. Start it with srun"):
         fit(Clicks(), recsys(), num_nodes=2)
+
+
+# What torchrun sets on the second of three nodes with two processes each.
+ELASTIC = {
+    **{"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
+    **{"WORLD_SIZE": "6", "RANK": "3", "LOCAL_RANK": "1"},
+}
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    for name, value in {**ELASTIC, **request.param}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("torchrun", [{}], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"devices": "auto"}, {"devices": 1, "num_nodes": 2}])
+def test_nodes_and_devices_are_those_that_torchrun_has_started(torchrun: None, options: dict[str, Any]) -> None:
+    made = trainer(recsys(), **options)
+    assert (made.num_nodes, made.num_devices, made.world_size, made.global_rank) == (3, 2, 6, 3)
+    strategy: Any = made.strategy
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 3}
+
+
+@pytest.mark.parametrize("torchrun", [{"WORLD_SIZE": "5"}], indirect=True)
+def test_nodes_with_other_numbers_of_processes_are_refused(torchrun: None) -> None:
+    with pytest.raises(SetupError, match="started 5 processes on 3 nodes, 2 of them on this node; expected the same"):
+        trainer(recsys())
+
+
+def test_processes_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError, match=r"2 processes on this node, and the Trainer has 1 device\(s\)"):
+        started_by_torchrun(TorchElasticEnvironment(), 1, [torch.device("cuda", 0)])
+    gpus = [torch.device("cuda", number) for number in range(4)]
+    assert started_by_torchrun(TorchElasticEnvironment(), 1, gpus) == (3, gpus[:2])
+
+
+@pytest.mark.parametrize("torchrun", [{}], indirect=True)
+def test_other_environments_keep_the_trainers_numbers(torchrun: None) -> None:
+    devices = [torch.device("cpu")] * 4
+    assert started_by_torchrun(SLURMEnvironment(), 2, devices) == (2, devices)

@@ -10,15 +10,17 @@ Their backend name is also "gloo", which PyTorch requires for the process group 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_thread, present_as_gloo
 
-__all__ = ["new_group"]
+__all__ = ["default_timeout", "new_group"]
 
 # Name of the backend in PyTorch's registry.
 _NAME = "gloo_of_lightning_pipe"
@@ -47,6 +49,19 @@ def new_group(
     if shared and isinstance(group, dist.ProcessGroup):
         present_as_gloo(group)
     return cast(dist.ProcessGroup, group)
+
+
+@contextmanager
+def default_timeout(timeout: timedelta | None) -> Iterator[None]:
+    """Context in which process groups that are made without a timeout get this one (None: PyTorch's).
+
+    TorchRec makes groups for the ranks of a node and for ranks across nodes. They would wait 30 minutes for a node that
+    is gone without a closed connection.
+    """
+    with ExitStack() as patches:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout") if timeout is not None else ():
+            patches.enter_context(patch.object(dist.distributed_c10d, name, timeout))
+        yield
 
 
 def _make(asked: Any, _: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
 from lightning_pipe.recsys.tasks.options import ShardingOptions
@@ -74,7 +74,7 @@ def shard_once(
             groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
-            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)):
+            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), default_timeout(timeout):
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
             for group in groups:

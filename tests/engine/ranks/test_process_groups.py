@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import Shard
 
-from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe._compat.torch import backend_of
+from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
 from tests.distributed import run_ranks, with_detailed_debugging
 from tests.patience import HANG
 
@@ -112,3 +113,19 @@ def asked(rank: int, world_size: int) -> None:
 def _shards_of_first(rank: int) -> list[Shard]:
     """All of a tensor of four ones, on rank 0."""
     return [] if rank else [Shard.from_tensor_and_offsets(torch.ones(4), [0], 0)]
+
+
+def timeouts(rank: int, world_size: int) -> list[timedelta]:
+    found = []
+    for default in (timedelta(seconds=HANG + 7), None):
+        with default_timeout(default):
+            group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        found.append(backend_of(group).options._timeout)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_groups_of_other_libraries_get_the_default_timeout() -> None:
+    for of_rank in run_ranks(timeouts, 2):
+        assert of_rank == [timedelta(seconds=HANG + 7), dist.distributed_c10d.default_pg_timeout]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -32,12 +33,12 @@ class Launched:
         # Without the second setting PyTorch 2.13 keeps the store of the attempt before, and Gloo looks there for ranks
         # that have ended (its issue 135712, which is closed).
         fixed = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # A file, since processes that write more than a pipe holds would wait until someone reads it.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
         self._process = subprocess.Popen(
             [*before, sys.executable, "-m", "torch.distributed.run", *options, "-m", module, *arguments],
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             start_new_session=True,
             env={**os.environ, **fixed, **(environment or {})},
         )
@@ -49,12 +50,18 @@ class Launched:
             AssertionError: it had not ended after *timeout* seconds, and was ended.
         """
         try:
-            output, _ = self._process.communicate(timeout=timeout)
-            return self._process.returncode, output
+            code = self._process.wait(timeout)
+            return code, self.output()
         except subprocess.TimeoutExpired:
             self.end()
-            output, _ = self._process.communicate()
+            output = self.output()
             raise AssertionError(f"torchrun had not ended after {timeout:g} s and was killed:\n{output}") from None
+
+    def output(self) -> str:
+        """All that its processes have written so far."""
+        number = self._output.fileno()
+        # Not from a position in the file, which its processes share.
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
         """Ends what is still there of it; ranks, which torchrun puts into sessions of their own, end with it."""

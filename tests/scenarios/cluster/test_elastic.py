@@ -1,0 +1,180 @@
+"""An elastic torchrun over nodes that die, vanish and join: each sample of an epoch is trained once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.strategies import export_checkpoint
+from tests.patience import HANG
+from tests.scenarios.cluster.elastic_program import BATCH
+from tests.scenarios.cluster.namespaces import Nodes, why_not
+from tests.scenarios.faults.launched import Launched
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+PROGRAM = "tests.scenarios.cluster.elastic_program"
+Line = dict[str, Any]
+
+
+class Job:
+    """A job on several nodes.
+
+    Args:
+        folder: an empty one, which all nodes share.
+        nodes: the nodes.
+        most: most nodes at a time.
+        arguments: of the program, after its folder.
+        environment: more of it.
+    """
+
+    def __init__(
+        self, kind: str, folder: Path, nodes: Nodes, most: int, arguments: list[int], **environment: str
+    ) -> None:
+        self.kind, self.folder, self._nodes, self._most = kind, folder, nodes, most
+        self._arguments, self._environment = [str(one) for one in arguments], environment
+        self._running: dict[int, Launched] = {}
+
+    def start(self, node: int) -> None:
+        options = [
+            f"--nnodes=1:{self._most}",
+            "--nproc-per-node=1",
+            "--max-restarts=100",
+            f"--rdzv-conf=last_call_timeout=5,is_host={int(node == 0)}",
+        ]
+        self._running[node] = self._nodes.launch(
+            node, options, PROGRAM, self.kind, str(self.folder), *self._arguments, **self._environment
+        )
+
+    def kill(self, node: int) -> None:
+        self._nodes.kill(node)
+        self._running.pop(node).wait(HANG)
+
+    def open(self, gate: int) -> None:
+        (self.folder / f"open_{gate}").touch()
+
+    def log(self) -> list[Line]:
+        file = self.folder / "log"
+        # A process may be killed while it writes a line.
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def until(self, holds: Callable[[Line], bool]) -> None:
+        """Wait for a line in the log."""
+        end = time.monotonic() + HANG
+        while not any(map(holds, self.log())):
+            if time.monotonic() > end:
+                said = "\n".join(job.output()[-3000:] for job in self._running.values())
+                raise AssertionError(f"it does not come so far: {self.log()[-3:]}\n{said}")
+            time.sleep(0.02)  # a file of another process: there is nothing to wait on
+
+    def until_gate(self, gate: int, world: int) -> None:
+        self.until(lambda line: line["what"] == f"gate {gate}" and line["world"] == world)
+
+    def wait(self) -> None:
+        for node, job in self._running.items():
+            code, output = job.wait(HANG)
+            assert code == 0, f"node {node}:\n{output}"
+
+    def end(self) -> None:
+        for job in self._running.values():
+            job.end()
+
+    def visits(self) -> list[int]:
+        """How often the values of the last checkpoint have seen each sample."""
+        export_checkpoint(self.folder / "end.ckpt", self.folder / "end.pt")
+        end = torch.load(self.folder / "end.pt", weights_only=True)
+        if self.kind == "recsys":
+            table = end["state_dict"]["tables.embedding_bags.sample.weight"]
+            assert torch.equal(table, table[:, :1].expand_as(table).round())
+            return [int(count) for count in table[:, 0]]
+        return torch.bincount(torch.tensor(end["callbacks"]["Watch"]["samples"])).tolist()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with Nodes(4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", ["recsys", "llm"])
+def test_a_node_dies_and_others_join(kind: str, nodes: Nodes, tmp_path: Path) -> None:
+    steps, every = 60, 3
+    job = Job(kind, tmp_path, nodes, 3, [steps, every, steps * BATCH // 3, 2 * steps * BATCH // 3])
+    try:
+        job.start(0)
+        job.until_gate(0, world=1)
+        job.start(1)
+        job.until_gate(0, world=2)
+        job.kill(1)
+        job.open(0)
+        job.until_gate(1, world=1)
+        job.start(2)
+        job.start(3)
+        job.until_gate(1, world=3)
+        job.open(1)
+        job.wait()
+    finally:
+        job.end()
+    assert job.visits() == [1] * (steps * BATCH)
+
+
+def test_a_node_vanishes_without_a_word(nodes: Nodes, tmp_path: Path) -> None:
+    """The others wait for the strategy's timeout, and no longer."""
+    steps = 40
+    job = Job("recsys", tmp_path, nodes, 2, [steps, 3, steps * BATCH // 2], ELASTIC_TIMEOUT="60")
+    try:
+        job.start(0)
+        job.start(1)
+        job.until_gate(0, world=2)
+        nodes.cut(1)
+        job.open(0)
+        cut = time.time()
+        job.until(lambda line: line["what"] == "start" and line["world"] == 1 and line["seen"] > 0)
+        print(f"trained again {job.log()[-1]['time'] - cut:.1f} s after the cut")
+        job.kill(1)
+        job.wait()
+    finally:
+        job.end()
+    assert job.visits() == [1] * (steps * BATCH)
+
+
+@pytest.mark.long
+def test_a_node_dies_every_100_steps(nodes: Nodes, tmp_path: Path) -> None:
+    """Prints the goodput: the part of the executed steps that the final values have, and the time that kills cost."""
+    kills, every, between = 4, 10, 100
+    per_step = 2 * BATCH
+    targets = [between * per_step * (number + 1) for number in range(kills)]
+    samples = between * per_step * (kills + 1)
+    # Training goes on alone at most so far, until the node is back.
+    gates = [target + 60 * BATCH for target in targets]
+    job = Job("recsys", tmp_path, nodes, 2, [samples // BATCH, every, *gates])
+    try:
+        job.start(0)
+        job.start(1)
+        for number, target in enumerate(targets):
+            job.until(lambda line, least=target: line["world"] == 2 and line["seen"] >= least)  # type: ignore[misc]
+            job.kill(1)
+            job.start(1)
+            job.until_gate(number, world=2)
+            job.open(number)
+        job.wait()
+    finally:
+        job.end()
+    log = job.log()
+    restarts = [(before, after) for before, after in itertools.pairwise(log) if after["what"] == "start"]
+    lost = [before["step"] - after["step"] for before, after in restarts]
+    executed, kept = sum(line["what"] == "step" for line in log), log[-1]["step"]
+    seconds = [after["time"] - before["time"] for before, after in restarts]
+    print(f"goodput {kept / executed:.3f}: {kept} of {executed} steps, {len(restarts)} restarts")
+    print(f"lost steps {lost}, lost seconds {[round(one, 1) for one in seconds]}")
+    assert max(lost) <= every
+    assert executed - kept == sum(lost)
+    assert job.visits() == [1] * samples
