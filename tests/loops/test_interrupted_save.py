@@ -105,8 +105,9 @@ class _Interrupted:
 
     interrupted, world_size, global_rank = True, 2, 0
 
-    def __init__(self, saved: list[str]) -> None:
+    def __init__(self, saved: list[str], batches: int = 1) -> None:
         self._saved = saved
+        self.fit_loop = mock.Mock(**{"epoch_loop.batch_progress.total.ready": batches})
 
     def save_checkpoint(self, path: str) -> None:
         self._saved.append(path)
@@ -130,6 +131,15 @@ def test_each_save_of_each_trainer_of_a_process_is_agreed_on_by_itself() -> None
                     trainer.save_checkpoint(path)
     assert saved == ["a", "b", "a", "b"]
     assert len(set(store.keys)) == len(store.keys) == 8
+
+
+def test_an_error_before_the_first_batch_keeps_the_checkpoint_that_was_to_be_loaded() -> None:
+    saved: list[str] = []
+    trainer: Any = _Interrupted(saved, batches=0)
+    interrupted_save.install_interrupted_saves(trainer)
+    with pytest.warns(UserWarning, match="training had not begun"):
+        trainer.save_checkpoint("a")
+    assert saved == []
 
 
 def test_a_store_that_never_answers_is_not_waited_for() -> None:

@@ -46,7 +46,7 @@ def save_sharded_checkpoint(
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
-        state["tables"] = _table_states(sharded)
+        state |= _table_states(sharded)
     if sharded.dynamic_rows:
         rest[DYNAMIC_ROWS] = sharded.commit_rows()
     write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
@@ -86,7 +86,7 @@ def load_sharded_checkpoint(
     folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
     if with_optimizers and "optimizer_states" in rest:
-        state["tables"] = _table_states(sharded)
+        state |= _table_states(sharded)
     problems = misfits(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
@@ -106,9 +106,14 @@ def load_sharded_checkpoint(
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
-    """Return the states of the tables' optimisers without those of dynamic tables, which are part of the rows."""
+    """Return the part ``tables``: the optimisers' states without those of dynamic tables, which are part of the rows.
+
+    Parameters without a state, as under SGD, are left out, and the part if nothing is left. On a rank without shards
+    of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
+    """
     state = sharded.fused_optimizer.state_dict()
-    return {**state, "state": sharded.without_dynamic(state["state"])}
+    states = {name: one for name, one in sharded.without_dynamic(state["state"]).items() if one}
+    return {"tables": {**state, "state": states}} if states else {}
 
 
 class ShardedCheckpointStrategy(FolderCheckpointStrategy):
