@@ -35,7 +35,7 @@ def train(folder: Path, epochs: int, path: str | None = "last") -> Any:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Of the checkpoints in a folder, and of all that could pass for one."""
-    files = (path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("flight_"))
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     return {name: content for name, content in found.items() if not name.startswith(".")}
 
