@@ -30,8 +30,8 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
 
     A single rank would wait in the collectives of the save, while the other ranks wait for it in collectives of
     training. If a rank does not call it within 5 s, no checkpoint is written, training is torn down, and the original
-    error is raised immediately, with a note. Later callbacks do not run, because they may need all ranks, too. Nothing
-    is written either before the first batch.
+    error is raised immediately, with a note. Later callbacks do not run, because they may need all ranks, too. Before
+    the first batch, no checkpoint is written either.
 
     Args:
         trainer: trainer whose ``save_checkpoint`` is replaced.
@@ -44,7 +44,7 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
     @functools.wraps(save)
     def save_if_all_come(*args: Any, **kwargs: Any) -> None:
         if trainer.interrupted and not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
-            # An error in the set-up. A save would replace the checkpoint that is to be loaded, by initial values.
+            # An error in the set-up. A save would replace the checkpoint that this run reads by initial values.
             rank_zero_warn("no checkpoint was written after this error, because training had not begun")
             return
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():

@@ -108,8 +108,8 @@ def load_sharded_checkpoint(
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
     """Return the part ``tables``: the optimisers' states without those of dynamic tables, which are part of the rows.
 
-    Parameters without a state, as under SGD, are left out, and the part if nothing is left. On a rank without shards
-    of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
+    Parameters without a state, as under SGD, are left out. Without any state, there is no part. On a rank without
+    shards of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
     """
     state = sharded.fused_optimizer.state_dict()
     states = {name: one for name, one in sharded.without_dynamic(state["state"]).items() if one}

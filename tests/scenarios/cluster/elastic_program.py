@@ -91,7 +91,7 @@ class Watch(Callback):
             if self.seen >= gate and not opened.exists():
                 self.note(trainer, f"gate {number}")
                 while not opened.exists() and not told() and not trainer.received_sigterm:
-                    time.sleep(0.02)  # a file of another process: there is nothing to wait on
+                    time.sleep(0.02)  # a file of another process has no event
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += self.per_step

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from lightning_pipe.strategies import export_checkpoint
 from tests.patience import HANG
 from tests.scenarios.cluster.elastic_program import BATCH
 from tests.scenarios.cluster.namespaces import Nodes, why_not
+from tests.scenarios.cluster.slurm import ROOT
 from tests.scenarios.faults.launched import Launched
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -31,7 +35,7 @@ class Job:
         folder: an empty one, which all nodes share.
         nodes: the nodes.
         most: most nodes at a time.
-        arguments: of the program, after its folder.
+        arguments: the program's arguments after its folder.
         environment: more of it.
     """
 
@@ -73,7 +77,7 @@ class Job:
             if time.monotonic() > end:
                 said = "\n".join(job.output()[-3000:] for job in self._running.values())
                 raise AssertionError(f"it does not come so far: {self.log()[-3:]}\n{said}")
-            time.sleep(0.02)  # a file of another process: there is nothing to wait on
+            time.sleep(0.02)  # a file of another process has no event
 
     def until_gate(self, gate: int, world: int) -> None:
         self.until(lambda line: line["what"] == f"gate {gate}" and line["world"] == world)
@@ -88,7 +92,7 @@ class Job:
             job.end()
 
     def visits(self) -> list[int]:
-        """How often the values of the last checkpoint have seen each sample."""
+        """Number of times that the values of the last checkpoint have seen each sample."""
         export_checkpoint(self.folder / "end.ckpt", self.folder / "end.pt")
         end = torch.load(self.folder / "end.pt", weights_only=True)
         if self.kind == "recsys":
@@ -146,6 +150,43 @@ def test_a_node_vanishes_without_a_word(nodes: Nodes, tmp_path: Path) -> None:
     assert job.visits() == [1] * (steps * BATCH)
 
 
+def test_the_example_continues_without_a_node(nodes: Nodes, tmp_path: Path) -> None:
+    script, config = (ROOT / "examples" / part for part in ("cluster/torchrun.sh", "recsys_movielens/two_nodes.yaml"))
+    running = []
+    for node in range(2):
+        rendezvous = f"--local-addr={nodes.address(node)} --rdzv-conf=last_call_timeout=5,is_host={int(node == 0)}"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "NODES": "1:2",
+            "EVERY": "5",
+            "TORCHRUN_OPTIONS": rendezvous,
+        }
+        command = [*nodes.before(node), str(script), nodes.address(0), str(config), "--trainer.max_epochs", "2"]
+        with (tmp_path / f"output_{node}").open("wb") as output:
+            running.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output))
+    said = tmp_path / "output_0"
+    try:
+        end = time.monotonic() + HANG
+        while (
+            "MEMBER: 1/2" not in said.read_text() + (tmp_path / "output_1").read_text()
+            or not (tmp_path / "logs" / "elastic" / "last.ckpt").exists()
+        ):
+            assert time.monotonic() < end, said.read_text()
+            assert running[0].poll() is None, said.read_text()
+            time.sleep(0.02)  # a file of another process has no event
+        nodes.kill(1)
+        assert running[0].wait(HANG) == 0, said.read_text()
+    finally:
+        for node, one in enumerate(running):
+            nodes.kill(node)
+            one.wait(HANG)
+    assert "Restored all states from the checkpoint at" in said.read_text()
+
+
 @pytest.mark.long
 def test_a_node_dies_every_100_steps(nodes: Nodes, tmp_path: Path) -> None:
     """Prints the goodput: the part of the executed steps that the final values have, and the time that kills cost."""
@@ -153,7 +194,7 @@ def test_a_node_dies_every_100_steps(nodes: Nodes, tmp_path: Path) -> None:
     per_step = 2 * BATCH
     targets = [between * per_step * (number + 1) for number in range(kills)]
     samples = between * per_step * (kills + 1)
-    # Training goes on alone at most so far, until the node is back.
+    # One node trains at most so far, and waits there until the other is back.
     gates = [target + 60 * BATCH for target in targets]
     job = Job("recsys", tmp_path, nodes, 2, [samples // BATCH, every, *gates])
     try:

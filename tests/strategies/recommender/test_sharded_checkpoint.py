@@ -407,3 +407,16 @@ def test_ranks_that_have_no_shard_of_a_table_go_on_too(kind: str, tmp_path: Path
     for steps, others in run_ranks(resumed_on_ranks, 2, str(tmp_path), kind):
         assert steps > 0
         assert others == []
+
+
+def resumed_without_states(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Train under an optimiser that has no states, with each table on one rank, and read the checkpoint again."""
+    arguments: dict[str, Any] = {"kinds": {"people": "table_wise", "things": "table_wise"}, "optimizer": SGD}
+    saved = fit(Clicks(), recsys(**arguments), max_epochs=1)
+    saved.save_checkpoint(folder / "saved.ckpt")
+    loaded = fit(Clicks(), recsys(**arguments), max_epochs=1, ckpt_path=folder / "saved.ckpt")
+    return difference(state_of(loaded), state_of(saved))
+
+
+def test_ranks_without_shards_of_a_table_read_a_checkpoint_without_states(tmp_path: Path) -> None:
+    assert run_ranks(resumed_without_states, 2, tmp_path) == [[], []]
