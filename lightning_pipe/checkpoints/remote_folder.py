@@ -6,8 +6,8 @@ at the URL itself names that folder. It is written last, in one request, after t
 time the URL leads to the complete old checkpoint, to the complete new one, or does not exist. Hidden folders that no
 object names are ignored, and removed by the next save to the same URL.
 
-Failed requests are repeated, with increasing delays, by the file systems (s3fs, gcsfs, adlfs). Credentials come from
-their environment variables and from fsspec's configuration files; URLs that contain a password are refused.
+The file system repeats failed requests; s3fs does so with increasing delays. Credentials come from its environment
+variables and from fsspec's configuration files; URLs that contain a password are refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ __all__ = [
 _BLOCK = 2**25
 _LARGEST_MARKER = 2**12
 _FIELD = "lightning_pipe_checkpoint"
-# Other processes change the folders, and requests are few.
-_NO_CACHE = {"use_listings_cache": False}
 
 
 class RemotePath:
@@ -69,7 +67,8 @@ class RemotePath:
             raise SetupError(f"the checkpoint's URL {url!r} contains *, ? or [, which fsspec would expand. Rename it")
         self._url = url if url.endswith("://") else url.rstrip("/")
         try:
-            self.fs, self._path = url_to_fs(self._url, **_NO_CACHE)
+            # Without a cache, since other processes change the folders.
+            self.fs, self._path = url_to_fs(self._url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise SetupError(f"the checkpoint's URL {url!r} cannot be used: {error}") from error
 
@@ -256,9 +255,8 @@ def begin_remote(place: RemotePath) -> str:
         raise SetupError(
             f"{str(place)!r} is a folder, which cannot be replaced in one step. Give a new URL, or remove the folder"
         )
-    _remove_folders(
-        place, but=_read_marker(place) if place.is_file() else None
-    )  # another file is replaced, as on a disk
+    # Any other file at the URL is replaced, as on a disk.
+    _remove_folders(place, but=_read_marker(place) if place.is_file() else None)
     return f".{place.name}.{secrets.token_hex(8)}"
 
 

@@ -99,11 +99,13 @@ class FolderCheckpointStrategy(DistributedStrategy):
         launcher.launch = partial(self._launch, launcher.launch)
 
     def _launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Prepare ``ckpt_path`` and record ``weights_only`` of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
+        """Complete two arguments of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
 
-        Lightning 2.6 does not pass it on when a strategy reads a checkpoint after set-up.
+        ``ckpt_path="last"`` also finds checkpoints at URLs. ``weights_only`` is recorded, because Lightning 2.6 does
+        not pass it on when a strategy reads a checkpoint after set-up.
         """
-        find_last_at_urls(kwargs["trainer"])
+        if kwargs.get("trainer") is not None:
+            find_last_at_urls(kwargs["trainer"])
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
