@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_rest
-from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import begin_remote, open_folder, place_of
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import read_rows
@@ -174,6 +174,22 @@ def test_a_folder_that_was_uploaded_is_read(environment: dict[str, str], tmp_pat
 
 
 # ---------------------------------------------------------------------- faults
+
+
+def test_the_next_save_releases_parts_of_interrupted_uploads_and_leaves_those_of_others(
+    environment: dict[str, str],
+) -> None:
+    place: Any = place_of(f"{URL}/last.ckpt")
+    begun = {"of the save": begin_remote(place), "of another": ".other.ckpt.0123456789abcdef"}
+    files = [place.fs.open(f"{URL}/{name}/big", "wb", block_size=5 * 2**20) for name in begun.values()]
+    for file in files:
+        file.write(bytes(11 * 2**20))
+    assert len(unfinished_uploads()) == 2
+    begin_remote(place)
+    (left,) = unfinished_uploads()
+    assert left["Key"] == f"run/{begun['of another']}/big"
+    files[1].discard()
+    files[0].closed = files[1].closed = True  # what is not closed would be uploaded when it is collected
 
 
 def test_a_server_that_asks_to_slow_down_is_asked_again(
