@@ -48,7 +48,7 @@ class Part:
         shows: subject of the part, for the report.
         commands: programs, run one after the other.
         rules: comparisons of the values that they save.
-        needs: "gpu", "torchrec", or names of tools on PATH.
+        needs: "gpu", "torchrec", "stages" (of language models), or names of tools on PATH.
         possible: program that fails, with a reason in its last line, if this machine cannot run the part.
         look_at: for a part that may differ, where to look if it does.
         seconds: time limit of all programs together.
@@ -193,6 +193,7 @@ def parts(dry: bool) -> list[Part]:
                 Rule("gpipe:bf16", ("1f1b:bf16",)),
                 Rule("1f1b", ("1f1b:bf16",), "different"),
             ),
+            needs=("stages",),
             possible=None if dry else probe("send"),  # the first probe shows that probes run
         ),
         Part(

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.table import MARK, end
 from lightning_pipe.engine.common.whole_file import whole_file
-from lightning_pipe.environment import check_environment
+from lightning_pipe.environment import check_environment, require_torch, stacks
 from scripts.gpu.comparison import compare
 from scripts.gpu.parts import Command, Part
 
@@ -64,6 +64,11 @@ def impossible(part: Part) -> str:
                 return "needs torchrec"
             try:
                 check_environment()
+            except Exception as error:
+                return str(error).splitlines()[0]
+        elif need == "stages":
+            try:
+                require_torch(stacks().language_models, "language models in pipeline stages")
             except Exception as error:
                 return str(error).splitlines()[0]
         elif shutil.which(need) is None:
