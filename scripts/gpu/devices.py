@@ -1,6 +1,7 @@
 """Device, process group and kernels of the programs, whose ranks may share one GPU.
 
-NCCL refuses two ranks on one GPU. If there are fewer GPUs than ranks, all ranks use the first GPU and Gloo.
+NCCL refuses two ranks on one GPU. If there are fewer GPUs than ranks, all ranks use the first GPU and Gloo, as if each
+were alone on a machine: TorchRec places the tables of the second rank of a machine on its second GPU.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def connect(kind: str) -> torch.device:
         dist.init_process_group(backend(kind))
     else:
         dist.init_process_group(backend(kind), store=dist.HashStore(), rank=0, world_size=1)
+    if kind == "cuda" and dist.get_backend() == "gloo":
+        os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     return device
 
 

@@ -64,7 +64,8 @@ def trained(
     if name in PLANS:
         sharded, optimizer = ours(options, device, plan, sharders=sharders)
         model = sharded.dmp
-        pipeline: Any = TrainPipeline(sharded, optimizer, device, plan=name)
+        # TorchRec's pipelines do not record the first batch, after which semi_sync looks up the second with new values.
+        pipeline: Any = TrainPipeline(sharded, optimizer, device, plan=name, options={"rewrite": {"method": "direct"}})
     else:
         model, optimizer = theirs(options, device, plan, sharders=sharders)
         pipeline = getattr(train_pipelines, name)(model, optimizer, device, **_ARGUMENTS.get(name, {}))
