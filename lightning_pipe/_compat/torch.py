@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ __all__ = [
     "schema_of",
     "set_optimizer_in_backward",
     "storage_key",
+    "timeout_of",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -86,6 +88,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
         RuntimeError: the group has no backend for this device.
     """
     return group._get_backend(device)
+
+
+def timeout_of(group: Any = None) -> timedelta:
+    """Time limit of a collective of *group* (default: the default group's). PyTorch has no function that returns it."""
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    limits = []
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # a backend without options
+            limits.append(backend_of(group, device).options._timeout)
+    return min(limits, default=dist.distributed_c10d.default_pg_timeout)
 
 
 def default_gloo_devices() -> list[Any] | None:

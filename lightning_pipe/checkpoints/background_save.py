@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from lightning_pipe._compat.torch import timeout_of
 
 __all__ = ["BackgroundSave", "HostCopies"]
 
@@ -49,14 +50,10 @@ class HostCopies(dcp.DefaultSavePlanner):
 
 
 class BackgroundSave:
-    """Runs one save at a time on a background thread. All ranks must call the same methods in the same order.
+    """Runs one save at a time on a background thread. All ranks must call the same methods in the same order."""
 
-    Args:
-        timeout: time limit for a rank to wait for another (None: PyTorch's default).
-    """
-
-    def __init__(self, timeout: timedelta | None) -> None:
-        group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    def __init__(self) -> None:
+        group: Any = dist.new_group(backend="gloo", timeout=timeout_of())
         self.group: dist.ProcessGroup = group
         self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
         self._saving: Future[None] | None = None

@@ -258,7 +258,7 @@ class EpochData:
         strategy, fetcher = self._trainer.strategy, self._fetcher
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
-        group, statuses = self._statuses.open(getattr(strategy, "_timeout", None))
+        group, statuses = self._statuses.open()
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True

@@ -356,7 +356,7 @@ class EvaluationData(Iterator[Any]):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))[0]
+        return self._statuses.open()[0]
 
     def _batches(self) -> Source:
         kept = [] if self._own is None else self._own.unread()
@@ -364,7 +364,7 @@ class EvaluationData(Iterator[Any]):
         source = BatchSource(self._fetch, kept)
         if not self.uneven:
             return source
-        group, statuses = self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))
+        group, statuses = self._statuses.open()
         return AgreedSource(
             source,
             group,

@@ -128,7 +128,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._async_checkpoints and self._saves is None:
-            self._saves = BackgroundSave(self._timeout)
+            self._saves = BackgroundSave()
 
     def on_train_end(self) -> None:
         super().on_train_end()

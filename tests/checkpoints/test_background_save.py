@@ -27,7 +27,7 @@ def _interrupted(when: str, *arguments: Any) -> list[str]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log: list[str] = []
     waits, destroys = threading.Event(), threading.Event()
-    saves = BackgroundSave(None)
+    saves = BackgroundSave()
     strategy: Any = FolderCheckpointStrategy(async_checkpoints=True)
     strategy._saves = saves
 
@@ -59,7 +59,7 @@ def _interrupted(when: str, *arguments: Any) -> list[str]:
 
 def _failed() -> list[str]:
     strategy: Any = FolderCheckpointStrategy(async_checkpoints=True)
-    strategy._saves = saves = BackgroundSave(None)
+    strategy._saves = saves = BackgroundSave()
     log: list[str] = []
 
     def write() -> None:

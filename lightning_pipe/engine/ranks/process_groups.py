@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_thread, present_as_gloo
+from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_thread, present_as_gloo, timeout_of
 
 __all__ = ["default_timeout", "new_group"]
 
@@ -35,7 +35,8 @@ def new_group(
 
     Args:
         ranks: ranks of the group (default all).
-        timeout: timeout of a collective (default PyTorch's).
+        timeout: timeout of a collective (default the default group's, which is the strategy's; PyTorch's own default is
+            30 minutes).
         backend: name of the backend (default the default group's).
 
     Returns:
@@ -45,6 +46,7 @@ def new_group(
     if shared and not hasattr(dist.Backend, _NAME.upper()):
         devices = dist.Backend.backend_capability[dist.Backend.GLOO]
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=list(devices))
+    timeout = timeout or timeout_of()
     group: Any = dist.new_group(ranks, timeout=timeout, backend=_NAME if shared else backend)
     if shared and isinstance(group, dist.ProcessGroup):
         present_as_gloo(group)
@@ -52,14 +54,15 @@ def new_group(
 
 
 @contextmanager
-def default_timeout(timeout: timedelta | None) -> Iterator[None]:
-    """Context in which process groups that are made without a timeout get this one (None: PyTorch's).
+def default_timeout() -> Iterator[None]:
+    """Context in which groups that other libraries make without a timeout get the default group's.
 
-    TorchRec makes groups for the ranks of a node and for ranks across nodes. They would wait 30 minutes for a node that
-    is gone without a closed connection.
+    TorchRec makes groups for the ranks of a node and for ranks across nodes, and PyTorch one for each dimension of a
+    mesh. They would wait 30 minutes for a node that is gone without a closed connection.
     """
+    timeout = timeout_of()
     with ExitStack() as patches:
-        for name in ("default_pg_timeout", "default_pg_nccl_timeout") if timeout is not None else ():
+        for name in "default_pg_timeout", "default_pg_nccl_timeout":
             patches.enter_context(patch.object(dist.distributed_c10d, name, timeout))
         yield
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pipe.engine.ranks.process_groups import new_group
+
 __all__ = ["TiedGradients", "TiedParameter", "find_tied", "name_copies"]
 
 
@@ -93,7 +95,7 @@ class TiedGradients:
         for one, holders in zip(tied, ranks, strict=True):
             for pipeline in pipelines:
                 members = [pipeline[holder] for holder in holders]
-                group = dist.new_group(members)
+                group = new_group(members)
                 if isinstance(group, dist.ProcessGroup):
                     self._copies.append((parameters[one.names[0]], group))
 

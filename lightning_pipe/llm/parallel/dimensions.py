@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
+from lightning_pipe.engine.ranks.process_groups import default_timeout
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 
 __all__ = ["ParallelDims", "StageMeshes"]
@@ -121,7 +122,8 @@ class StageMeshes:
         copies, sharing = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
 
         def mesh(**sizes: int) -> DeviceMesh:
-            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            with default_timeout():
+                return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         self.root = mesh(pipeline=pipeline, replicate=copies, shard=sharing, tensor=tensor)
         self.data = _used(self.root, "replicate", "shard")

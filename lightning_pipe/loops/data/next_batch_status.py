@@ -16,13 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from lightning_pipe._compat.torch import timeout_of
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of, from_rank, place_of_process
 
@@ -66,14 +66,13 @@ class Statuses(Protocol):
         ...
 
 
-def statuses_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Statuses:
+def statuses_of(group: dist.ProcessGroup) -> Statuses:
     """Return a board if all ranks of the group share memory, otherwise collectives. Every rank must call this.
 
     Args:
         group: CPU process group, which must not be used by other work while statuses are in flight.
-        timeout: maximum time to wait for another rank; None for PyTorch's default.
     """
-    return StatusBoard.of(group, timeout) or ReducedStatuses(group)
+    return StatusBoard.of(group) or ReducedStatuses(group)
 
 
 class StatusGroup:
@@ -82,15 +81,11 @@ class StatusGroup:
     def __init__(self) -> None:
         self._opened: tuple[dist.ProcessGroup, Statuses] | None = None
 
-    def open(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, Statuses]:
-        """Return the group and the exchange, and create them on the first call. Every rank must call this.
-
-        Args:
-            timeout: maximum time to wait for another rank; None for PyTorch's default.
-        """
+    def open(self) -> tuple[dist.ProcessGroup, Statuses]:
+        """Return the group and the exchange, and create them on the first call. Every rank must call this."""
         if self._opened is None:
-            group = new_group(backend="gloo", timeout=timeout)
-            self._opened = group, statuses_of(group, timeout)
+            group = new_group(backend="gloo")
+            self._opened = group, statuses_of(group)
         return self._opened
 
     def close(self) -> None:
@@ -168,7 +163,7 @@ class StatusBoard:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None) -> StatusBoard | None:
+    def of(cls, group: dist.ProcessGroup) -> StatusBoard | None:
         """Return a board for *group*, or None on all ranks if they do not share memory. Every rank must call this."""
         own, board, token = None, None, secrets.token_bytes(_TOKEN)
         boot, _ = place_of_process()
@@ -176,7 +171,7 @@ class StatusBoard:
             if group.rank() == 0 and fcntl is not None:
                 own = _new_file(token, group.size())
             path, token, its_boot = from_rank(lambda: (own, token, boot), "no memory can be shared", group)
-            seconds = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
+            seconds = timeout_of(group).total_seconds()
             if its_boot == boot:  # other hosts may see the same file on a network file system, but not the same memory
                 board = _opened(path, token, lambda file: cls(file, group.rank(), group.size(), seconds))
             (some_lack,) = any_of([board is None], group)

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from math import gcd
 from typing import Any
 
@@ -70,9 +69,9 @@ class ReplicaGroups:
     shards: dist.ProcessGroup
     peers: dist.ProcessGroup
 
-    def new_shard_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    def new_shard_group(self) -> dist.ProcessGroup:
         """Make another group of this replica's ranks. Every rank of the world calls this method."""
-        return _own_group(_replicas(self.count), timeout)
+        return _own_group(_replicas(self.count))
 
     @contextmanager
     def counted_per_node(self) -> Generator[None, None, None]:
@@ -95,15 +94,12 @@ class ReplicaGroups:
         return f"{self.count} replicas of tables, averaged every {self.sync_every} steps"
 
 
-def make_replica_groups(
-    count: int | None, sync_every: int | None = None, timeout: timedelta | None = None
-) -> ReplicaGroups | None:
+def make_replica_groups(count: int | None, sync_every: int | None = None) -> ReplicaGroups | None:
     """Divide all ranks into replicas of equal size, of neighbouring ranks. Every rank of the world calls this function.
 
     Args:
         count: number of replicas; None or 1 shards the tables over all ranks.
         sync_every: number of table steps between two averages; None for 1.
-        timeout: timeout of a collective in the groups (default PyTorch's).
 
     Returns:
         The groups, for :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; None for one replica.
@@ -132,8 +128,8 @@ def make_replica_groups(
             f"replicas must be a divisor of the number of ranks, {ranks}, got {found}. Set replicas to a divisor of"
             f" {ranks}."
         )
-    shards = _own_group(_replicas(found), timeout)
-    peers = _own_group(list(zip(*_replicas(found), strict=True)), timeout)
+    shards = _own_group(_replicas(found))
+    peers = _own_group(list(zip(*_replicas(found), strict=True)))
     return ReplicaGroups(found, steps, shards, peers)
 
 
@@ -143,9 +139,9 @@ def _replicas(count: int) -> list[range]:
     return [range(first, first + size) for first in range(0, count * size, size)]
 
 
-def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+def _own_group(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
     """Make all groups, in order, on every rank, and return the group that this rank is in."""
-    made = [new_group(list(ranks), timeout=timeout) for ranks in groups]
+    made = [new_group(list(ranks)) for ranks in groups]
     own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
     assert isinstance(own, dist.ProcessGroup)
     return own

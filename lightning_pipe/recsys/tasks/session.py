@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ class RecsysSession:
         balancer: exchanges samples between ranks in training; opened when training begins and closed with the session.
         input_group: process group of the input dist; None to make one if the plan runs tasks ahead, or if the ranks
             communicate by Gloo across hosts.
-        timeout: timeout of a collective in the groups that are made here (default PyTorch's).
 
     Attributes:
         options: the options passed to the session.
@@ -72,7 +70,6 @@ class RecsysSession:
         *,
         balancer: BatchBalancer | None = None,
         input_group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         self.world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.device = device
@@ -82,7 +79,6 @@ class RecsysSession:
         self._plan = plan
         self.options = options
         self._balancer = balancer
-        self._timeout = timeout
         self._undo = ExitStack()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._input_group = input_group
@@ -273,7 +269,7 @@ class RecsysSession:
     def _group(self, name: str) -> dist.ProcessGroup:
         """Return the process group *name* of all ranks, made at its first use."""
         if name not in self._groups:
-            self._groups[name] = self._left_at_end(new_group(timeout=self._timeout))
+            self._groups[name] = self._left_at_end(new_group())
         return self._groups[name]
 
     def _input(self) -> dist.ProcessGroup | None:
@@ -284,7 +280,7 @@ class RecsysSession:
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
             if self.world is not None and (plan is None or needs_input_group(plan)):
                 make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
-                self._input_group = exchanging(self._left_at_end(make(timeout=self._timeout)))
+                self._input_group = exchanging(self._left_at_end(make()))
             self._input_group_known = True
         return self._input_group
 

@@ -70,8 +70,8 @@ class StagedStrategy(FolderCheckpointStrategy):
         meshes = StageMeshes(settings.sizes, self.root_device.type)
         # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
         # in flight at the same time.
-        numbers_group = new_group(backend="gloo", timeout=self._timeout)
-        loss_group = new_group(backend="gloo", timeout=self._timeout)
+        numbers_group = new_group(backend="gloo")
+        loss_group = new_group(backend="gloo")
         assert numbers_group is not None and loss_group is not None
         self._maker = PartsMaker(settings, meshes, self.root_device, self.precision_plugin, numbers_group, loss_group)
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +43,6 @@ def shard_once(
     sparse_optimizer: Mapping[str, Any] | None,
     quantized_comms: Any,
     device: torch.device,
-    timeout: timedelta | None,
     ranks_per_node: int,
 ) -> ShardedModel:
     """Shard a module in place unless it is already sharded. Every rank calls this function.
@@ -55,7 +53,6 @@ def shard_once(
         sparse_optimizer: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
         quantized_comms: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
         device: device of tables and dense parameters.
-        timeout: timeout of the process groups that this function makes. They exist as long as the module.
         ranks_per_node: number of ranks per node, from the trainer.
 
     Raises:
@@ -68,13 +65,13 @@ def shard_once(
     if held is None:
         arguments = {**asked, "sharding_plan": sharding.plan}
         del arguments["plan"]
-        replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None), timeout)
-        groups = [new_group(timeout=timeout)]
+        replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None))
+        groups = [new_group()]
         if replicas is not None:
             groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
-            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), default_timeout(timeout):
+            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), default_timeout():
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
             for group in groups:

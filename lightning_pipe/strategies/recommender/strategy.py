@@ -234,7 +234,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             sparse_optimizer=self._sparse_optimizer,
             quantized_comms=self._options.wire.quantized_comms,
             device=self.root_device,
-            timeout=self._timeout,
             ranks_per_node=self.num_processes,
         )
         self.model_to_device()
@@ -244,7 +243,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         install_evaluation_loops(trainer)
         install_interrupted_saves(trainer)
         setting = self._sharded, self._declared, self.root_device, self._options
-        self._session = RecsysSession(*setting, balancer=self._balancer, timeout=self._timeout)
+        self._session = RecsysSession(*setting, balancer=self._balancer)
         self._evaluation = TableEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)

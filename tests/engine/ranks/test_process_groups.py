@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import Shard
 
-from lightning_pipe._compat.torch import backend_of
+from lightning_pipe._compat.torch import timeout_of
 from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
 from tests.distributed import run_ranks, with_detailed_debugging
 from tests.patience import HANG
@@ -116,16 +116,12 @@ def _shards_of_first(rank: int) -> list[Shard]:
 
 
 def timeouts(rank: int, world_size: int) -> list[timedelta]:
-    found = []
-    for default in (timedelta(seconds=HANG + 7), None):
-        with default_timeout(default):
-            group = dist.new_group()
-        assert isinstance(group, dist.ProcessGroup)
-        found.append(backend_of(group).options._timeout)
-        dist.destroy_process_group(group)
-    return found
+    with default_timeout():
+        of_others = dist.new_group()
+    return [timeout_of(group) for group in (None, new_group(), new_group(backend="gloo"), of_others, dist.new_group())]
 
 
-def test_groups_of_other_libraries_get_the_default_timeout() -> None:
-    for of_rank in run_ranks(timeouts, 2):
-        assert of_rank == [timedelta(seconds=HANG + 7), dist.distributed_c10d.default_pg_timeout]
+def test_without_one_they_have_the_default_groups_and_so_can_those_of_other_libraries() -> None:
+    for default, *made, outside in run_ranks(timeouts, 2):
+        assert made == [default] * 3
+        assert outside == dist.distributed_c10d.default_pg_timeout != default

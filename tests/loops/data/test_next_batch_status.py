@@ -78,7 +78,7 @@ def with_another_file(rank: int, size: int) -> str:
 
 def one_leaves(rank: int, size: int) -> Any:
     assert dist.group.WORLD is not None
-    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=HANG))
+    board = StatusBoard.of(dist.group.WORLD)
     assert board is not None
     board.post(rank, False)
     board.collect()
@@ -93,7 +93,8 @@ def one_leaves(rank: int, size: int) -> Any:
 
 def silent(rank: int, size: int) -> str:
     assert dist.group.WORLD is not None
-    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=0.3))
+    with mock.patch.object(next_batch_status, "timeout_of", return_value=timedelta(seconds=0.3)):
+        board = StatusBoard.of(dist.group.WORLD)
     assert board is not None
     said = ""
     if rank == 0:
