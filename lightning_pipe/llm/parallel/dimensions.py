@@ -17,17 +17,20 @@ from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 __all__ = ["ParallelDims", "StageMeshes"]
 
 _WORLD = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_OPEN = _WORLD[:3]  # sizes that can follow from the number of ranks
 
 
 @dataclass(frozen=True)
 class ParallelDims:
     """Number of ranks in each parallel dimension. The product of all but ``ep`` is the number of ranks of the job.
 
+    One of ``pp``, ``dp_replicate`` and ``dp_shard`` can be -1: all ranks that the other dimensions leave. For elastic
+    jobs, give ``pp`` a size and let one of the others be -1.
+
     Ranks are laid out stages first, tensors last: with ``pp=2`` and ``dp_shard=2``, ranks 0 and 1 hold stage 0.
 
     Args:
-        pp: pipeline parallelism: number of ranks that hold different stages (default -1: all ranks that the other
-            dimensions leave).
+        pp: pipeline parallelism: number of ranks that hold different stages (default -1).
         dp_replicate: data parallelism: number of replicas of each stage, sharded or not (default 1).
         dp_shard: data parallelism: number of ranks over which the parameters, gradients and optimizer state of each
             stage are sharded with FSDP2 (default 1).
@@ -45,7 +48,7 @@ class ParallelDims:
             it.
 
     Raises:
-        SetupError: a size below 1, or an unknown method.
+        SetupError: a size below 1, more than one size of -1, or an unknown method.
     """
 
     pp: int = -1
@@ -59,10 +62,18 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         for name in (*_WORLD, "ep"):
-            if name != "pp" or self.pp != -1:
+            if name not in _OPEN or getattr(self, name) != -1:
                 check_whole_number(f"parallel.{name}", getattr(self, name), 1)
+        if len(self._open()) > 1:
+            raise SetupError(
+                f"parallel.{' and parallel.'.join(self._open())} are -1, but only one size can follow from the number"
+                " of ranks. Set the others; parallel.pp is -1 by default"
+            )
         check_choice("parallel.cp_method", self.cp_method, get_args(ContextMethod))
         check_choice("parallel.reshard_after_forward", self.reshard_after_forward, (True, False))
+
+    def _open(self) -> list[str]:
+        return [name for name in _OPEN if getattr(self, name) == -1]
 
     @property
     def length_multiple(self) -> int:
@@ -70,7 +81,7 @@ class ParallelDims:
         return 2 * self.cp if self.cp_method == "ring" and self.cp > 1 else self.cp
 
     def fit(self, world_size: int) -> ParallelDims:
-        """The same dimensions with the size of the pipeline filled in.
+        """The same dimensions with the size that is -1 filled in.
 
         Args:
             world_size: number of ranks of the run.
@@ -78,19 +89,19 @@ class ParallelDims:
         Raises:
             SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """
-        others = math.prod(getattr(self, name) for name in _WORLD[1:])
-        fitted = self if self.pp != -1 else replace(self, pp=max(world_size // others, 1))
-        if fitted.pp * others != world_size:
+        others = math.prod(getattr(self, name) for name in _WORLD if name not in self._open())
+        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // others, 1)))  # type: ignore[arg-type]
+        if math.prod(getattr(fitted, name) for name in _WORLD) != world_size:
             sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
                 f"{sizes} do not make the {world_size} ranks that the trainer has. Set devices times nodes to the"
                 " product of these sizes"
             )
-        among = self.dp_shard * self.cp
+        among = fitted.dp_shard * fitted.cp
         if among % self.ep:
             raise SetupError(
                 f"parallel.ep={self.ep} does not divide the {among} ranks that share a stage's data"
-                f" (parallel.dp_shard={self.dp_shard} times parallel.cp={self.cp}). Set parallel.ep to a divisor"
+                f" (parallel.dp_shard={fitted.dp_shard} times parallel.cp={fitted.cp}). Set parallel.ep to a divisor"
                 " of that number, since experts are sharded over these ranks"
             )
         return fitted

@@ -16,6 +16,11 @@ def test_the_pipeline_takes_what_the_other_dimensions_leave() -> None:
     assert ParallelDims(pp=2, cp=2).fit(4) == ParallelDims(pp=2, cp=2)
 
 
+def test_so_can_replicas_or_shards_under_a_pipeline_of_given_size() -> None:
+    assert ParallelDims(pp=2, dp_replicate=-1, tp=2).fit(12).dp_replicate == 3
+    assert ParallelDims(pp=2, dp_shard=-1, ep=2).fit(8).dp_shard == 4
+
+
 def test_the_ring_needs_lengths_of_two_chunks_a_rank() -> None:
     assert ParallelDims(cp=3).length_multiple == 3
     assert ParallelDims(cp=3, cp_method="ring").length_multiple == 6
@@ -30,6 +35,8 @@ def test_the_ring_needs_lengths_of_two_chunks_a_rank() -> None:
         (ParallelDims(dp_shard=8), 4, ["parallel.dp_shard=8", "the 4 ranks"]),
         (ParallelDims(dp_shard=4, ep=3), 4, ["parallel.ep=3", "the 4 ranks", "divisor"]),
         (ParallelDims(dp_replicate=4, ep=2), 4, ["parallel.ep=2", "the 1 ranks"]),
+        (ParallelDims(pp=2, dp_replicate=-1), 3, ["parallel.pp=2", "parallel.dp_replicate=-1", "the 3 ranks"]),
+        (ParallelDims(pp=1, dp_shard=-1, ep=2), 3, ["parallel.ep=2", "the 3 ranks", "parallel.dp_shard=3"]),
     ],
     ids=str,
 )
@@ -46,7 +53,9 @@ def test_sizes_that_do_not_fit_are_refused(dimensions: ParallelDims, world: int,
         ({"cp": 0}, "parallel.cp is 0; expected a whole number, 1 or more"),
         ({"pp": 0}, "parallel.pp is 0"),
         ({"pp": -2}, "parallel.pp is -2"),
-        ({"dp_replicate": -1}, "parallel.dp_replicate is -1"),
+        ({"dp_replicate": -1}, "parallel.pp and parallel.dp_replicate are -1, but only one"),
+        ({"pp": 1, "dp_shard": -2}, "parallel.dp_shard is -2"),
+        ({"pp": 1, "tp": -1}, "parallel.tp is -1"),
         ({"ep": True}, "parallel.ep is True"),
         ({"tp": "2"}, "parallel.tp is '2'"),
         ({"cp_method": "rings"}, "parallel.cp_method is 'rings'; expected one of 'ulysses', 'ring'"),
