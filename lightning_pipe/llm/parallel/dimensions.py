@@ -90,7 +90,7 @@ class ParallelDims:
             SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """
         others = math.prod(getattr(self, name) for name in _WORLD if name not in self._open())
-        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // others, 1)))  # type: ignore[arg-type]
+        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // others, 1)))
         if math.prod(getattr(fitted, name) for name in _WORLD) != world_size:
             sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
