@@ -27,7 +27,10 @@ def constraints(torch: str, stack: Stack, build: str) -> str:
         stack: the stack.
         build: ``cpu`` or ``gpu``, which decides the distribution of fbgemm.
     """
-    lines = [f"# Tested with torch {torch}. Written by: python -m scripts.stacks", f"torch=={stack.tested['torch']}"]
+    lines = [
+        f"# Versions of the tests with torch {torch}, which run on a CPU. Written by: python -m scripts.stacks",
+        f"torch=={stack.tested['torch']}",
+    ]
     if stack.torchrec is not None:
         fbgemm = "fbgemm-gpu-cpu" if build == "cpu" else "fbgemm-gpu"
         lines += [f"torchrec=={stack.tested['torchrec']}", f"{fbgemm}=={stack.tested['fbgemm']}", "torchmetrics==1.0.3"]

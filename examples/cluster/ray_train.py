@@ -6,7 +6,7 @@
 
 A checkpoint is written after each epoch and every --save-every steps. If a worker is lost, Ray restarts all workers, up
 to three times, and training continues from the latest checkpoint to the same values. The example needs
-``pip install 'lightning-pipe[ray]'``, the extras of the model, and a folder that all nodes share.
+``pip install '.[ray,examples]'``, torchrec or the extra ``hf`` for the model, and a folder that all nodes share.
 """
 
 from __future__ import annotations
@@ -102,6 +102,12 @@ def train(
 
 def tune(plans: list[str], config: dict[str, Any], storage: str, workers: int = 2) -> ray.tune.ResultGrid:
     """Train once under each plan, one run after the other. Ray needs a CPU more than for the workers."""
+    if not ray.is_initialized():
+        ray.init()
+    if (found := ray.cluster_resources().get("CPU", 0)) < workers + 1:  # Ray would wait for them for ever
+        raise SystemExit(
+            f"{workers} workers and a trial need {workers + 1} CPUs, but the cluster has {found:g}. Use fewer"
+        )
 
     def trial(choice: dict[str, Any]) -> None:
         strategy = choice["strategy"]

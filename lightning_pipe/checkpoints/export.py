@@ -21,7 +21,7 @@ from lightning_pipe.checkpoints.folder_reading import (
     read_whole,
 )
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, META
-from lightning_pipe.checkpoints.inert_values import Refused, described
+from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.safe_reading import file_named
 from lightning_pipe.checkpoints.stage_layout import (
@@ -102,17 +102,17 @@ def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
     tied = checkpoint.pop(TIED, {})
     absent = sorted(set(tied.values()) - whole[MODEL].keys())
     if absent:
-        raise Refused(f"state_dict_metadata has no {described(absent[0])}, which {META} lists as a tied parameter")
+        raise _Refused(f"state_dict_metadata has no {described(absent[0])}, which {META} lists as a tied parameter")
     checkpoint[MODEL] = with_other_names(whole[MODEL], tied)
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
         states = whole.get(optimizer_part(number), {}).get("state", {})
         if not isinstance(states, dict):
-            raise Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict keyed by parameter")
+            raise _Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict keyed by parameter")
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
         unknown = sorted(map(str, states.keys() - index.keys()))
         if unknown:
-            raise Refused(
+            raise _Refused(
                 f"{optimizer_part(number)} has a state for {described(unknown[0])}, which is in no group of {META}"
             )
         checkpoint[OPTIMIZERS][number] = {

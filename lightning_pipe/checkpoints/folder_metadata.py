@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_pipe.checkpoints.inert_calls import PLAIN_CALLS
 from lightning_pipe.checkpoints.inert_pickle import BUDGET, load_inert
 from lightning_pipe.checkpoints.inert_tensors import DTYPES
-from lightning_pipe.checkpoints.inert_values import Call, Damaged, Pending, Refused, described
+from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, described
 from lightning_pipe.checkpoints.remote_folder import Folder
 
 __all__ = ["load_metadata"]
@@ -51,11 +51,11 @@ def load_metadata(stream: IO[bytes], folder: Folder) -> dcp.Metadata:
         folder: the checkpoint folder.
 
     Raises:
-        Refused: the file is damaged, holds values that no checkpoint needs, or does not match the folder's files.
+        _Refused: the file is damaged, holds values that no checkpoint needs, or does not match the folder's files.
     """
     found = load_inert(stream.read(), _find, budget=BUDGET + _size_of_data(folder))
     if type(found) is not dcp.Metadata:
-        raise Refused(f"it holds {described(found)}, expected a Metadata")
+        raise _Refused(f"it holds {described(found)}, expected a Metadata")
     _check_tensors(found)
     _check_files(found, folder)
     _check_paths(found)
@@ -77,7 +77,7 @@ def _size_of_data(folder: Folder) -> int:
 
 def _check(what: str, value: Any, *kinds: type) -> Any:
     if type(value) not in kinds:
-        raise Refused(f"{what} is {described(value)}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+        raise _Refused(f"{what} is {described(value)}, expected {' or '.join(kind.__name__ for kind in kinds)}")
     return value
 
 
@@ -90,12 +90,14 @@ def _index(state: dict[str, Any]) -> MetadataIndex:
 def _storage_info(state: dict[str, Any]) -> _StorageInfo:
     name = _check("relative_path of storage_data", state.get("relative_path"), str)
     if not name or Path(name).name != name or "\0" in name or len(name) > 255:
-        raise Refused(f"it refers to {described(name)} (relative_path of storage_data), which is not in its folder")
+        raise _Refused(f"it refers to {described(name)} (relative_path of storage_data), which is not in its folder")
     if state.get("transform_descriptors"):
-        raise Refused(f"transform_descriptors of {described(name)} are not empty: its bytes are not stored as they are")
+        raise _Refused(
+            f"transform_descriptors of {described(name)} are not empty: its bytes are not stored as they are"
+        )
     place = [_check(f"{field} of storage_data", state.get(field), int) for field in ("offset", "length")]
     if min(place) < 0:
-        raise Refused(
+        raise _Refused(
             f"storage_data of {described(name)} has the offset {place[0]} and length {place[1]}, expected at least 0"
         )
     return _StorageInfo(name, *place)
@@ -104,7 +106,7 @@ def _storage_info(state: dict[str, Any]) -> _StorageInfo:
 def _properties(state: Any) -> TensorProperties:
     # PyTorch 2.15 adds the strides that the tensor had in memory, which the files do not depend on.
     if type(state) is not tuple or len(state) not in (5, 6) or state[0] not in DTYPES.values():
-        raise Refused("properties of state_dict_metadata have no dtype, expected a numeric or boolean dtype")
+        raise _Refused("properties of state_dict_metadata have no dtype, expected a numeric or boolean dtype")
     return TensorProperties(dtype=state[0])
 
 
@@ -149,7 +151,7 @@ _MEMORY_FORMAT = Call("a memory format", lambda _: None)
 def _member(owner: Any, name: Any) -> None:
     """Member of an enum, as Python 3.11.0 to 3.11.3 pickle it: ``getattr(the class, the name)``."""
     if owner is not _MEMORY_FORMAT or type(name) is not str:
-        raise Refused(f"it calls getattr on {described(owner)}, expected a memory format")
+        raise _Refused(f"it calls getattr on {described(owner)}, expected a memory format")
 
 
 _RECORDS: dict[type, Callable[[Any], Any]] = {
@@ -180,7 +182,7 @@ _CALLS: dict[str, Any] = {
 def _find(name: str) -> Any:
     if name in _CALLS:
         return _CALLS[name]
-    raise Refused(
+    raise _Refused(
         f"it holds {name}, which torch.distributed.checkpoint does not put there, and which could run arbitrary code"
         " when it is read"
     )
@@ -199,7 +201,7 @@ def _check_tensors(metadata: dcp.Metadata) -> None:
         _check(field, entry, TensorStorageMetadata, BytesStorageMetadata)
         if isinstance(entry, BytesStorageMetadata):
             if MetadataIndex(name) not in metadata.storage_data:
-                raise Refused(f"{field} is in no file: storage_data has no such entry")
+                raise _Refused(f"{field} is in no file: storage_data has no such entry")
             continue
         _check_chunks(field, name, entry, metadata.storage_data)
 
@@ -213,21 +215,21 @@ def _check_chunks(
             offset + length <= whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
         )
         if not fits:
-            raise Refused(
+            raise _Refused(
                 f"{field} of size {list(size)} has a chunk of size {list(chunk.sizes)} at {list(chunk.offsets)},"
                 " expected a chunk inside the tensor"
             )
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:
-            raise Refused(
+            raise _Refused(
                 f"{field} has a chunk at {list(chunk.offsets)} that is in no file: storage_data has no such entry"
             )
         if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
-            raise Refused(f"{field} has a chunk of size {list(chunk.sizes)}, got {place.length} bytes in storage_data")
+            raise _Refused(f"{field} has a chunk of size {list(chunk.sizes)}, got {place.length} bytes in storage_data")
     pieces = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks if chunk.sizes.numel()]
     if not entry.chunks or not _cover(size, pieces):
         elements = sum(sizes.numel() for _, sizes in pieces)
-        raise Refused(
+        raise _Refused(
             f"{field} of size {list(size)} has {elements} elements in its chunks, expected each of {size.numel()} once"
         )
 
@@ -260,12 +262,12 @@ def _check_files(metadata: dcp.Metadata, folder: Folder) -> None:
     for file, places in by_file.items():
         size, last = _size_of(folder / file) if isinstance(folder, Path) else sizes.get(file), 0
         if size is None:
-            raise Refused(f"storage_data refers to the file {str(folder / file)!r}, which is not there")
+            raise _Refused(f"storage_data refers to the file {str(folder / file)!r}, which is not there")
         for begin, end, name in sorted(places):
             if begin < last:
-                raise Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another entry")
+                raise _Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another entry")
             if end > size:
-                raise Damaged(
+                raise _Damaged(
                     f"storage_data[{described(name)}] ends at byte {end} of {str(folder / file)!r}, which has {size}"
                     " bytes: one of these two files"
                 )
@@ -276,11 +278,11 @@ def _size_of(file: Path) -> int:
     try:
         status = file.lstat()
     except OSError as error:
-        raise Refused(
+        raise _Refused(
             f"storage_data refers to the file {str(file)!r}, which cannot be read: {error.strerror}"
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise Refused(
+        raise _Refused(
             f"storage_data refers to {str(file)!r}, which is a link or a device, expected a file of the folder"
         )
     return status.st_size
@@ -293,26 +295,26 @@ def _check_paths(metadata: dcp.Metadata) -> None:
     for name, path in metadata.planner_data.items():
         field = f"planner_data[{described(name)}]"
         if name not in metadata.state_dict_metadata:
-            raise Refused(f"{field} is not in state_dict_metadata")
+            raise _Refused(f"{field} is not in state_dict_metadata")
         if type(path) is not tuple or not 2 <= len(path) <= _LEVELS or {type(path[0]), type(path[1])} != {str}:
-            raise Refused(f"{field} is {described(path)}, expected 2 to {_LEVELS} names and list positions")
+            raise _Refused(f"{field} is {described(path)}, expected 2 to {_LEVELS} names and list positions")
         numbers = [place for place, one in enumerate(path) if type(one) is int]
         if len(numbers) > _LISTS or any(type(one) not in (str, int) for one in path):
-            raise Refused(f"{field} has other elements than names and at most {_LISTS} list positions")
+            raise _Refused(f"{field} has other elements than names and at most {_LISTS} list positions")
         for place in numbers:
             if not 0 <= path[place] < len(metadata.planner_data) + _EMPTY:
-                raise Refused(
+                raise _Refused(
                     f"{field} has the list position {described(path[place])}, for {len(metadata.planner_data)} values"
                 )
             lists[path[:place]] = max(path[place] + 1, lists.get(path[:place], 0))
         paths.add(path)
     if sum(lists.values()) > 2 * len(paths) + _EMPTY:
-        raise Refused(f"planner_data has lists of {sum(lists.values())} positions for {len(paths)} values")
+        raise _Refused(f"planner_data has lists of {sum(lists.values())} positions for {len(paths)} values")
     for name, path in metadata.planner_data.items():
         for place in range(1, len(path)):
             if path[:place] in paths or (type(path[place]) is str and path[:place] in lists):
-                raise Refused(
+                raise _Refused(
                     f"planner_data[{described(name)}] has the path of another value, or a name as a list position"
                 )
     if len(paths) < len(metadata.planner_data):
-        raise Refused("planner_data has two values with the same path")
+        raise _Refused("planner_data has two values with the same path")

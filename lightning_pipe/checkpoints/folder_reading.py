@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.checkpoints.folder_writing import META, reasons
-from lightning_pipe.checkpoints.inert_values import Refused, described
+from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
@@ -102,7 +102,7 @@ def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
     rest = load_object(folder / META, weights_only)
     with file_named(folder / META):
         if not isinstance(rest, dict):
-            raise Refused(f"it holds {described(rest)}, expected a dict")
+            raise _Refused(f"it holds {described(rest)}, expected a dict")
     return rest
 
 
@@ -115,15 +115,15 @@ def check_stages(folder: Folder, rest: Mapping[str, Any]) -> None:
     with file_named(folder / META):
         tied = rest.get(TIED, {})
         if not isinstance(tied, dict) or not all(isinstance(one, str) for pair in tied.items() for one in pair):
-            raise Refused(f"its field {TIED!r} has the wrong type, expected a dict from names to names")
+            raise _Refused(f"its field {TIED!r} has the wrong type, expected a dict from names to names")
         if not isinstance(rest.get(OPTIMIZERS, []), list):
-            raise Refused(f"its field {OPTIMIZERS!r} is {described(rest[OPTIMIZERS])}, expected a list")
+            raise _Refused(f"its field {OPTIMIZERS!r} is {described(rest[OPTIMIZERS])}, expected a list")
         for number, stored in enumerate(rest.get(OPTIMIZERS, ())):
             groups = stored.get("param_groups") if isinstance(stored, dict) else None
             for group in groups if isinstance(groups, list) else [None]:
                 names = group.get("params") if isinstance(group, dict) else None
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    raise Refused(
+                    raise _Refused(
                         f"its field {OPTIMIZERS!r} has no list of parameter names for a group of optimiser {number}"
                     )
 

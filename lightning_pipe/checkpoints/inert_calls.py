@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipe.checkpoints.inert_values import Call, Pending, Refused, check_key, described, whole_size
+from lightning_pipe.checkpoints.inert_values import Call, Pending, _Refused, check_key, described, whole_size
 
 __all__ = ["ARRAY_CALLS", "PLAIN_CALLS"]
 
@@ -33,7 +33,7 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
 
 def _counter(items: Any = None) -> Counter[Any]:
     if type(items) not in (dict, type(None)):
-        raise Refused(f"a Counter is made of {described(items)}, expected a dict")
+        raise _Refused(f"a Counter is made of {described(items)}, expected a dict")
     made: Counter[Any] = Counter()
     dict.update(made, items or {})
     return made
@@ -47,13 +47,13 @@ def _set(items: Any = ()) -> set[Any]:
 
 def _items(what: str, items: Any) -> Any:
     if type(items) not in (list, tuple):
-        raise Refused(f"{what} is made of {described(items)}, expected a list")
+        raise _Refused(f"{what} is made of {described(items)}, expected a list")
     return items
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise Refused(f"a complex number is made of {described(real)}, {described(imaginary)}, expected two floats")
+        raise _Refused(f"a complex number is made of {described(real)}, {described(imaginary)}, expected two floats")
     return complex(real, imaginary)
 
 
@@ -69,7 +69,7 @@ def _no_bytes() -> bytes:
 def _encode(text: Any, encoding: Any) -> bytes:
     """Bytes that protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused(f"bytes are made of {described(text)} in {described(encoding)}, expected text in latin1")
+        raise _Refused(f"bytes are made of {described(text)} in {described(encoding)}, expected text in latin1")
     return text.encode("latin1")
 
 
@@ -79,7 +79,7 @@ def _size(items: Any = ()) -> torch.Size:
 
 def _device(kind: Any, index: Any = None) -> torch.device:
     if type(kind) is not str or len(kind) > 64 or type(index) not in (int, type(None)):
-        raise Refused(f"a device is made of {described(kind)}, expected its name")
+        raise _Refused(f"a device is made of {described(kind)}, expected its name")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
@@ -91,7 +91,7 @@ _LAYOUTS = {
 
 def _layout(name: Any) -> torch.layout:
     if type(name) is not str or name not in _LAYOUTS:
-        raise Refused(f"a layout is {described(name)}, expected one of {', '.join(_LAYOUTS)}")
+        raise _Refused(f"a layout is {described(name)}, expected one of {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name]
 
 
@@ -118,7 +118,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 def _dtype(name: Any, align: Any = False, copy: Any = True) -> Pending:
     if type(name) is not str or not _TYPES.fullmatch(name) or align or type(copy) not in (bool, int):
-        raise Refused(f"an array's dtype is {described(name)}, expected numbers, booleans, bytes or text")
+        raise _Refused(f"an array's dtype is {described(name)}, expected numbers, booleans, bytes or text")
     kind = np.dtype(name)
     size = (kind.itemsize, 4 if kind.kind == "U" else 1)
 
@@ -128,15 +128,15 @@ def _dtype(name: Any, align: Any = False, copy: Any = True) -> Pending:
         Version 4 appends metadata.
         """
         if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in ("<", ">", "|", "="):
-            raise Refused(f"the dtype {name!r} of an array has a state that NumPy does not write")
+            raise _Refused(f"the dtype {name!r} of an array has a state that NumPy does not write")
         _, order, sub_array, names, fields, *sizes = state
         expected = [size[0], size[1]] if kind.kind in "SU" else [-1, -1]
         if (sub_array, names, fields) != (None, None, None) or sizes[:2] != expected or sizes[2] not in (0, 8):
-            raise Refused(
+            raise _Refused(
                 f"the dtype {name!r} of an array has a state with another size, fields or flags than its name implies"
             )
         if len(sizes) > 3 and sizes[3] is not None:
-            raise Refused(f"the dtype {name!r} of an array has metadata, expected none")
+            raise _Refused(f"the dtype {name!r} of an array has metadata, expected none")
         return kind.newbyteorder(order) if order in "<>" else kind
 
     return Pending(f"the dtype {name!r}", build)
@@ -145,35 +145,35 @@ def _dtype(name: Any, align: Any = False, copy: Any = True) -> Pending:
 def _values(kind: Any, shape: Any, raw: Any, order: Any = False) -> np.ndarray[Any, Any]:
     """Array made of raw bytes, whose number and values are checked."""
     if not isinstance(kind, np.dtype) or type(raw) is not bytes or type(order) not in (bool, int):
-        raise Refused(f"an array of {described(kind)} is made of {described(raw)}, expected a dtype and bytes")
+        raise _Refused(f"an array of {described(kind)} is made of {described(raw)}, expected a dtype and bytes")
     shape = whole_size("an array's shape", shape)
     count = 1
     for one in shape:
         count *= one
     # An item size of 0 is allowed for one element only: more elements would take time without taking bytes.
     if len(shape) > 32 or count * kind.itemsize != len(raw) or count > max(len(raw), 1):
-        raise Refused(
+        raise _Refused(
             f"an array of {kind} and shape {shape} is made of {len(raw)} bytes, expected {count * kind.itemsize}"
         )
     if kind.kind == "b" and raw.translate(None, b"\0\1"):
-        raise Refused("a boolean array has bytes other than 0 and 1")
+        raise _Refused("a boolean array has bytes other than 0 and 1")
     if (
         kind.kind == "U"
         and raw
         and np.frombuffer(raw, np.dtype("u4").newbyteorder(kind.byteorder)).max() > _LAST_CHARACTER
     ):
-        raise Refused("an array of text has values that are not Unicode characters")
+        raise _Refused("an array of text has values that are not Unicode characters")
     made: np.ndarray[Any, Any] = np.ndarray(shape, kind, buffer=bytearray(raw), order="F" if order else "C")
     return made
 
 
 def _array(kind: Any, shape: Any, code: Any) -> Pending:
     if kind is not ARRAY_CALLS["numpy.ndarray"] or shape != (0,) or code != b"b":
-        raise Refused(f"an array is made of {described(kind)}, expected numpy.ndarray, empty")
+        raise _Refused(f"an array is made of {described(kind)}, expected numpy.ndarray, empty")
 
     def build(state: Any) -> np.ndarray[Any, Any]:
         if type(state) is not tuple or len(state) != 5 or state[0] != 1:
-            raise Refused(f"an array's state is {described(state)}, expected version, shape, dtype, order and bytes")
+            raise _Refused(f"an array's state is {described(state)}, expected version, shape, dtype, order and bytes")
         _, shape, dtype, order, raw = state
         return _values(dtype, shape, raw, order)
 
@@ -185,7 +185,7 @@ def _scalar(kind: Any, raw: Any = None) -> Any:
 
 
 def _no_array(*args: Any) -> Any:
-    raise Refused(f"it makes a numpy.ndarray of {len(args)} values, expected an array made of bytes")
+    raise _Refused(f"it makes a numpy.ndarray of {len(args)} values, expected an array made of bytes")
 
 
 # A pickle contains the name of the module that had these functions in the NumPy version that wrote it.

@@ -22,15 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_pipe.checkpoints.inert_values import (
-    Call,
-    Damaged,
-    Pending,
-    Refused,
-    check_key,
-    check_tree,
-    described,
-)
+from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, check_key, check_tree, described
 
 __all__ = ["BUDGET", "load_inert"]
 
@@ -56,20 +48,20 @@ def load_inert(
 
     Args:
         data: pickle of protocol 2 to 5.
-        find: function from a full name to its :class:`Call` or value; raises :class:`Refused` for other names.
+        find: function from a full name to its :class:`Call` or value; raises :class:`_Refused` for other names.
         persistent: function from a persistent id to its value (None: persistent ids are refused).
         allowed: classes and functions that the user trusts, by their full names. They are called with any arguments and
             state, as Python's unpickler calls them.
         budget: approximate limit on the memory of the objects, in bytes.
 
     Raises:
-        Refused: the data is not a pickle, is truncated, or holds values that are not allowed.
+        _Refused: the data is not a pickle, is truncated, or holds values that are not allowed.
     """
     machine = _Machine(data, find, persistent, allowed or {}, budget)
     try:
         value = machine.run()
     except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
-        raise Damaged(
+        raise _Damaged(
             f"the pickle is malformed at byte {machine.at} of {len(data)} ({type(error).__name__}: {error})"
         ) from None
     check_tree(value)
@@ -111,24 +103,24 @@ class _Machine:
                 _STEPS[code](self)
             elif code == pickle.STOP[0]:
                 if self._marks or len(self._stack) != 1:
-                    raise Damaged(f"the pickle ends with {len(self._stack)} objects, expected one")
+                    raise _Damaged(f"the pickle ends with {len(self._stack)} objects, expected one")
                 return self._stack.pop()
             else:
-                raise Damaged(f"the pickle has the opcode {code:#04x} at byte {self.at - 1}, which does not exist")
-        raise Damaged("the pickle is cut short: it has no STOP opcode")
+                raise _Damaged(f"the pickle has the opcode {code:#04x} at byte {self.at - 1}, which does not exist")
+        raise _Damaged("the pickle is cut short: it has no STOP opcode")
 
     # ------------------------------------------------------------------ arguments
 
     def _charge(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise Refused(f"the pickle creates too many or too large objects (at byte {self.at} of {len(self._data)})")
+            raise _Refused(f"the pickle creates too many or too large objects (at byte {self.at} of {len(self._data)})")
 
     def _take(self, count: int) -> bytes:
         """Consume the next *count* bytes."""
         end = self.at + count
         if end > len(self._data):
-            raise Damaged(
+            raise _Damaged(
                 f"the pickle is cut short: expected {count} bytes at byte {self.at}, got {len(self._data)} in all"
             )
         self._charge(count)
@@ -149,7 +141,7 @@ class _Machine:
 
     def _text(self, count: int) -> None:
         if count > _TEXT:
-            raise Refused(f"the pickle has a text of {count} bytes at byte {self.at}, expected at most {_TEXT}")
+            raise _Refused(f"the pickle has a text of {count} bytes at byte {self.at}, expected at most {_TEXT}")
         raw = self._take(count)
         # Python stores every character of a string in the width of the widest one.
         if not raw.isascii() and raw.translate(None, bytes(range(0xC4))):
@@ -176,19 +168,19 @@ class _Machine:
     def _tuple(self, count: int) -> None:
         items = tuple(self._stack[-count:])
         if len(items) != count:
-            raise Damaged("the pickle takes more objects from its stack than it holds")
+            raise _Damaged("the pickle takes more objects from its stack than it holds")
         self._stack[-count:] = [items]
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise Refused(f"the pickle appends to {described(target)}, expected a list")
+            raise _Refused(f"the pickle appends to {described(target)}, expected a list")
         target.extend(items)
 
     def _set(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
-            raise Refused(f"the pickle sets items of {described(target)}, expected a dict")
+            raise _Refused(f"the pickle sets items of {described(target)}, expected a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             target[key] = value
@@ -197,7 +189,7 @@ class _Machine:
 
     def _global(self, module: str, name: str) -> None:
         if type(module) is not str or type(name) is not str or len(module) + len(name) > _NAME:
-            raise Refused(f"the pickle names {described(module)}.{described(name)}, expected text")
+            raise _Refused(f"the pickle names {described(module)}.{described(name)}, expected text")
         # Protocol 2 uses the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
@@ -205,7 +197,7 @@ class _Machine:
         full = f"{module}.{name}"
         try:
             self._stack.append(self._find(full))
-        except Refused:
+        except _Refused:
             if full not in self._allowed:
                 raise
             self._stack.append(self._allowed[full])
@@ -215,7 +207,7 @@ class _Machine:
 
     def _call(self, function: Any, args: Any, new: bool) -> Any:
         if type(args) is not tuple:
-            raise Refused(
+            raise _Refused(
                 f"the pickle calls {described(function)} with {described(args)}, expected a tuple of arguments"
             )
         self._charge(_CALL + _weight(args))
@@ -225,7 +217,7 @@ class _Machine:
             if self._is_allowed(function):
                 self._charge(_OPCODE * check_tree(args))
                 return function.__new__(function, *args) if new else function(*args)
-        raise Refused(f"the pickle calls {described(function)}, expected a class or function")
+        raise _Refused(f"the pickle calls {described(function)}, expected a class or function")
 
     def _reduce(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
@@ -249,18 +241,18 @@ class _Machine:
             if state.keys() == {"_metadata"} and type(state["_metadata"]) is OrderedDict:
                 target._metadata = state["_metadata"]
                 return
-            raise Refused("the pickle sets attributes of an OrderedDict, expected only _metadata")
+            raise _Refused("the pickle sets attributes of an OrderedDict, expected only _metadata")
         elif self._is_allowed(kind):
             self._charge(_OPCODE * check_tree(state))
             with _making(target):
                 _set_state(target, state)
         else:
-            raise Refused(f"the pickle gives a state to {described(target)}, which has no state")
+            raise _Refused(f"the pickle gives a state to {described(target)}, which has no state")
 
     def _store(self) -> None:
         found = self._persistent
         if found is None:
-            raise Refused("the pickle has a persistent id, expected none")
+            raise _Refused("the pickle has a persistent id, expected none")
         self._stack.append(self._call(Call("a storage", found), (self._stack.pop(),), new=False))
 
     # ------------------------------------------------------------------ memo
@@ -274,14 +266,14 @@ class _Machine:
 
 @contextmanager
 def _making(what: Any) -> Iterator[None]:
-    """Convert any error to a Refused that names the object that cannot be created."""
+    """Convert any error to a _Refused that names the object that cannot be created."""
     try:
         yield
-    except Refused:
+    except _Refused:
         raise
     except Exception as error:  # functions may raise any error for invalid arguments
         reason = str(error).partition("\n")[0][:200]
-        raise Refused(f"{described(what)} cannot be created: {type(error).__name__}: {reason}") from None
+        raise _Refused(f"{described(what)} cannot be created: {type(error).__name__}: {reason}") from None
 
 
 def _weight(value: Any, depth: int = 3) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.checkpoints.inert_values import Call, Refused, described, whole_size
+from lightning_pipe.checkpoints.inert_values import Call, _Refused, described, whole_size
 
 __all__ = ["DTYPES", "STORAGE_KINDS", "TENSOR_CALLS", "TOKENS", "InertStorage"]
 
@@ -49,7 +49,7 @@ def _tensor(
 ) -> Tensor:
     """Checked version of ``torch._utils._rebuild_tensor_v2``."""
     if type(storage) is not InertStorage:
-        raise Refused(f"a tensor is made of {described(storage)}, expected a storage")
+        raise _Refused(f"a tensor is made of {described(storage)}, expected a storage")
     return _view(storage.content, storage.dtype, offset, size, stride, requires_grad, hooks, metadata)
 
 
@@ -58,7 +58,7 @@ def _tensor_of_dtype(
 ) -> Tensor:
     """Checked version of ``torch._utils._rebuild_tensor_v3``."""
     if type(storage) is not InertStorage or dtype not in DTYPES.values() or dtype is torch.bool:
-        raise Refused(f"a tensor of {described(dtype)} is made of {described(storage)}, expected a storage")
+        raise _Refused(f"a tensor of {described(dtype)} is made of {described(storage)}, expected a storage")
     return _view(storage.content, dtype, offset, size, stride, requires_grad, hooks, metadata)
 
 
@@ -74,25 +74,25 @@ def _view(
 ) -> Tensor:
     size, stride = whole_size("a tensor's size", size), _strides(stride)
     if type(offset) is not int or not 0 <= offset < 2**48 or len(size) != len(stride):
-        raise Refused(f"a tensor of size {size} has the stride {stride} and the offset {described(offset)}")
+        raise _Refused(f"a tensor of size {size} has the stride {stride} and the offset {described(offset)}")
     if type(requires_grad) is not bool or hooks or type(metadata) not in (dict, type(None)):
-        raise Refused("a tensor has hooks, a requires_grad that is not a bool, or metadata that is not a dict")
+        raise _Refused("a tensor has hooks, a requires_grad that is not a bool, or metadata that is not a dict")
     bytes_there, count = content.nbytes(), 1
     for one in size:
         count *= one
     needed = offset + 1 + sum((one - 1) * step for one, step in zip(size, stride, strict=True)) if count else 0
     if needed * dtype.itemsize > bytes_there:
-        raise Refused(
+        raise _Refused(
             f"a tensor of size {size}, stride {stride} and offset {offset} needs {needed} elements of {dtype}, got a"
             f" storage of {bytes_there} bytes"
         )
     if count * dtype.itemsize > max(bytes_there, _EXPANDED):
-        raise Refused(
+        raise _Refused(
             f"a tensor of size {size} is expanded from a storage of {bytes_there} bytes, expected a larger storage"
         )
     flags = {key for key, value in (metadata or {}).items() if value}
     if flags - {"conj"}:
-        raise Refused(f"a tensor has the flag {described(min(map(str, flags)))}, expected conj or none")
+        raise _Refused(f"a tensor has the flag {described(min(map(str, flags)))}, expected conj or none")
     made: Tensor = torch.empty(0, dtype=dtype, device="cpu")
     made.set_(content, offset if count else 0, size, stride)
     if flags:
@@ -102,14 +102,14 @@ def _view(
 
 def _strides(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(one) is int and 0 <= one < 2**48 for one in value):
-        raise Refused(f"a tensor's stride is {described(value)}, expected a tuple of integers of at least 0")
+        raise _Refused(f"a tensor's stride is {described(value)}, expected a tuple of integers of at least 0")
     return value
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any) -> Tensor:
     """Checked version of ``torch._utils._rebuild_parameter``."""
     if type(data) is not Tensor or type(requires_grad) is not bool or hooks:
-        raise Refused(f"a parameter is made of {described(data)}, expected a tensor without hooks")
+        raise _Refused(f"a parameter is made of {described(data)}, expected a tensor without hooks")
     return torch.nn.Parameter(data.detach(), requires_grad)
 
 
@@ -120,14 +120,14 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
 def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Checked version of ``torch._tensor._rebuild_from_type_v2``, which makes a tensor with attributes."""
     if type(function) is not Call or type(args) is not tuple:
-        raise Refused(f"a tensor is made by {described(function)}, expected one of torch's functions")
+        raise _Refused(f"a tensor is made by {described(function)}, expected one of torch's functions")
     tensor = function.make(*args)
     if not isinstance(tensor, Tensor):
-        raise Refused(f"a tensor is made by {function.name}, expected one of torch's functions that make tensors")
+        raise _Refused(f"a tensor is made by {function.name}, expected one of torch's functions that make tensors")
     if isinstance(kind, type) and issubclass(kind, Tensor):  # a class that the user allows
         tensor = tensor.as_subclass(kind)
     elif type(kind) is not Call or kind.name not in _TENSOR_KINDS:
-        raise Refused(f"a tensor is of the class {described(kind)}, expected torch.Tensor")
+        raise _Refused(f"a tensor is of the class {described(kind)}, expected torch.Tensor")
     return _with_attributes(tensor, state)
 
 
@@ -136,11 +136,11 @@ def _with_attributes(tensor: Tensor, state: Any) -> Tensor:
         state = state[0]
     for name, value in (state or {}).items():
         if type(name) is not str or hasattr(torch.nn.Parameter, name):
-            raise Refused(
+            raise _Refused(
                 f"a tensor has the attribute {described(name)}, which would hide an attribute of torch.nn.Parameter"
             )
         if name.startswith("__"):  # for example, NumPy reads memory at the address in __array_interface__
-            raise Refused(f"a tensor has the attribute {described(name)}, expected no name that begins with '__'")
+            raise _Refused(f"a tensor has the attribute {described(name)}, expected no name that begins with '__'")
         setattr(tensor, name, value)
     return tensor
 
@@ -149,7 +149,7 @@ def _token(name: str) -> Call:
     """Entry for a class that a pickle refers to but does not instantiate."""
 
     def make(*args: Any) -> Any:
-        raise Refused(f"it makes a {name} of {len(args)} values, expected one made of a storage")
+        raise _Refused(f"it makes a {name} of {len(args)} values, expected one made of a storage")
 
     return Call(name, make)
 

@@ -18,11 +18,11 @@ __all__ = ["Call", "Pending", "check_key", "check_tree", "described", "whole_siz
 _DEPTH, _TREE = 100, 5_000_000
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """Reason why a file is refused. The message describes the fault; the caller adds the file's name."""
 
 
-class Damaged(Refused):
+class _Damaged(_Refused):
     """Reason why a file is refused: it is truncated or its bytes have changed."""
 
 
@@ -66,27 +66,27 @@ def described(value: Any) -> str:
 
 
 def check_key(key: Any, depth: int = 2, most: int = 2**61 - 2) -> None:
-    """Raise Refused unless *key* can be the key of a dict or an item of a set at low cost.
+    """Raise _Refused unless *key* can be the key of a dict or an item of a set at low cost.
 
     Many keys with the same hash would take quadratic time. Integers must be below the modulus of Python's integer hash,
     so that different integers have different hashes. For 60-bit integers, tuples with a given hash can be constructed;
     integers in tuples are therefore limited to 31 bits.
     """
     if type(key) is int and abs(key) > most:
-        raise Refused(f"a key is {described(key)}, expected an integer of at most {most.bit_length() - 1} bits")
+        raise _Refused(f"a key is {described(key)}, expected an integer of at most {most.bit_length() - 1} bits")
     if type(key) is complex or (type(key) is float and most < 2**60):
-        raise Refused(f"a key has {described(key)}, expected text or an integer")
+        raise _Refused(f"a key has {described(key)}, expected text or an integer")
     if type(key) in (tuple, torch.Size):
         if len(key) > 64 or depth == 0:
-            raise Refused("a key is a nested or long tuple, expected a few plain values")
+            raise _Refused("a key is a nested or long tuple, expected a few plain values")
         for one in key:
             check_key(one, depth - 1, 2**31 - 1)
     elif isinstance(key, list | dict | set | bytearray | Call | Pending):
-        raise Refused(f"a key is {described(key)}, expected a plain value")
+        raise _Refused(f"a key is {described(key)}, expected a plain value")
 
 
 def check_tree(root: Any) -> int:
-    """Raise Refused unless *root* is a tree of values whose depth and size are within the limits.
+    """Raise _Refused unless *root* is a tree of values whose depth and size are within the limits.
 
     Returns:
         The number of values, where each container is counted once.
@@ -99,7 +99,7 @@ def check_tree(root: Any) -> int:
         nonlocal walked
         kind = type(value)
         if kind in (Call, Pending):
-            raise Refused(f"it holds {value.name} without its arguments or state")
+            raise _Refused(f"it holds {value.name} without its arguments or state")
         if kind in (dict, OrderedDict, Counter):
             children = value.values()
         elif kind in (list, tuple):
@@ -117,9 +117,9 @@ def check_tree(root: Any) -> int:
             known[id(value)] = size + 1, height + 1
         size, height = known.get(id(value), (0, room + 1))
         if height > room:
-            raise Refused(f"it is nested more than {_DEPTH} levels deep or contains itself")
+            raise _Refused(f"it is nested more than {_DEPTH} levels deep or contains itself")
         if size > _TREE:
-            raise Refused(f"it holds more than {_TREE:,} objects, where repeated objects are counted each time")
+            raise _Refused(f"it holds more than {_TREE:,} objects, where repeated objects are counted each time")
         return size, height
 
     measure(root, _DEPTH)
@@ -134,15 +134,15 @@ def whole_size(what: str, value: Any) -> tuple[int, ...]:
         value: value to check.
 
     Raises:
-        Refused: the value is not a tuple of non-negative integers, or its product exceeds any memory.
+        _Refused: the value is not a tuple of non-negative integers, or its product exceeds any memory.
     """
     if type(value) not in (tuple, torch.Size) or len(value) > 64:
-        raise Refused(f"{what} is {described(value)}, expected a tuple of at most 64 integers")
+        raise _Refused(f"{what} is {described(value)}, expected a tuple of at most 64 integers")
     product = 1
     for one in value:
         if type(one) is not int or not 0 <= one < 2**48:
-            raise Refused(f"{what} has {described(one)}, expected an integer from 0 to 2**48 - 1")
+            raise _Refused(f"{what} has {described(one)}, expected an integer from 0 to 2**48 - 1")
         product *= max(one, 1)
     if product >= 2**60:
-        raise Refused(f"{what} has {product} elements, expected fewer than 2**60")
+        raise _Refused(f"{what} has {product} elements, expected fewer than 2**60")
     return tuple(value)

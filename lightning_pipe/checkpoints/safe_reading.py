@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_pipe.checkpoints.folder_metadata import load_metadata
-from lightning_pipe.checkpoints.inert_values import Damaged, Refused, described
+from lightning_pipe.checkpoints.inert_values import _Damaged, _Refused, described
 from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.torch_file import known_name, load_torch_file, open_archive, pickle_of
 from lightning_pipe.engine import SetupError
@@ -106,10 +106,10 @@ def _fill(span: _Span, item: ReadItem, planner: LoadPlanner) -> None:
     name = f"the entry {described(item.storage_index.fqn)}"
     value = load_torch_file(span, span.length, {})
     if not isinstance(value, Tensor):
-        raise Refused(f"{name} holds {described(value)}, expected a tensor")
+        raise _Refused(f"{name} holds {described(value)}, expected a tensor")
     ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
     if value.dim() != len(ends) or any(end > size for end, size in zip(ends, value.size(), strict=True)):
-        raise Refused(
+        raise _Refused(
             f"{name} holds a tensor of size {list(value.size())}, expected at least {ends} according to .metadata"
         )
     part = value.detach()
@@ -182,12 +182,12 @@ def _load(stream: IO[bytes], weights_only: bool | None) -> Any:
     with open_archive(stream, size) as archive:
         damaged = archive.testzip()  # torch.load does not compare the checksums
     if damaged is not None:
-        raise Damaged(f"the checksum of its entry {damaged!r} differs")
+        raise _Damaged(f"the checksum of its entry {damaged!r} differs")
     stream.seek(0)
     try:
         return torch.load(stream, map_location="cpu", weights_only=False)
     except Exception as error:  # trusted classes may raise any error
-        raise Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+        raise _Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
 
 def _size(stream: IO[bytes]) -> int:
@@ -237,7 +237,7 @@ def _opened(path: Folder) -> Iterator[IO[bytes]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Refused("it is a folder, a pipe or a device, expected a file")
+                raise _Refused("it is a folder, a pipe or a device, expected a file")
             yield stream
 
 
@@ -246,12 +246,12 @@ def file_named(path: Folder) -> Iterator[None]:
     """Convert errors to a SetupError that names the file."""
     try:
         yield
-    except Damaged as error:
+    except _Damaged as error:
         raise SetupError(
             f"the checkpoint's file {str(path)!r} cannot be read: {error}. It is damaged or incomplete. Use another"
             " checkpoint"
         ) from None
-    except Refused as error:
+    except _Refused as error:
         said = printable(str(error))
         raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {said}. Use another checkpoint") from None
     except OSError as error:

@@ -22,7 +22,7 @@ import torch
 from lightning_pipe.checkpoints.inert_calls import ARRAY_CALLS, PLAIN_CALLS
 from lightning_pipe.checkpoints.inert_pickle import load_inert
 from lightning_pipe.checkpoints.inert_tensors import DTYPES, STORAGE_KINDS, TENSOR_CALLS, TOKENS, InertStorage
-from lightning_pipe.checkpoints.inert_values import Call, Damaged, Refused, described
+from lightning_pipe.checkpoints.inert_values import Call, _Damaged, _Refused, described
 
 __all__ = ["known_name", "load_torch_file", "open_archive", "pickle_of"]
 
@@ -47,7 +47,7 @@ def load_torch_file(stream: IO[bytes], size: int, allowed: Mapping[str, Any], *,
         values: False to skip the storages (default True): every tensor is then None.
 
     Raises:
-        Refused: the file is damaged, or holds values that are neither plain nor allowed.
+        _Refused: the file is damaged, or holds values that are neither plain nor allowed.
     """
     with open_archive(stream, size) as archive:
         storages = _Storages(archive)
@@ -57,7 +57,7 @@ def load_torch_file(stream: IO[bytes], size: int, allowed: Mapping[str, Any], *,
             for table in (calls, TOKENS, PLAIN_CALLS, ARRAY_CALLS, DTYPES):
                 if name in table:
                     return table[name]
-            raise Refused(
+            raise _Refused(
                 f"it holds {name}, not only tensors, arrays of numbers and plain types, and could run arbitrary code"
                 " when it is read. If you trust its source, pass weights_only=False, as in Trainer.fit(...,"
                 " weights_only=False), or allow the class: torch.serialization.add_safe_globals([...])"
@@ -84,7 +84,7 @@ def open_archive(stream: IO[bytes], size: int) -> zipfile.ZipFile:
         size: size of the file in bytes.
 
     Raises:
-        Refused: the file is not such an archive.
+        _Refused: the file is not such an archive.
     """
     stream.seek(max(0, size - _END))
     end = stream.read(_END)
@@ -93,24 +93,24 @@ def open_archive(stream: IO[bytes], size: int) -> zipfile.ZipFile:
         place = found.start()
         wide = end[place - 36 : place - 28] if end[max(0, place - 20) : place].startswith(b"PK\x06\x07") else b""
         if max(int.from_bytes(one, "little") for one in (end[place + 12 : place + 16], wide)) > _DIRECTORY:
-            raise Refused(f"its list of entries is longer than {_DIRECTORY} bytes, the maximum")
+            raise _Refused(f"its list of entries is longer than {_DIRECTORY} bytes, the maximum")
     stream.seek(0)
     try:
         archive = zipfile.ZipFile(stream)
     except _ARCHIVE_ERRORS as error:
-        raise Damaged(f"it is no file of torch.save, or is cut short: {error}") from None
+        raise _Damaged(f"it is no file of torch.save, or is cut short: {error}") from None
     infos = archive.infolist()
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise Refused(
+            raise _Refused(
                 f"its entry {described(info.filename)} is compressed or encrypted, expected as torch.save writes it"
             )
         if info.file_size != info.compress_size or info.header_offset + info.file_size > size:
-            raise Damaged(f"its entry {described(info.filename)} has {info.file_size} bytes, more than the file holds")
+            raise _Damaged(f"its entry {described(info.filename)} has {info.file_size} bytes, more than the file holds")
     if sum(info.file_size for info in infos) > size:
-        raise Refused(f"its entries overlap: their total size exceeds the {size} bytes of the file")
+        raise _Refused(f"its entries overlap: their total size exceeds the {size} bytes of the file")
     if len({info.filename for info in infos}) != len(infos):
-        raise Refused("two of its entries have the same name")
+        raise _Refused("two of its entries have the same name")
     return archive
 
 
@@ -118,7 +118,7 @@ def _folder(archive: zipfile.ZipFile) -> str:
     """Common folder name of all entries, with a trailing slash."""
     found = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise Refused(f"it has {len(found)} entries named data.pkl, expected one: it is no file of torch.save")
+        raise _Refused(f"it has {len(found)} entries named data.pkl, expected one: it is no file of torch.save")
     return found[0].removesuffix("data.pkl")
 
 
@@ -126,7 +126,7 @@ def pickle_of(archive: zipfile.ZipFile) -> bytes:
     """Content of an archive's pickle."""
     info = archive.getinfo(_folder(archive) + "data.pkl")
     if info.file_size > _PICKLE:
-        raise Refused(f"its entry {info.filename!r} has {info.file_size} bytes, expected at most {_PICKLE}")
+        raise _Refused(f"its entry {info.filename!r} has {info.file_size} bytes, expected at most {_PICKLE}")
     return _content(archive, info)
 
 
@@ -142,7 +142,7 @@ def _entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[IO[bytes
         with archive.open(info) as entry:
             yield entry
     except _ARCHIVE_ERRORS as error:
-        raise Damaged(f"its entry {described(info.filename)} is damaged: {error}") from None
+        raise _Damaged(f"its entry {described(info.filename)} is damaged: {error}") from None
 
 
 class _Storages:
@@ -156,20 +156,20 @@ class _Storages:
         order = self._entries.get(f"{self._folder}byteorder")
         written = _content(archive, order) if order is not None and order.file_size < 16 else b"little"
         if written != sys.byteorder.encode():
-            raise Refused(f"its numbers have the byte order {written!r}, expected the byte order of this machine")
+            raise _Refused(f"its numbers have the byte order {written!r}, expected the byte order of this machine")
 
     def find(self, key: Any) -> InertStorage:
         """Storage of a persistent id: the tuple ("storage", class, entry, device, number of elements)."""
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or type(key[2]) is not str:
-            raise Refused(f"a storage is named by {described(key)}, expected ('storage', class, key, device, count)")
+            raise _Refused(f"a storage is named by {described(key)}, expected ('storage', class, key, device, count)")
         _, kind, name, _, count = key
         if type(kind) is not Call or kind.name not in STORAGE_KINDS:
-            raise Refused(f"the storage {described(name)} is a {described(kind)}, expected a class of storages")
+            raise _Refused(f"the storage {described(name)} is a {described(kind)}, expected a class of storages")
         info = self._entries.get(f"{self._folder}data/{name}")
         dtype = STORAGE_KINDS[kind.name]
         if info is None or type(count) is not int or count * dtype.itemsize != info.file_size:
             there = "no bytes" if info is None else f"{info.file_size} bytes"
-            raise Refused(
+            raise _Refused(
                 f"the storage {described(name)} has {described(count)} elements of {dtype}, but its entry has {there}"
             )
         if name not in self._read:
@@ -177,7 +177,7 @@ class _Storages:
         content = self._read[name]
         if dtype is torch.bool and name not in self._truths:
             if bool((torch.empty(0, dtype=torch.uint8, device="cpu").set_(content) > 1).any()):
-                raise Refused(f"the boolean storage {described(name)} has bytes other than 0 and 1")
+                raise _Refused(f"the boolean storage {described(name)} has bytes other than 0 and 1")
             self._truths.add(name)
         return InertStorage(dtype, content)
 
@@ -189,5 +189,5 @@ class _Storages:
                 view[at : at + len(piece)] = piece
                 at += len(piece)
         if at != info.file_size:
-            raise Damaged(f"its entry {info.filename!r} ends after {at} bytes, expected {info.file_size}")
+            raise _Damaged(f"its entry {info.filename!r} ends after {at} bytes, expected {info.file_size}")
         return content.untyped_storage()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 from difflib import get_close_matches
+from importlib.metadata import requires
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.environment import check_environment
 from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
 
@@ -34,6 +36,13 @@ class Parser(LightningArgumentParser):
                 "\nA strategy given by name accepts no options. Give its class and then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
+        for module in re.findall(r"No module named '(\w+)", message)[:1]:
+            if module in ("torchrec", "fbgemm_gpu"):
+                check_environment()
+            wanted = rf"{module}\b.*extra == [\"'](\w+)"
+            extras = [match[1] for one in requires("lightning-pipe") or () if (match := re.match(wanted, one))]
+            if extras:
+                message += f"\nThe extra '{extras[0]}' of lightning-pipe installs {module}."
         super().error(message, ex)
 
 

@@ -20,6 +20,7 @@ import lightning_pipe
 from lightning_pipe.cli import main as main_module
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
+from lightning_pipe.environment import Installed
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
@@ -329,6 +330,24 @@ def test_an_option_group_is_built_from_its_fields_and_an_unknown_field_is_named(
         assert main(command) == 0
     else:
         assert refusal(command, capsys).startswith("checks has 'validate'; expected only validate_ids, detect_nan")
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        ("matplotlib", "The extra 'pictures' of lightning-pipe installs matplotlib."),
+        ("torchrec", "The recsys strategies need torchrec, which is not installed."),
+    ],
+)
+def test_a_package_that_a_configuration_lacks_is_named_with_what_installs_it(
+    absent: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("lacks.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name='{absent}')")
+    if absent == "torchrec":
+        monkeypatch.setattr(Installed, "read", lambda: Installed("2.14.1", None, None, None))
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(["fit", "--config", "fit.yaml", "--model", "lacks.Model"]))
+    assert said in capsys.readouterr().err
 
 
 def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
-from lightning_pipe.checkpoints.inert_values import Refused
+from lightning_pipe.checkpoints.inert_values import _Refused
 from lightning_pipe.checkpoints.remote_folder import local_copy, open_folder, place_of
 from lightning_pipe.checkpoints.torch_file import load_torch_file
 from lightning_pipe.engine.common.durable_files import sync_name, write_file
@@ -233,7 +233,7 @@ def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
             raise ValueError(f"{listed.name} has the checksum {found}, expected {listed.crc32}")
         try:
             return _checked(load_torch_file(file, size, {}), listed, columns)
-        except (ValueError, Refused) as error:
+        except (ValueError, _Refused) as error:
             raise ValueError(f"{listed.name}: {error}") from error
 
 
