@@ -82,6 +82,7 @@ QUOTED: tuple[Run, ...] = (
         root=True,
     ),
     Run("recsys live bytes", "recsys_live_bytes", ranks=2),
+    Run("recsys collation", "jagged_collator"),
     Run("recsys balancing", "balancing", ("--hidden", "256", "--batch", "128", "--rounds", "4")),
     Run("dynamic tables, plans", "dynamic_embeddings", ("--rows", "200000", "--rounds", "5")),
     Run("planner graphs", "planner_graphs", ("--seconds", "30", "--iterations", "5")),

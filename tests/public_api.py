@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("engine", "loops", "recsys", "pipe", "strategies", "callbacks")
+ROOMS = ("engine", "loops", "data", "recsys", "pipe", "strategies", "callbacks")
 KEPT = Path(__file__).with_suffix(".txt")
 
 

@@ -1,0 +1,150 @@
+"""Columns of a table as flat arrays: Arrow, NumPy, PyTorch, lists, and objects that Arrow can read.
+
+Tested in ``tests/data/test_jagged_collator.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.engine.common.safe_text import shown
+
+__all__ = ["Column", "columns_of", "read_column"]
+
+Array = NDArray[Any]
+Default = float | Sequence[float]
+
+
+@dataclass
+class Column:
+    """Values of a column, row after row.
+
+    Attributes:
+        name: name of the column, for errors.
+        values: values, of shape [V].
+        lengths: number of values of each row, of shape [B].
+        width: number of values of every row; None if it can differ between rows.
+    """
+
+    name: str
+    values: Array
+    lengths: Array
+    width: int | None
+
+    def check(self, wrong: Array, found: str, fix: str) -> None:
+        """Raise an InputError for the first value for which *wrong*, of shape [V], is True."""
+        if wrong.any():
+            first = int(wrong.argmax())
+            row = np.searchsorted(np.cumsum(self.lengths), first, side="right")
+            raise InputError(f"column {self.name!r}, row {row}: {found.format(self.values[first])}. {fix}")
+
+
+def columns_of(rows: Any) -> Mapping[str, Any]:
+    """Columns by name of a table, of a mapping of columns, or of a list of rows, each a mapping.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if isinstance(rows, Mapping):
+        return rows
+    if hasattr(rows, "__arrow_c_stream__") or hasattr(rows, "__arrow_c_array__"):
+        import pyarrow as pa
+
+        table = rows if isinstance(rows, pa.Table | pa.RecordBatch) else pa.table(rows)
+        return dict(zip(table.schema.names, table.columns, strict=True))
+    if isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
+        try:
+            return {name: [row[name] for row in rows] for name in rows[0]}
+        except KeyError as error:
+            raise InputError(f"not every row has the column {error.args[0]!r}, which the first row has") from None
+    raise InputError(
+        f"expected a table, a mapping of columns, or a list of rows that are mappings, got {shown(type(rows).__name__)}"
+        f"{' without rows' if isinstance(rows, Sequence) and not rows else ''}"
+    )
+
+
+def read_column(name: str, given: Any, default: Default | None) -> Column:
+    """Read a column. Missing are None, Arrow's nulls, and NaN.
+
+    Args:
+        name: name of the column.
+        given: Arrow array, NumPy array, tensor, nested tensor, ``JaggedTensor`` or list; a row holds a value or a list.
+        default: number for each missing value, and for the single value of a missing list; or list in place of a
+            missing list. None if nothing may be missing.
+
+    Raises:
+        InputError: a value is missing and there is no default, or the values are not numbers.
+    """
+    values, lengths, width, no_row = _flat(name, given, default)
+    column = Column(name, values, lengths, width)
+    if no_row is not None and no_row.any():
+        if default is None:
+            first = int(no_row.argmax())
+            raise InputError(f"column {name!r}, row {first}: the list is missing. Give the column an entry in defaults")
+        column = _with_lists(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
+    if column.values.dtype.kind == "f" and (missing := np.isnan(column.values)).any():
+        if default is None or np.ndim(default) > 0:
+            column.check(missing, "the value is missing", "Give the column a number in defaults")
+        column.values = np.where(missing, np.asarray(default, column.values.dtype), column.values)
+    if column.values.dtype.kind not in "biuf":
+        raise InputError(f"column {name!r} holds {column.values.dtype}, expected numbers. Map its values to ids first")
+    return column
+
+
+def _with_lists(column: Column, no_row: Array, filler: Array) -> Column:
+    """Insert a list into each row without one."""
+    places = np.cumsum(column.lengths)[no_row].repeat(len(filler))
+    values = np.insert(column.values, places, np.tile(filler, int(no_row.sum())))
+    return Column(column.name, values, np.where(no_row, len(filler), column.lengths), None)
+
+
+def _flat(name: str, given: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+    """Values, lengths, width, and rows whose list is missing (None: none). Missing values are NaN."""
+    if isinstance(given, JaggedTensor):
+        return given.values().numpy(), given.lengths().numpy(), None, None
+    if isinstance(given, torch.Tensor):
+        if given.is_nested:
+            nested: Any = given.contiguous()
+            return nested.values().numpy(), nested.offsets().diff().numpy(), None, None
+        given = given.numpy()
+    if isinstance(given, np.ndarray) and given.dtype != object:
+        if given.ndim not in (1, 2):
+            raise InputError(f"column {name!r} has the shape {given.shape}, expected one or two dimensions")
+        width = 1 if given.ndim == 1 else given.shape[1]
+        return given.reshape(-1), np.full(len(given), width), width, None
+    import pyarrow as pa
+
+    try:
+        if isinstance(given, Sequence | np.ndarray):
+            given = pa.array([row.tolist() if hasattr(row, "tolist") else row for row in given])
+        return _of_arrow(given if isinstance(given, pa.Array | pa.ChunkedArray) else pa.chunked_array(given), default)
+    except (TypeError, pa.ArrowException) as error:
+        raise InputError(f"column {name!r} cannot be read, expected a number or a list in each row: {error}") from error
+
+
+def _of_arrow(array: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    lengths: Array = np.ones(len(array), int)
+    width: int | None = 1
+    no_row: Array | None = None
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        no_row = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+        lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        width = array.type.list_size if pa.types.is_fixed_size_list(array.type) and no_row is None else None
+        array = array.flatten()  # without the values of missing lists
+    if array.null_count and default is not None and np.ndim(default) == 0:
+        array = array.fill_null(default)  # NumPy's integers have no missing values
+    return array.to_numpy(zero_copy_only=False), lengths, width, no_row
