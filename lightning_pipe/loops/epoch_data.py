@@ -23,11 +23,12 @@ from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fe
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.next_batch_status import StatusGroup
 from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
-from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable, snapshot
+from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.stateful_loaders import (
     iterator_states,
     load_iterators,
+    loader_states,
     next_iterators,
     positions_after,
     positions_at_end,
@@ -308,8 +309,7 @@ def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
 
 def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
     """Return the state of each loader and its iterator; None for a loader without a state."""
-    loaders = [snapshot(one) if hasattr(one, "state_dict") else None for one in combined.flattened]
-    return {"loaders": loaders, "iterators": iterator_states(combined)}
+    return {"loaders": loader_states(combined), "iterators": iterator_states(combined)}
 
 
 def _ahead(fetcher: DataFetcher) -> list[Any]:

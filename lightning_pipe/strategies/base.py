@@ -28,7 +28,7 @@ from lightning_pipe.engine.ranks.flight_dump import FlightDump
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
-from lightning_pipe.loops.data.stateful_loaders import shuffled_over_ranks
+from lightning_pipe.loops.data.torchdata_samplers import shuffled_over_ranks
 from lightning_pipe.loops.programs.user_errors import is_of_group
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.strategies.processes import check_nodes, own_processes, started_by_torchrun

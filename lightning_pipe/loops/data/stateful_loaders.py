@@ -24,9 +24,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import Dataset, SequentialSampler
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable
@@ -39,17 +37,18 @@ from lightning_pipe.loops.data.random_streams import (
     unpack_bytes,
     unpack_states,
 )
-from lightning_pipe.loops.data.resumable_loader import end_of_epoch, is_resumable
+from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, is_resumable, snapshot
 from lightning_pipe.loops.data.sampler_state import SamplerState
+from lightning_pipe.loops.data.torchdata_samplers import is_from
 
 __all__ = [
     "IteratorState",
     "iterator_states",
     "load_iterators",
+    "loader_states",
     "next_iterators",
     "positions_after",
     "positions_at_end",
-    "shuffled_over_ranks",
     "watch",
 ]
 
@@ -128,6 +127,20 @@ def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
     return [None if one is None else one.state() for one in watched]
 
 
+def loader_states(combined: CombinedLoader) -> list[Callable[[], State] | None]:
+    """Return functions that give the present state of each loader; None for a loader without a state."""
+    watched = _watched(combined) or [None] * len(combined.flattened)
+    return [
+        None
+        if not hasattr(of, "state_dict")
+        # litdata's loader gives the first epoch's state between a load and the next batch.
+        else partial(_same, one.loaded)
+        if one is not None and one.is_loaded
+        else snapshot(of)
+        for one, of in zip(watched, combined.flattened, strict=True)
+    ]
+
+
 def positions_at_end(combined: CombinedLoader) -> Positions:
     """Return the positions of loaders and iterators if their epoch is over or has not begun."""
     watched = _watched(combined) or [None] * len(combined.flattened)
@@ -190,58 +203,13 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     }
 
 
-def shuffled_over_ranks(loader: Any) -> Any:
-    """Make a loader distribute its rows over ranks correctly if it uses torchdata's samplers, and return it.
-
-    Lightning replaces PyTorch's ``RandomSampler`` by a ``DistributedSampler``, but wraps torchdata's sampler. Each rank
-    would then draw a different order and take its part of that order, so that some rows would be trained twice in an
-    epoch, and others never.
-    """
-    if _is_torchdatas(loader):
-        for holder in (loader, loader.batch_sampler):
-            wrapper = getattr(holder, "sampler", None)
-            inner: Any = getattr(getattr(wrapper, "dataset", None), "_sampler", None)
-            if not isinstance(wrapper, DistributedSamplerWrapper) or inner is None:
-                continue
-            is_shuffle = _is_torchdatas(inner) and getattr(inner, "replacement", None) is False
-            if is_shuffle and len(inner) == len(inner.data_source):
-                inner = SequentialSampler(inner.data_source)
-            wrapper.dataset = _DrawnWhenUsed(inner)
-    return loader
-
-
-class _DrawnWhenUsed(Dataset[Any]):
-    """Dataset of a sampler's indices for ``DistributedSamplerWrapper``, which draws them on first use.
-
-    Lightning's dataset draws when an iteration begins. A torchdata loader that continues begins two iterations, and
-    uses one of them.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        vars(self)["_sampler"] = sampler  # the attribute name in Lightning's wrapper
-        self._indices: list[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        if self._indices is None:
-            self._indices = list(self.sampler)
-        return self._indices[index]
-
-    def reset(self) -> None:
-        """Discard the indices, so that the next access draws again."""
-        self._indices = None
-
-
 class _WatchedLoader:
     """Wrapper of a loader over which the combined loader iterates, and which records its iterators."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.due: IteratorState | None = None
-        self.ended = False
+        self.ended = self.is_loaded = False  # is_loaded: since then, no batch was asked for
         self._made_with: tuple[States | None, list[str]] = (None, [])
         self._peeked_with: tuple[States | None, list[str]] | None = None
         self.loaded: Any = None
@@ -256,14 +224,16 @@ class _WatchedLoader:
             if not due.replaced:
                 self.ended, self._made_with = due.ended, (due.made_with, due.samplers)
                 return iter(()) if due.ended else _WatchedIterator(continued, self)
-        self.ended = False
+        self.ended = self.is_loaded = False
+        if is_from("litdata", self.loader):
+            self.loader.restore = False  # else it continues the epoch of a load, until it is run beyond the last batch
         self._made_with = self._random_states() if self._peeked_with is None else self._peeked_with
         self._peeked_with = None
         return _WatchedIterator(iter(self.loader), self)
 
     def _continued(self, due: IteratorState) -> Any:
         """Create the iterator of the checkpoint again, without changes to the random generators."""
-        if due.samplers and _is_torchdatas(self.loader):
+        if due.samplers and is_from("torchdata", self.loader):
             SamplerState(self.loader).put(due.samplers)
         with _drawing_from(due.made_with):
             continued = self._loaded_iterator()
@@ -299,7 +269,7 @@ class _WatchedLoader:
         # A user-defined loader may keep the state that it is given, and modify it.
         first = state if iterator.before_last is None or not iterator.replaced else iterator.before_last
         self.loader.load_state_dict(copy.deepcopy(first))
-        self.loaded, self.due = state, iterator
+        self.loaded, self.due, self.is_loaded = state, iterator, True
 
     def peek(self) -> tuple[Any, IteratorState]:
         """Return the states of the loader and of the iterator that will be created next."""
@@ -321,16 +291,16 @@ class _WatchedLoader:
     def _random_states(self) -> tuple[States, list[str]]:
         # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
         # samplers on their own.
-        samplers = SamplerState(self.loader).get(at_end=True) if _is_torchdatas(self.loader) else []
+        samplers = SamplerState(self.loader).get(at_end=True) if is_from("torchdata", self.loader) else []
         return get_states(_CPU), samplers
 
 
 class _WatchedIterator(Iterator[Any]):
     def __init__(self, inner: Iterator[Any], watched: _WatchedLoader) -> None:
-        self._inner = inner
-        self._watched = watched
+        self._inner, self._watched = inner, watched
 
     def __next__(self) -> Any:
+        self._watched.is_loaded = False
         try:
             return next(self._inner)
         except StopIteration:
@@ -370,11 +340,6 @@ def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
 
 def _has_own_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_resumable(loader)
-
-
-def _is_torchdatas(one: Any) -> bool:
-    """Return True if the class of *one* is defined in torchdata, or derived from such a class."""
-    return any(base.__module__.startswith("torchdata.") for base in type(one).__mro__)
 
 
 @contextmanager
