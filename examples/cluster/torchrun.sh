@@ -16,22 +16,25 @@
 #   PORT      port on HOST (default: 29500)
 #   TORCHRUN_OPTIONS  further options of torchrun
 set -euo pipefail
+[ $# -ge 2 ] || { echo "usage: examples/cluster/torchrun.sh HOST CONFIGURATION [OPTION...]" >&2; exit 2; }
 job=${JOB:-elastic-$(basename "$2" .yaml)}
 folder=logs/$job
-# A command that can never succeed is better not restarted.
-python -m lightning_pipe.cli fit --config "$2" "${@:3}" --print_config > /dev/null
-
-# Without this, PyTorch 2.13 and 2.14 keep the addresses of ranks that have ended, and restarts with Gloo fail.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # A node that joins, or is told to leave, ends training with SIGTERM, and OnExceptionCheckpoint saves. A node that dies
 # costs the steps since the last ModelCheckpoint. A node that vanishes costs the strategy's timeout as well.
-exec torchrun --nnodes "${NODES:-1:4}" --nproc-per-node "${PROCESSES:-1}" --max-restarts "${RESTARTS:-100}" \
-    --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "$1:${PORT:-29500}" ${TORCHRUN_OPTIONS:-} \
-    -m lightning_pipe.cli fit --config "$2" --ckpt_path last \
-    --trainer.strategy.timeout 0:10:00 \
-    --trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint --trainer.callbacks.dirpath "$folder" \
-    --trainer.callbacks.every_n_train_steps "${EVERY:-100}" --trainer.callbacks.save_top_k 0 \
-    --trainer.callbacks.save_last true \
-    --trainer.callbacks+=lightning.pytorch.callbacks.OnExceptionCheckpoint --trainer.callbacks.dirpath "$folder" \
+command=(
+    -m lightning_pipe.cli fit --config "$2" --ckpt_path last
+    --trainer.strategy.timeout 0:10:00
+    --trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint --trainer.callbacks.dirpath "$folder"
+    --trainer.callbacks.every_n_train_steps "${EVERY:-100}" --trainer.callbacks.save_top_k 0
+    --trainer.callbacks.save_last true
+    --trainer.callbacks+=lightning.pytorch.callbacks.OnExceptionCheckpoint --trainer.callbacks.dirpath "$folder"
     "${@:3}"
+)
+# A command that can never succeed is better not restarted.
+python "${command[@]}" --print_config > /dev/null
+
+# Without this, PyTorch 2.13 and 2.14 keep the addresses of ranks that have ended, and restarts with Gloo fail.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun --nnodes "${NODES:-1:4}" --nproc-per-node "${PROCESSES:-1}" --max-restarts "${RESTARTS:-100}" \
+    --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "$1:${PORT:-29500}" ${TORCHRUN_OPTIONS:-} "${command[@]}"

@@ -44,6 +44,7 @@ __all__ = [
     "TrainingEpochLoop",
     "accumulates",
     "batch_sizes",
+    "before_resumption",
     "find_last_at_urls",
     "next_hpc_checkpoint",
     "optimizers_configured",
@@ -79,6 +80,20 @@ def _find_last(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> s
     fs = find.__self__._fs  # type: ignore[attr-defined]
     found = find(trainer)
     return found if isinstance(fs, LocalFileSystem) else {fs.unstrip_protocol(path) for path in found}
+
+
+def before_resumption(trainer: pl.Trainer, check: Callable[[object], None]) -> None:
+    """Call *check* with the path of the checkpoint, None without one, before the trainer reads it."""
+    connector = trainer._checkpoint_connector
+    if not isinstance(connector.resume_start, partial):
+        connector.resume_start = partial(_checked, check, connector.resume_start)  # type: ignore[method-assign]
+
+
+def _checked(
+    check: Callable[[object], None], resume: Callable[..., None], path: object = None, *more: object, **named: object
+) -> None:
+    check(path)
+    resume(path, *more, **named)
 
 
 def accumulates(loop: TrainingEpochLoop) -> bool:

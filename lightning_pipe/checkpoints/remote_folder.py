@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from fsspec.core import has_magic, url_to_fs
 
@@ -56,16 +55,19 @@ class RemotePath:
     """
 
     def __init__(self, url: str) -> None:
-        if urlsplit(url).password is not None:
+        if re.search("://[^@]*:[^@]*@", url):
             raise SetupError(
                 f"the checkpoint's URL {url.partition('://')[0]}://... contains a password, which messages and"
                 " checkpoints would repeat. Pass it in the environment variables of the file system, or in fsspec's"
                 " configuration files"
             )
-        if has_magic(url):
-            # Removing "a[1]" would remove "a1".
-            raise SetupError(f"the checkpoint's URL {url!r} contains *, ? or [, which fsspec would expand. Rename it")
-        self._url = url if url.endswith("://") else url.rstrip("/")
+        if has_magic(url) or "::" in url:
+            # Removing "a[1]" would remove "a1". What follows may be a signature, so it is not repeated.
+            raise SetupError(
+                f"the checkpoint's URL {url.partition('://')[0]}://... contains *, ?, [ or ::, which fsspec would"
+                " expand. Rename it"
+            )
+        self._url = url if re.fullmatch(r"[^/]*:/+", url) else url.rstrip("/")
         try:
             # Without a cache, since other processes change the folders.
             self.fs, self._path = url_to_fs(self._url, use_listings_cache=False)
@@ -88,16 +90,27 @@ class RemotePath:
         """Folder of the file."""
         return RemotePath(self._url[: -len(self.name)])
 
+    def _kind(self) -> str | None:
+        """Kind of what is there; None if nothing is. fsspec's ``isfile`` takes refused requests for absent files."""
+        with self.errors(), suppress(FileNotFoundError):
+            return str(self.fs.info(self._path)["type"])
+        return None
+
     def is_file(self) -> bool:
-        with self.errors():
-            return bool(self.fs.isfile(self._path))
+        return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        with self.errors():
-            return bool(self.fs.isdir(self._path))
+        return self._kind() == "directory"
 
     def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
+        return self._kind() is not None
+
+    def check_bucket(self) -> None:
+        """Raise a SetupError if the bucket does not exist. The file system would create it."""
+        bucket, _, key = self._path.partition("/")
+        with suppress(PermissionError):  # to look at the bucket itself
+            if hasattr(self.fs, "list_multipart_uploads") and not (key and RemotePath(f"s3://{bucket}").exists()):
+                raise SetupError(f"there is no bucket {bucket!r} for {self._url!r}. Create it, or correct the URL")
 
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of the folder's files, by name. Empty if the folder does not exist."""
@@ -152,7 +165,7 @@ class RemotePath:
             start = f"{key}/{prefix}".lstrip("/")
             with suppress(Exception):  # the user may not be allowed to list them
                 for one in self.fs.list_multipart_uploads(bucket):
-                    if one["Key"].startswith(start):
+                    if re.match(rf"{re.escape(start)}[0-9a-f]{{16}}/", one["Key"]):
                         self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
 
     @contextmanager
@@ -251,7 +264,8 @@ def begin_remote(place: RemotePath) -> str:
     Raises:
         SetupError: a folder is at the URL.
     """
-    if place.is_dir() and not place.is_file():
+    place.check_bucket()
+    if place.is_dir():
         raise SetupError(
             f"{str(place)!r} is a folder, which cannot be replaced in one step. Give a new URL, or remove the folder"
         )

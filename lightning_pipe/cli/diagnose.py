@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +78,8 @@ def _read(file: Path) -> Dump:
     Raises:
         Exception: of any class, if the file is not a dump.
     """
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "it is no file")
     with file.open("rb") as opened:
         dump: Dump = json.loads(opened.read(_LARGEST))
     dump |= {name: int(dump[name]) for name in ("rank", "world_size")}
@@ -121,10 +124,18 @@ def _list(ranks: Iterable[int]) -> str:
 
 def _waits(dumps: Mapping[int, Dump], complete: bool) -> list[str]:
     """A sentence for each process group with a mismatch, by PyTorch's analysis."""
+    # PyTorch's analysis requires a record of each rank.
+    present = {
+        rank: {
+            name: {**group, "ranks": [one for one in group["ranks"] if one in dumps]}
+            for name, group in dump["groups"].items()
+        }
+        for rank, dump in dumps.items()
+    }
     numbers: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
     entries: dict[int, list[tuple[Any, Dump]]] = {rank: [] for rank in dumps}
     for rank, dump in dumps.items():
-        groups = {name: (name, tuple(one["ranks"])) for name, one in dump["groups"].items()}
+        groups = {name: (name, tuple(one["ranks"])) for name, one in present[rank].items()}
         entries[rank] = [(groups[one["process_group"][0]], one) for one in dump["collectives"] if not one["is_p2p"]]
         for group, one in entries[rank]:
             numbers.setdefault(group, {}).setdefault(rank, []).append(one["collective_seq_id"])
@@ -137,7 +148,7 @@ def _waits(dumps: Mapping[int, Dump], complete: bool) -> list[str]:
         for rank, known in entries.items()
     }
     try:
-        mismatches = find_mismatches(kept, {rank: dump["groups"] for rank, dump in dumps.items()})
+        mismatches = find_mismatches(kept, present)
     except Exception as error:  # the table is still of use
         return [f"PyTorch could not compare the collectives ({type(error).__name__}: {error}). Compare the table."]
     sentences: dict[str, str] = {}

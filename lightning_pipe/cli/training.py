@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -40,9 +41,9 @@ class Parser(LightningArgumentParser):
             if module in ("torchrec", "fbgemm_gpu"):
                 check_environment()
             wanted = rf"{module}\b.*extra == [\"'](\w+)"
-            extras = [match[1] for one in requires("lightning-pipe") or () if (match := re.match(wanted, one))]
-            if extras:
-                message += f"\nThe extra '{extras[0]}' of lightning-pipe installs {module}."
+            with suppress(PackageNotFoundError):  # a source tree that is not installed
+                extras = [match[1] for one in requires("lightning-pipe") or () if (match := re.match(wanted, one))]
+                message += f"\nThe extra '{extras[0]}' of lightning-pipe installs {module}." if extras else ""
         super().error(message, ex)
 
 

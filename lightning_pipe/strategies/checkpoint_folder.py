@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
-from lightning_pipe._compat.lightning import find_last_at_urls
+from lightning_pipe._compat.lightning import before_resumption, find_last_at_urls
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
 from lightning_pipe.checkpoints.remote_folder import place_of, remove_remote
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_flags
+from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.strategies.base import DistributedStrategy
 
 __all__ = ["FolderCheckpointStrategy"]
@@ -41,7 +43,8 @@ class FolderCheckpointStrategy(DistributedStrategy):
         cluster_environment: see Lightning's ``DDPStrategy``.
         precision_plugin: see Lightning's ``DDPStrategy``.
         process_group_backend: see Lightning's ``DDPStrategy``.
-        timeout: timeout of process groups and of the start of all ranks (default 30 minutes).
+        timeout: timeout of process groups and of the start of all ranks (default 30 minutes). If the script has made
+            the default process group, that group's timeout holds.
         start_method: see Lightning's ``DDPStrategy``.
 
     Raises:
@@ -106,6 +109,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """
         if kwargs.get("trainer") is not None:
             find_last_at_urls(kwargs["trainer"])
+            before_resumption(kwargs["trainer"], _check_same)
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
@@ -193,3 +197,11 @@ class FolderCheckpointStrategy(DistributedStrategy):
         path: str | Path = self.broadcast(filepath)
         place_of(path)
         return path
+
+
+def _check_same(path: Any) -> None:
+    """Refuse to resume on some ranks only, or from different checkpoints."""
+    given = [("ckpt_path", "None" if path is None else str(path))]
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    advice = ". With 'last', all ranks need to see the same folder"
+    check_agreement(given, "checkpoint to resume from", world, error=SetupError, advice=advice)

@@ -145,8 +145,12 @@ def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
     ("url", "said"),
     [
         ("ftp://me:secret@host/last.ckpt", "contains a password"),
-        ("memory://runs/a[1].ckpt", "contains *, ? or ["),
-        ("memory://runs/*.ckpt", "contains *, ? or ["),
+        ("s3://me:sec/ret@bucket/last.ckpt", "contains a password"),
+        ("simplecache::ftp://me:secret@host/last.ckpt", "contains a password"),
+        ("memory://runs/a[1].ckpt", "contains *, ?, [ or ::"),
+        ("memory://runs/*.ckpt", "contains *, ?, [ or ::"),
+        ("memory://runs/a::b.ckpt", "contains *, ?, [ or ::"),
+        ("https://host/last.ckpt?Signature=secret", "contains *, ?, [ or ::"),
         ("nosuchprotocol://runs/last.ckpt", "cannot be used"),
         (Path("s3://bucket/last.ckpt"), "a Path, which cannot be a URL"),
     ],
@@ -155,6 +159,33 @@ def test_a_url_that_cannot_be_used_is_refused(url: Any, said: str) -> None:
     with pytest.raises(SetupError, match=re.escape(said)) as caught:
         place_of(url)
     assert "secret" not in str(caught.value)
+    assert "sec/ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["memory:///last.ckpt", "memory://last.ckpt"])
+def test_a_file_of_no_folder_is_kept_where_it_is(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(b"one", url)
+    assert content_at(url) == b"one"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refused", [PermissionError("Forbidden"), OSError(5, "SlowDown"), ValueError("of the store")])
+def test_a_request_that_fails_is_no_absent_checkpoint(refused: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(b"one")
+    before = dict(MemoryFileSystem.store)
+
+    def info(self: MemoryFileSystem, path: str, **options: Any) -> Any:
+        raise refused
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "info", info)
+        with pytest.raises(OSError, match=str(refused.args[-1])):
+            begin_remote(place())
+        with pytest.raises(SetupError, match=str(refused.args[-1])):
+            open_folder(place())
+    assert before == MemoryFileSystem.store
+    assert content_at() == b"one"
 
 
 def test_a_local_path_stays_one(tmp_path: Path) -> None:

@@ -92,6 +92,22 @@ def test_a_rank_without_a_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "No dump of rank 1, 2, 3, which had ended or could not write it." in found
 
 
+def test_ranks_are_compared_where_another_has_no_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, last in enumerate([5, 3]):
+        write(tmp_path, rank, [collective("all_reduce", number) for number in range(1, last + 1)], world_size=3)
+    found = said(capsys, tmp_path)
+    assert "In group 'default_pg' (ranks 0, 1), rank 0 waits in all_reduce 4 for rank 1." in found
+    assert "No dump of rank 2" in found
+    write(tmp_path, 1, [collective("broadcast", 5)], world_size=3)
+    assert "rank 0 is in all_reduce 5 of sizes [[4]]; rank 1 is in broadcast 5" in said(capsys, tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, [collective("all_reduce", 1)])
+    os.mkfifo(tmp_path / "flight_rank_1.json")
+    assert "flight_rank_1.json is not used: it is no file." in said(capsys, tmp_path)
+
+
 def test_where_nothing_is_recorded_tasks_are_shown_and_that_collectives_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

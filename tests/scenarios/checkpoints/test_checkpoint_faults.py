@@ -160,3 +160,19 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     for _ in range(2):  # over nothing, and over a checkpoint
         used.save_checkpoint(tmp_path / "empty")
+
+
+def resumed_apart(rank: int, world_size: int, folder: Path, others: str | None) -> str:
+    callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+    fit(Clicks(), recsys(), callbacks=callbacks, enable_checkpointing=True, max_steps=3)
+    with pytest.raises(SetupError) as raised:
+        fit(Clicks(), recsys(), ckpt_path=folder / "step=2.ckpt" if rank == 0 else others and folder / others)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("others", [None, "step=1.ckpt"])
+def test_ranks_do_not_resume_from_different_checkpoints(others: str | None, tmp_path: Path) -> None:
+    for said in run_ranks(resumed_apart, 2, tmp_path, others):
+        assert "Give every rank the same checkpoint to resume from" in said
+        assert "step=2.ckpt" in said
+        assert str(others) in said

@@ -282,7 +282,7 @@ def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str
         return str(caught.value)
 
     return [
-        said(lambda: used.save_checkpoint("s3://x/last.ckpt")),
+        said(lambda: used.save_checkpoint("s3://misspelt/last.ckpt")),
         said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
         said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
         said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
@@ -294,7 +294,7 @@ def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_
 ) -> None:
     for found in run_ranks(refused, 2, environment):
         bucket, password, absent, options = found
-        assert "'s3://x/last.ckpt' cannot be written" in bucket
+        assert "there is no bucket 'misspelt' for 's3://misspelt/last.ckpt'" in bucket
         assert "contains a password" in password
         assert f"'{URL}/none.ckpt' is not there" in absent
         assert "storage_options were given" in options
