@@ -173,7 +173,7 @@ def test_the_example_continues_without_a_node(nodes: Nodes, tmp_path: Path) -> N
         end = time.monotonic() + HANG
         while (
             "MEMBER: 1/2" not in said.read_text() + (tmp_path / "output_1").read_text()
-            or not (tmp_path / "logs" / "elastic" / "last.ckpt").exists()
+            or not (tmp_path / "logs" / "elastic-two_nodes" / "last.ckpt").exists()
         ):
             assert time.monotonic() < end, said.read_text()
             assert running[0].poll() is None, said.read_text()
