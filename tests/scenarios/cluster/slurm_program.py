@@ -1,4 +1,4 @@
-"""Trains in a job step of Slurm: ``python -m tests.scenarios.cluster.slurm_program KIND FOLDER``.
+"""Trains in a job step of Slurm: ``python -m tests.scenarios.cluster.slurm_program KIND FOLDER EPOCHS``.
 
 Each rank appends the loss of each batch to a file, before the batch counts as trained; the values of the end are saved.
 """
@@ -19,7 +19,6 @@ from tests.scenarios.faults.training import final_state, loader, module, trainer
 
 # Seconds that a batch takes beside its work, so that there is time for a signal; nothing depends on it.
 PAUSE = 0.05
-EPOCHS = 12
 
 
 class Losses(Callback):
@@ -33,11 +32,11 @@ class Losses(Callback):
         time.sleep(PAUSE)
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, epochs: int) -> None:
     trained = module(kind)
     nodes = int(os.environ["SLURM_NNODES"])
     used = trainer(
-        kind, 1, num_nodes=nodes, max_epochs=EPOCHS, callbacks=[Losses(folder)], default_root_dir=folder / "root"
+        kind, 1, num_nodes=nodes, max_epochs=epochs, callbacks=[Losses(folder)], default_root_dir=folder / "root"
     )
     torch.manual_seed(11)
     used.fit(trained, loader(kind, shuffle=True))
@@ -46,4 +45,4 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -41,11 +41,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         made.stop()
 
 
-def submitted(slurm: Slurm, folder: Path, kind: str) -> str:
+def submitted(slurm: Slurm, folder: Path, kind: str, epochs: int) -> str:
     folder.mkdir()
     script = folder / "job.sbatch"
     script.write_text(SCRIPT)
-    return slurm.submit(script, folder / "output", kind, str(folder))
+    return slurm.submit(script, folder / "output", kind, str(folder), str(epochs))
 
 
 def ended_well(slurm: Slurm, folder: Path, job: str) -> None:
@@ -53,9 +53,9 @@ def ended_well(slurm: Slurm, folder: Path, job: str) -> None:
     assert slurm.state(job) == "COMPLETED", (folder / "output").read_text()
 
 
-def preempted(slurm: Slurm, folder: Path, kind: str, times: int) -> str:
+def preempted(slurm: Slurm, folder: Path, kind: str, times: int, epochs: int) -> str:
     """A job that got the signal so many times, each time after a random number of batches."""
-    job, draws = submitted(slurm, folder, kind), random.Random(7)
+    job, draws = submitted(slurm, folder, kind, epochs), random.Random(7)
     output = folder / "output"
     for time in range(1, times + 1):
         enough = len(losses(folder)[0]) + draws.randint(1, 5)
@@ -70,9 +70,10 @@ def preempted(slurm: Slurm, folder: Path, kind: str, times: int) -> str:
 @pytest.mark.parametrize("kind", ["recsys", "llm"])
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_a_preempted_job_goes_on_to_the_bit(slurm: Slurm, tmp_path: Path, kind: str, times: int) -> None:
-    whole = submitted(slurm, tmp_path / "whole", kind)
+    epochs = 6 + 2 * times  # of six batches; a preemption takes up to five, and those until all ranks know of it
+    whole = submitted(slurm, tmp_path / "whole", kind, epochs)
     ended_well(slurm, tmp_path / "whole", whole)
-    job = preempted(slurm, tmp_path / "stopped", kind, times)
+    job = preempted(slurm, tmp_path / "stopped", kind, times, epochs)
     ended_well(slurm, tmp_path / "stopped", job)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     for rank in range(2):
