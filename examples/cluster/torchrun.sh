@@ -8,12 +8,12 @@
 # again. All nodes need the same folder, on a file system that they share. Further arguments go to lightning-pipe fit.
 #
 # Environment:
-#   JOB       name of the job and of its folder in logs/ (default: elastic-NAME of the configuration)
-#   NODES     smallest and largest number of nodes (default: 1:4)
-#   PROCESSES number of processes on each node (default: 1)
-#   RESTARTS  how often torchrun restarts all processes (default: 100)
-#   EVERY     steps between two checkpoints (default: 100)
-#   PORT      port on HOST (default: 29500)
+#   JOB               name of the job and of its folder in logs/ (default: elastic- and the configuration's name)
+#   NODES             smallest and largest number of nodes (default: 1:4)
+#   PROCESSES         number of processes on each node (default: 1)
+#   RESTARTS          how often torchrun restarts all processes (default: 100)
+#   EVERY             steps between two checkpoints (default: 100)
+#   PORT              port on HOST (default: 29500)
 #   TORCHRUN_OPTIONS  further options of torchrun
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: examples/cluster/torchrun.sh HOST CONFIGURATION [OPTION...]" >&2; exit 2; }
@@ -31,7 +31,7 @@ command=(
     --trainer.callbacks+=lightning.pytorch.callbacks.OnExceptionCheckpoint --trainer.callbacks.dirpath "$folder"
     "${@:3}"
 )
-# A command that can never succeed is better not restarted.
+# torchrun would restart a command that can never succeed, so the configuration is read once before.
 python "${command[@]}" --print_config > /dev/null
 
 # Without this, PyTorch 2.13 and 2.14 keep the addresses of ranks that have ended, and restarts with Gloo fail.

@@ -16,8 +16,9 @@ class ParquetBatches(IterableDataset[Any]):
     """Reads row groups in another order in each epoch; each rank and worker process reads its own.
 
     Args:
-        files: Parquet files, the same on all ranks. Each needs at least as many row groups as there are ranks times
-            worker processes; groups of equal size give all ranks the same number of batches.
+        files: Parquet files, the same on all ranks. Together they need at least as many row groups as there are ranks
+            times worker processes. All ranks get the same number of batches if the groups have equal sizes and their
+            number is a multiple of the ranks.
         columns: columns to read.
         collate: function from a table to a batch.
         batch_size: number of rows of a batch. The last batch of a row group can be smaller.

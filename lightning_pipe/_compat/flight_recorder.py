@@ -29,7 +29,7 @@ def turn_on(nccl_dump: str) -> str:
     paths = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     for names, value in (sizes, _RING), (paths, nccl_dump), (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"):
-        if not os.environ.keys() & set(names):  # the second name is deprecated
+        if not os.environ.keys() & set(names):  # PyTorch warns of an older name
             os.environ[names[0]] = value
     return next(os.environ[name] for name in paths if name in os.environ)
 

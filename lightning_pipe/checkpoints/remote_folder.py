@@ -107,10 +107,11 @@ class RemotePath:
 
     def check_bucket(self) -> None:
         """Raise a SetupError if the bucket does not exist. The file system would create it."""
-        bucket, _, key = self._path.partition("/")
-        with suppress(PermissionError):  # to look at the bucket itself
-            if hasattr(self.fs, "list_multipart_uploads") and not (key and RemotePath(f"s3://{bucket}").exists()):
-                raise SetupError(f"there is no bucket {bucket!r} for {self._url!r}. Create it, or correct the URL")
+        if hasattr(self.fs, "list_multipart_uploads"):  # a store with buckets, as in abort_uploads
+            bucket = self._path.partition("/")[0]
+            with suppress(PermissionError):  # a role may write objects without the right to look at the bucket
+                if not RemotePath(f"{self._url.partition('://')[0]}://{bucket}").exists():
+                    raise SetupError(f"there is no bucket {bucket!r} for {self._url!r}. Create it, or correct the URL")
 
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of the folder's files, by name. Empty if the folder does not exist."""

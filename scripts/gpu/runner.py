@@ -59,16 +59,14 @@ def impossible(part: Part) -> str:
         if need == "gpu":
             if not torch.cuda.is_available():
                 return "needs a GPU"
-        elif need == "torchrec":
-            if importlib.util.find_spec("torchrec") is None:
+        elif need in ("torchrec", "stages"):
+            if need == "torchrec" and importlib.util.find_spec("torchrec") is None:
                 return "needs torchrec"
             try:
-                check_environment()
-            except Exception as error:
-                return str(error).splitlines()[0]
-        elif need == "stages":
-            try:
-                require_torch(stacks().language_models, "language models in pipeline stages")
+                if need == "torchrec":
+                    check_environment()
+                else:
+                    require_torch(stacks().language_models, "language models in pipeline stages")
             except Exception as error:
                 return str(error).splitlines()[0]
         elif shutil.which(need) is None:

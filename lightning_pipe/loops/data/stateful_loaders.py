@@ -130,15 +130,13 @@ def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
 def loader_states(combined: CombinedLoader) -> list[Callable[[], State] | None]:
     """Return functions that give the present state of each loader; None for a loader without a state."""
     watched = _watched(combined) or [None] * len(combined.flattened)
-    return [
-        None
-        if not hasattr(of, "state_dict")
-        # litdata's loader gives the first epoch's state between a load and the next batch.
-        else partial(_same, one.loaded)
-        if one is not None and one.is_loaded
-        else snapshot(of)
-        for one, of in zip(watched, combined.flattened, strict=True)
-    ]
+    found: list[Callable[[], State] | None] = []
+    for one, loader in zip(watched, combined.flattened, strict=True):
+        if one is not None and one.is_loaded:  # until its next batch, litdata's loader gives the state of a first epoch
+            found.append(partial(_same, one.loaded))
+        else:
+            found.append(snapshot(loader) if hasattr(loader, "state_dict") else None)
+    return found
 
 
 def positions_at_end(combined: CombinedLoader) -> Positions:
@@ -209,7 +207,8 @@ class _WatchedLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.due: IteratorState | None = None
-        self.ended = self.is_loaded = False  # is_loaded: since then, no batch was asked for
+        self.ended = False
+        self.is_loaded = False  # True from a load until the next batch is asked for
         self._made_with: tuple[States | None, list[str]] = (None, [])
         self._peeked_with: tuple[States | None, list[str]] | None = None
         self.loaded: Any = None
