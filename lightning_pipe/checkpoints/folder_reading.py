@@ -41,6 +41,7 @@ __all__ = [
     "read_rest",
     "read_whole",
     "room",
+    "sizes_on_ranks",
 ]
 
 # Key of an exported file for the name of its source folder. It is shown if the file is given in place of the folder.
@@ -231,12 +232,19 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
         for key, path in (saved.planner_data or {}).items()
         if path[0] in state
     }
+    return differences(stored, {_name(path): size for path, size in sizes_on_ranks(state).items()}, strict)
+
+
+def sizes_on_ranks(state: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Size | None]:
+    """Sizes of the values of *state* on all ranks, by path; None for values other than tensors.
+
+    Every rank must call this; all get the same result.
+    """
     flat, paths = flatten_state_dict(dict(state))
-    own = {_name(paths[key]): _size(value) for key, value in flat.items()}
-    needed: dict[str, Any] = {}
-    for sizes in gather(own, dist.group.WORLD):
-        needed.update(sizes)
-    return differences(stored, needed, strict)
+    found: dict[tuple[Any, ...], torch.Size | None] = {}
+    for sizes in gather({paths[key]: _size(value) for key, value in flat.items()}, dist.group.WORLD):
+        found.update(sizes)
+    return found
 
 
 def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:

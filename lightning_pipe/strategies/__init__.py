@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_pipe.strategies.language_model.pretrained import export_pretrained
     from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
     from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
+    from lightning_pipe.strategies.recommender.warm_start import WarmStart
 
 __all__ = [
     "ActivationCheckpoint",
@@ -39,6 +40,7 @@ __all__ = [
     "RecsysPipelineStrategy",
     "SplitOptions",
     "SplitPoint",
+    "WarmStart",
     "export_checkpoint",
     "export_pretrained",
     "pipe_split",
@@ -48,6 +50,7 @@ __all__ = [
 _MODULES = {
     "InProcessPipelineStrategy": "lightning_pipe.strategies.in_process",
     "RecsysPipelineStrategy": "lightning_pipe.strategies.recommender.strategy",
+    "WarmStart": "lightning_pipe.strategies.recommender.warm_start",
     "export_checkpoint": "lightning_pipe.checkpoints.export",
     "export_pretrained": "lightning_pipe.strategies.language_model.pretrained",
 }
@@ -66,7 +69,7 @@ _LLM_MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RecsysPipelineStrategy":
+    if name in ("RecsysPipelineStrategy", "WarmStart"):
         from lightning_pipe.environment import import_torchrec
 
         import_torchrec()

@@ -109,9 +109,17 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """
         if kwargs.get("trainer") is not None:
             find_last_at_urls(kwargs["trainer"])
-            before_resumption(kwargs["trainer"], _check_same)
+            before_resumption(kwargs["trainer"], self._before_resumption)
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
+
+    def _before_resumption(self, path: Any) -> None:
+        """Compare the checkpoint to resume from, None without one, between ranks. Called after set-up."""
+        _check_same(path)
+        self._set_initial_values(path)
+
+    def _set_initial_values(self, path: Any) -> None:
+        """Set the values that a module without a checkpoint to resume from starts with. Every rank calls this."""
 
     def _allowed(self, weights_only: bool | None) -> bool | None:
         """Return the argument of ``load_checkpoint``, or if it is None, the argument of the trainer's method."""

@@ -19,21 +19,24 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
 from lightning_pipe.recsys.tasks.options import ShardingOptions
 from lightning_pipe.strategies.recommender.quiet import quiet_torchrec
+from lightning_pipe.strategies.recommender.warm_start import WarmStart
 
-__all__ = ["shard_once"]
+__all__ = ["initial_values_set", "pending_start", "shard_once"]
 
 _ATTRIBUTE = "_lightning_pipe_sharding"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sharding:
     model: ShardedModel
     asked: dict[str, Any]  # arguments of the strategy that sharded the module
+    pending: WarmStart | None  # until the module has initial values from a checkpoint
 
 
 def shard_once(
@@ -44,6 +47,7 @@ def shard_once(
     quantized_comms: Any,
     device: torch.device,
     ranks_per_node: int,
+    init_from: WarmStart | None = None,
 ) -> ShardedModel:
     """Shard a module in place unless it is already sharded. Every rank calls this function.
 
@@ -54,17 +58,20 @@ def shard_once(
         quantized_comms: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
         device: device of tables and dense parameters.
         ranks_per_node: number of ranks per node, from the trainer.
+        init_from: checkpoint to read initial values from after sharding; see :func:`pending_start`.
 
     Raises:
         SetupError: on every rank, if the module cannot be sharded or trained as requested, or it is already sharded in
             a different way.
     """
     quiet_torchrec()
-    asked = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, **vars(sharding)}
+    check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error=SetupError)
+    own = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, "init_from": init_from}
+    asked = {**own, **vars(sharding)}
     held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
     if held is None:
         arguments = {**asked, "sharding_plan": sharding.plan}
-        del arguments["plan"]
+        del arguments["plan"], arguments["init_from"]
         replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None))
         groups = [new_group()]
         if replicas is not None:
@@ -77,7 +84,7 @@ def shard_once(
             for group in groups:
                 dist.destroy_process_group(group)
             raise
-        held = _Sharding(model, asked)
+        held = _Sharding(model, asked, init_from)
         module.__dict__[_ATTRIBUTE] = held
         return held.model
     for name, value in asked.items():
@@ -87,6 +94,18 @@ def shard_once(
                 f" one has {name}={value!r}. Use the same value, remove the argument, or create a new module"
             )
     return held.model
+
+
+def pending_start(module: pl.LightningModule) -> WarmStart | None:
+    """Checkpoint that a sharded module still needs its initial values from; None without one."""
+    held: _Sharding = module.__dict__[_ATTRIBUTE]
+    return held.pending
+
+
+def initial_values_set(module: pl.LightningModule) -> None:
+    """Note that a sharded module has values from a checkpoint, which later runs keep."""
+    held: _Sharding = module.__dict__[_ATTRIBUTE]
+    held.pending = None
 
 
 @contextmanager

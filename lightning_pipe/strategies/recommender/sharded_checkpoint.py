@@ -12,8 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_pipe.checkpoints.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
+from lightning_pipe.checkpoints.folder_reading import (
+    fill_from_folder,
+    misfits,
+    read_metadata,
+    read_rest,
+    sizes_on_ranks,
+)
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_folder
 from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
 from lightning_pipe.engine import SetupError
@@ -22,7 +29,11 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start
+from lightning_pipe.strategies.recommender.warm_start import WarmStart, match
 
+# Key of Lightning's dictionary for the class of each table's optimiser.
+TABLE_OPTIMIZERS = "table_optimizers"
 _KIND = "under a recsys plan. Use the path of such a folder, or load the module's state before it is sharded"
 _FIX = "Build the module and shard its tables as in the run that wrote it"
 
@@ -47,6 +58,7 @@ def save_sharded_checkpoint(
     state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
         state |= _table_states(sharded)
+        rest[TABLE_OPTIMIZERS] = {name: table.known_optimizer.name for name, table in sharded.tables.items()}
     if sharded.dynamic_rows:
         rest[DYNAMIC_ROWS] = sharded.commit_rows()
     write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
@@ -77,13 +89,8 @@ def load_sharded_checkpoint(
     Raises:
         SetupError: on every rank, if the folder does not exist, or the checkpoint is damaged or from another model.
     """
-    failed = f"the checkpoint {str(path)!r} cannot be read"
-
-    def read() -> tuple[Folder, Any, dict[str, Any]]:
-        found = open_folder(place_of(path))
-        return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
-
-    folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
+    folder, saved, rest = _open(path, weights_only)
+    rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
@@ -91,18 +98,71 @@ def load_sharded_checkpoint(
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
+    _install(sharded, state["model"], state.get("tables", {}).get("state", {}))
+    # States are read for evaluations too: the rows are committed, and training may continue from the store.
+    _read_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
+    return {**rest, "state_dict": {}}
+
+
+def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_only: bool | None = None) -> None:
+    """Replace a model's initial values by those of a checkpoint, and log which. Every rank calls this function.
+
+    Args:
+        options: path of the checkpoint, and treatment of what does not fit.
+        sharded: the model, as it was sharded.
+        weights_only: see :func:`load_sharded_checkpoint`.
+
+    Raises:
+        SetupError: on every rank, if the checkpoint cannot be read or does not fit, or if a dynamic table holds rows of
+            an earlier run.
+    """
+    folder, saved, rest = _open(options.path, weights_only)
+    keep = options.optimizer_states == "keep"
+    model = sharded.without_dynamic(sharded.dmp.state_dict())
+    states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
+    sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
+    world, failed = dist.group.WORLD, "init_from cannot be used"
+    found = on_all_ranks(
+        lambda: match(options, saved, rest.get(TABLE_OPTIMIZERS), sizes, sharded.tables), failed, world
+    )
+    for rows in sharded.dynamic_rows.values():
+        on_all_ranks(rows.refuse_existing, failed, world)
+    state: dict[str, Any] = {"model": found.renamed(model)}
+    if of_tables := found.renamed(states):
+        state["tables"] = {"state": of_tables}
+    fill_from_folder(folder, found.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
+    filled = {name: state["model"][theirs] for name, theirs in found.names.items() if name in model}
+    _install(sharded, filled, {name: states[name] for name in found.names if name in states})
+    _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
+    rank_zero_info(found.report)
+
+
+def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
+    """Read the metadata of a checkpoint, and the values that rank 0 wrote, on every rank."""
+
+    def read() -> tuple[Folder, Any, dict[str, Any]]:
+        found = open_folder(place_of(path))
+        return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
+
+    return on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
+
+
+def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Load values of the model and states of its tables' optimisers by name."""
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values
-    sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **state["model"]})
-    if "tables" in state:
+    sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **model})
+    if states:
         present = sharded.fused_optimizer.state_dict()
-        sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
+        sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **states}})
+
+
+def _read_rows(folder: Folder, committed: Any, sharded: ShardedModel, *, with_optimizers: bool) -> None:
     if sharded.dynamic_rows:
-        # States are read for evaluations too: the rows are committed, and training may continue from the store.
         with ExitStack() as stack:
+            failed = f"the checkpoint {str(folder)!r} cannot be read"
             local = on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
-            sharded.read_rows(local, rest.pop(DYNAMIC_ROWS, None), with_optimizers="optimizer_states" in rest)
-    return {**rest, "state_dict": {}}
+            sharded.read_rows(local, committed, with_optimizers=with_optimizers)
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
@@ -120,11 +180,16 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
     """Base class of strategies for sharded tables, which saves and loads checkpoints. Subclasses train.
 
     Args:
+        init_from: checkpoint folder to start a new run from, or its path; see
+            :class:`~lightning_pipe.strategies.WarmStart` (default None).
         arguments: arguments of :class:`~lightning_pipe.strategies.checkpoint_folder.FolderCheckpointStrategy`.
     """
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(
+        self, *, init_from: str | Path | WarmStart | Mapping[str, Any] | None = None, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
+        self._init_from = WarmStart.from_config(init_from)
         self._sharded: ShardedModel | None = None
         self._rates: TableRates | None = None  # learning rates of the last training
 
@@ -136,6 +201,17 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
                 "the model is not sharded yet. Access it after set-up by Trainer.fit, validate, test or predict"
             )
         return self._sharded
+
+    def _set_initial_values(self, path: Any) -> None:
+        """Read ``init_from``, unless a checkpoint is resumed or the module has had its initial values before."""
+        assert self.lightning_module is not None
+        pending = pending_start(self.lightning_module)
+        if pending is not None and not path:
+            start_from_checkpoint(pending, self.sharded_model, self._weights_only)
+            initial_values_set(self.lightning_module)
+        elif self._init_from is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            reason = f"the run resumes from {str(path)!r}" if path else "the module has been used before"
+            rank_zero_info(f"init_from={self._init_from.path!r} is not read, since {reason}")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint folder, to which every rank writes its own shards (``torch.distributed.checkpoint``)."""
@@ -160,6 +236,7 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
             schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
+        initial_values_set(module)
         return checked_contents(checkpoint, checkpoint_path, module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

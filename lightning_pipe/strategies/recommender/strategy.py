@@ -74,9 +74,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             thread), ``"prefetch"``, ``"early_prefetch"`` (for rows on disk), ``"fused_sparse_dist"`` and
             ``"semi_sync"``. ``"auto"`` times plans in the first iterations and continues with the fastest: the named
             plans that suit the model, and plans that a planner proposes for the measured tasks. All plans train to the
-            same values except
-            ``"semi_sync"``, which looks up a batch before the previous batch has updated the tables and is never a
-            candidate of ``"auto"``. Plans that run further ahead hold more batches in memory.
+            same values except ``"semi_sync"``, which looks up a batch before the previous batch has updated the tables
+            and is never a candidate of ``"auto"``. Plans that run further ahead hold more batches in memory.
         sparse_optimizer: ``class_path`` and ``init_args`` of the optimiser for tables without one from TorchRec's
             ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
@@ -100,12 +99,14 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             these ranks take part in the lookups of the other ranks, so that each row is evaluated exactly once. Batches
             that only some ranks have are not pipelined. ``"error"`` raises an error in validation and test, and keeps
             Lightning's sampler, which repeats rows so that all ranks have the same number.
-        arguments: arguments of Lightning's ``DDPStrategy``, and two more. ``async_checkpoints`` (default False): True
-            to copy checkpoints to the host and write them in the background during training. The next save and the end
-            of training wait for the write and raise its errors. Costs host memory for the copy.
-            ``transfer_on_worker`` (default False): True to call the user's ``transfer_batch_to_device`` and
-            ``on_after_batch_transfer`` in the worker thread of a plan such as ``"threaded_input"``. They must then draw
-            no random numbers and call neither ``log`` nor collectives.
+        arguments: arguments of Lightning's ``DDPStrategy``, and three more. ``init_from`` (default None): checkpoint
+            that a new run starts with, also if its tables differ: a path, or a
+            :class:`~lightning_pipe.strategies.WarmStart`. ``async_checkpoints`` (default False): True to copy
+            checkpoints to the host and write them in the background during training. The next save and the end of
+            training wait for the write and raise its errors. Costs host memory for the copy. ``transfer_on_worker``
+            (default False): True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in
+            the worker thread of a plan such as ``"threaded_input"``. They must then draw no random numbers and call
+            neither ``log`` nor collectives.
 
     Attributes:
         plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
@@ -235,6 +236,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             quantized_comms=self._options.wire.quantized_comms,
             device=self.root_device,
             ranks_per_node=self.num_processes,
+            init_from=self._init_from,
         )
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
