@@ -44,14 +44,12 @@ def save(rank: int, world_size: int, folder: Path, names: list[str], optimizer: 
 def start(
     rank: int, world_size: int, folder: Path, saved: list[str], optimizer: Any, people: int, **options: Any
 ) -> dict[str, dict[str, Tensor]]:
-    """Values at the start of a run, from each checkpoint under each sharding that a state allows."""
+    """Values at the start of a run, from each checkpoint under a third of the shardings that its states allow."""
     found = {}
-    columns = ("column_wise", "grid_shard")
     for place, name in enumerate(saved):
-        for kind in SHARDINGS:
-            if optimizer is ROW_WISE_ADAGRAD and not {name.split()[0], kind}.isdisjoint(columns):
-                continue
-            if (place + len(kind)) % 2:  # half of the pairs
+        for other, kind in enumerate(SHARDINGS):
+            one_column_shard = {name.split()[0], kind}.isdisjoint({"column_wise", "grid_shard"})
+            if (place + other + world_size) % 3 or not (optimizer == ADAGRAD or one_column_shard):
                 continue
             init_from = folder / f"{_name(optimizer)} {name}"
             strategy = recsys(kinds=SHARDINGS[kind], optimizer=optimizer, init_from=init_from, **options)
@@ -67,7 +65,7 @@ def test_values_and_states_are_the_same_on_other_ranks_and_in_other_shardings(op
     initial = shop(people=37).state_dict()[PEOPLE]
     for ranks, people in ((1, 37), (2, 24), (3, 37)):
         for found in run_ranks(start, ranks, tmp_path, list(saved), optimizer, people):
-            assert len(found) >= 5
+            assert len(found) >= 2
             for pair, values in found.items():
                 expected = saved[" ".join(pair.split()[:2])]
                 grown = {name: value[: len(expected[name])] for name, value in values.items() if PEOPLE in name}
@@ -192,35 +190,28 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 def dynamic_runs(rank: int, world_size: int, path: Path) -> dict[str, Any]:
-    def data() -> Any:
-        return loader(24 * world_size, in_order=True)
-
-    options: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": 1}
-
-    def run(store: str, init_from: Any, **more: Any) -> Any:
+    def run(store: str, init_from: Any, kept: Path | None = None, **more: Any) -> dict[str, Any]:
         module = dynamic.clicks(path / store, **more.pop("module", {}))
         strategy = recsys(optimizer=ROW_WISE_ADAGRAD, init_from=init_from)
+        data = loader(24 * world_size, in_order=True)
         try:
-            used = fit(module, strategy, data(), **{**options, **more})
-            if more.get("keep"):
-                used.save_checkpoint(path / "kept")
+            used = fit(module, strategy, data, use_distributed_sampler=False, **more)
+            if kept is not None:
+                used.save_checkpoint(kept)
             return dynamic.state_of(used)
         finally:
             strategy.sharded_model.close()
 
-    first = dynamic.clicks(path / "first")
-    used = fit(first, recsys(optimizer=ROW_WISE_ADAGRAD), data(), **options)
-    used.save_checkpoint(path / "kept")
-    expected = dynamic.state_of(used)
-    used.strategy.sharded_model.close()  # type: ignore[attr-defined]
-    reset = {"path": path / "kept", "optimizer_states": "reset"}
-    found = {
-        "kept": same(run("second", path / "kept", max_steps=0), expected),
+    kept = path / "kept"
+    expected = run("first", None, kept, max_epochs=1)
+    reset = {"path": kept, "optimizer_states": "reset"}
+    found: dict[str, Any] = {
+        "kept": same(run("second", kept, max_steps=0), expected),
         "reset": same(run("third", reset, max_steps=0), expected),
     }
     for name, store, module in (("rows", "first", {}), ("columns", "fourth", {"embedding_dim": 16})):
         with pytest.raises(SetupError) as caught:
-            run(store, {"path": path / "kept", "dense": "matching"}, module=module)
+            run(store, {"path": kept, "dense": "matching"}, module=module)
         found[name] = str(caught.value)
     return found
 
