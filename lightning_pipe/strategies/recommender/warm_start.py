@@ -127,13 +127,11 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
             fix = "Use the checkpoint's embedding_dim, or another name for a table that starts with initial values"
             problems[fix].append(f"table {name} has the shape {before} in it, expected {now[1]} columns")
             continue
-        states = our_states.get(name, {}) if options.optimizer_states == "keep" else {}
+        states: dict[str, list[int]] = {}
         if options.optimizer_states == "keep":
             former = optimizers.get(other) if isinstance(optimizers, Mapping) else None
-            was, optimizer = their_states.get(other), tables[name].known_optimizer.name
-            for fix, problem in _misfits(
-                former, was if isinstance(was, dict) else {}, optimizer, states, before[0], now[0]
-            ):
+            was, states = their_states.get(other), our_states.get(name, {})
+            for fix, problem in _misfits(former, was, tables[name].known_optimizer.name, states, before[0], now[0]):
                 problems[fix].append(f"table {name} {problem}")
         if before[0] != now[0]:
             (grown if before[0] < now[0] else cut).append(f"{name} ({before[0]} rows in it, now {now[0]})")
@@ -154,27 +152,29 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     if problems:
         text = " ".join(f"{'; '.join(found)}. {fix}." for fix, found in problems.items())
         raise SetupError(printable(f"init_from: the checkpoint {options.path!r} does not fit the module: {text}"))
-    lists = {
+    present, used = names.keys() | theirs.keys(), ours.keys() | names.values()
+    changes = {
         "grown, with initial values in new rows": grown,
         "cut": cut,
         "of another shape, with initial values": reshaped,
         "renamed": [f"{other} -> {name}" for name, other in names.items() if name != other],
-        "new, with initial values": [name for name in ours if name not in {**names, **theirs}],
-        "dropped": [name for name in theirs if name not in {*names.values(), *ours}],
+        "new, with initial values": [name for name in ours if name not in present],
+        "dropped": [name for name in theirs if name not in used],
     }
     count = len(names.keys() & tables.keys())
     report = (
         f"A new run starts with {count} tables ({'with' if options.optimizer_states == 'keep' else 'without'} the"
         f" states of their optimisers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
+        + ("; ".join(f"{what}: {', '.join(found)}" for what, found in changes.items() if found) or "no differences")
     )
-    report += "; ".join(f"{what}: {', '.join(found)}" for what, found in lists.items() if found) or "no differences"
     return Match(names, resized_metadata(saved, resized), printable(report))
 
 
 def _misfits(
-    former: Any, was: Mapping[str, Any], optimizer: str, states: Mapping[str, Any], stored_rows: int, rows: int
+    former: Any, was: Any, optimizer: str, states: Mapping[str, list[int]], stored_rows: int, rows: int
 ) -> Iterator[tuple[str, str]]:
     """Differences between the optimiser states of a table in the checkpoint and in the model, each after its fix."""
+    was = was if isinstance(was, dict) else {}
     # torch.optim.Adagrad and torchrec.optim.Adagrad have one kernel.
     changed = former is not None and str(former).rpartition(".")[2] != optimizer.rpartition(".")[2]
     if changed or was.keys() != states.keys():
@@ -186,7 +186,7 @@ def _misfits(
         shards, remainder = divmod(shape[0], rows)
         expected = shape if remainder else [shards * stored_rows, *shape[1:]]
         if was[key] != expected:
-            fix = f"Split tables into as many columns as in the checkpoint. {_RESET}"
+            fix = f"Split tables into the same number of column shards as in the checkpoint. {_RESET}"
             yield fix, f"has the state {key} of shape {was[key]} in it, expected {expected}"
 
 

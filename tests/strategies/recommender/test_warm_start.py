@@ -362,7 +362,9 @@ def test_a_state_per_row_and_column_shard_needs_the_same_columns(tmp_path: Path)
     said = refusal(tmp_path / "kept", shop(people=48), optimizer=ROW_WISE_ADAGRAD)
     # Two column shards of 24 rows are as many numbers as one of 48.
     assert f"table {PEOPLE} has the state people.momentum1 of shape [48] in it, expected [24]" in said
-    assert "Split tables into as many columns as in the checkpoint. Set optimizer_states='reset'" in said
+    assert (
+        "Split tables into the same number of column shards as in the checkpoint. Set optimizer_states='reset'" in said
+    )
 
 
 def test_a_checkpoint_of_weights_alone_has_no_states_to_keep(tmp_path: Path) -> None:
