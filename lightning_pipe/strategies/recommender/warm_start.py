@@ -163,7 +163,7 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     }
     count = len(names.keys() & tables.keys())
     report = (
-        f"A new run starts with {count} tables ({'with' if options.optimizer_states == 'keep' else 'without'} the"
+        f"A new run starts with {count} table(s) ({'with' if options.optimizer_states == 'keep' else 'without'} the"
         f" states of their optimisers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
         + ("; ".join(f"{what}: {', '.join(found)}" for what, found in changes.items() if found) or "no differences")
     )

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -251,7 +252,7 @@ def test_what_is_new_grown_moved_or_dropped_is_told_in_one_message(
     assert difference(dense_of(found), dense_of(before)) == []
     (message,) = [one.getMessage() for one in caplog.records if "A new run starts" in one.getMessage()]
     assert message == (
-        "A new run starts with 1 tables (with the states of their optimisers) and 4 other values of the checkpoint"
+        "A new run starts with 1 table(s) (with the states of their optimisers) and 4 other values of the checkpoint"
         f" '{tmp_path / 'kept'}': grown, with initial values in new rows: {moved} (24 rows in it, now 30); renamed:"
         f" {PEOPLE} -> {moved}; new, with initial values: {new}; dropped: {THINGS}"
     )
@@ -391,6 +392,22 @@ def test_a_resumed_checkpoint_wins_and_the_other_is_not_read(tmp_path: Path) -> 
     assert difference(state_of(used), state_of(expected)) == []
     used.fit_loop.max_epochs = 3
     used.fit(second, loader())  # the module still has no other values to start with
+
+
+def test_a_job_that_restarts_reads_it_only_without_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    kept(tmp_path / "kept")
+    runs = []
+    for folder, epochs in (("whole", (2,)), ("halves", (1, 2))):
+        losses: list[float] = []
+        for most in epochs:
+            module = shop()
+            saving = ModelCheckpoint(tmp_path / folder, save_last=True)
+            options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": most}
+            fit(module, recsys(init_from=tmp_path / "kept"), ckpt_path="last", **options)
+            losses += module.losses
+        runs.append(losses)
+    assert len(runs[0]) == 12
+    assert runs[0] == runs[1]
 
 
 def test_a_second_fit_goes_on_with_the_values_of_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
