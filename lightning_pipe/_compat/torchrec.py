@@ -94,9 +94,17 @@ def feature_processors(module: nn.Module) -> list[nn.Parameter]:
     return [] if processors is None else list(processors.parameters())
 
 
+def embeddings_in(module: Any) -> Any:
+    """Embedding module in a managed-collision module; other modules are returned themselves."""
+    return getattr(module, "_embedding_module", module)
+
+
 def lookups_of(module: Any) -> list[nn.Module]:
-    """Lookups of a sharded module, one per sharding type, as the module's own list; empty if it has no lookups."""
-    lookups: list[nn.Module] = getattr(module, "_lookups", [])
+    """Lookups of a sharded module, one per sharding type, as the module's own list; empty if it has no lookups.
+
+    Those of a managed-collision module are its embedding module's.
+    """
+    lookups: list[nn.Module] = getattr(embeddings_in(module), "_lookups", [])
     return lookups
 
 

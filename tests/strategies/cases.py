@@ -23,6 +23,17 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -185,6 +196,50 @@ class Processed(nn.Module):
         return self.over(torch.cat([batch.dense, self.bags(batch.sparse).values()], dim=1))[:, 0]
 
 
+SLOTS = 12  # rows of a table that ids are mapped to: fewer than ids, so that rows are evicted
+
+
+def mapped(configs: Any, policy: Callable[[], Any], slots: int = SLOTS) -> ManagedCollisionCollection:
+    """Maps for tables of *slots* rows, which evict every other batch."""
+    maps = {
+        config.name: MCHManagedCollisionModule(slots, torch.device("cpu"), policy(), 2, input_hash_size=IDS)
+        for config in configs
+    }
+    return ManagedCollisionCollection(maps, configs)
+
+
+class Managed(nn.Module):
+    """Ids are mapped to the rows of smaller tables; pooled and sequences, with three ways to evict."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        super().__init__()
+        pooled = [_bags("people", ["user", "friend"]), _bags("things", ["item"], PoolingType.MEAN)]
+        for config in pooled:
+            config.num_embeddings = slots
+        past = EmbeddingConfig(name="past", embedding_dim=WIDTH, num_embeddings=slots, feature_names=["past"])
+        maps = {
+            "people": mapped(pooled[:1], DistanceLFU_EvictionPolicy, slots),
+            "things": mapped(pooled[1:], LFU_EvictionPolicy, slots),
+        }
+        both = ManagedCollisionCollection(
+            {name: one._managed_collision_modules[name] for name, one in maps.items()}, pooled
+        )
+        self.bags = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=pooled), both)
+        self.history = ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables=[past]), mapped([past], LRU_EvictionPolicy, slots), return_remapped_features=True
+        )
+        self.drop = nn.Dropout(0.2)
+        self.over = _tower(4 * WIDTH)
+
+    def forward(self, batch: Batch) -> Tensor:
+        sequences, slots = self.history(batch.sparse)
+        assert slots is not None
+        assert slots["past"].values().numel() == sequences["past"].values().shape[0]
+        recent = torch.stack([row.sum(0) for row in sequences["past"].to_dense()])
+        parts = [batch.dense, recent, self.bags(batch.sparse)[0].values()]
+        return self.over(self.drop(torch.cat(parts, dim=1)))[:, 0]
+
+
 class Dlrm(nn.Module):
     """TorchRec's own model."""
 
@@ -198,8 +253,8 @@ class Dlrm(nn.Module):
 
 
 def plans_of(network: Any) -> tuple[str, ...]:
-    """Those that a model can be trained under: feature processors are read in the lookup."""
-    return tuple(plan for plan in PLANS if network is not Processed or plan != "fused_sparse_dist")
+    """Those that a model can be trained under: feature processors are read in the lookup, which may also evict rows."""
+    return tuple(plan for plan in PLANS if network not in (Processed, Managed) or plan != "fused_sparse_dist")
 
 
 def is_table(name: str) -> bool:

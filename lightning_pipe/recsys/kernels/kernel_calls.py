@@ -24,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
@@ -41,7 +42,7 @@ __all__ = [
     "trains_only_tables",
 ]
 
-_MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, BaseShardedManagedCollisionEmbeddingCollection)
 
 
 @dataclass
@@ -157,9 +158,12 @@ def check_capturable(modules: Mapping[str, nn.Module]) -> None:
 def can_follow_rates(module: nn.Module) -> bool:
     """Return True if a sharded module's tables can step with a learning rate that is set after their lookup.
 
-    That requires kernels whose calls can be captured and repeated.
+    That requires kernels whose calls can be captured and repeated. A managed-collision module changes its map and
+    evicts rows when it looks up, so a lookup ahead of the previous batch's checkpoint would be part of the checkpoint.
     """
     kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+    if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
+        return False
     return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _kernels(module))
 
 

@@ -117,11 +117,15 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's input dist; the divisor of means is computed here, where the lengths of bags are known."""
+        """TorchRec's input dist, of features in the form of the first batch."""
+        return super().input_dist(ctx, self.begin(ctx, features))
+
+    def begin(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return features to distribute; the divisor of means is computed here, where the lengths of bags are known."""
         features = _in_first_form(self, self._configs, features, self._uses_weights)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
-        return super().input_dist(ctx, features)
+        return features
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         """TorchRec's output dist, with outputs in the unsharded order."""
@@ -153,7 +157,11 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's input dist, of features in the form of the first batch."""
-        return super().input_dist(ctx, _in_first_form(self, self._configs, features, False))
+        return super().input_dist(ctx, self.begin(ctx, features))
+
+    def begin(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return features to distribute."""
+        return _in_first_form(self, self._configs, features, False)
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]

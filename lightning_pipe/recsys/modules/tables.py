@@ -13,10 +13,19 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
-from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 from torchrec.modules.object_pool import ObjectPool
 
+from lightning_pipe._compat.managed_collision import maps_before_sharding
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
@@ -31,6 +40,8 @@ TABLE_MODULES = (
     EmbeddingBagCollection,
     EmbeddingCollection,
     FeatureProcessedEmbeddingBagCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
 )
@@ -75,13 +86,20 @@ class Table:
 
     @property
     def holder_name(self) -> str:
-        """The name of the module that holds only tables: a child of ``module_name`` if features are processed."""
+        """The name of the module that holds only tables and their state: a child if features are processed."""
+        if self.maps_ids:
+            return self.module_name
         return ".".join(self.name.split(".")[:-3])  # without embedding_bags, the table's name and weight
 
     @property
     def is_dynamic(self) -> bool:
         """True if the table has no fixed size, so that the sharded module holds a cache of rows."""
         return is_dynamic_type(self.module_type)
+
+    @property
+    def maps_ids(self) -> bool:
+        """True if ids are mapped to its rows by a managed-collision module, which the ranks of the rows hold."""
+        return issubclass(self.module_type, BaseManagedCollisionEmbeddingCollection)
 
     @property
     def known_optimizer(self) -> TableOptimizer:
@@ -119,7 +137,7 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
         label = f"module {name or 'given'} ({type(child).__name__})"
         if isinstance(child, ShardedModule):
             raise SetupError(f"{label} is sharded already. Pass the module as it was before sharding.")
-        if isinstance(child, _REFUSED):
+        if isinstance(child, _REFUSED) and type(child) not in TABLE_MODULES:
             raise SetupError(
                 f"{label} cannot be sharded by this project. Use EmbeddingBagCollection, EmbeddingCollection or"
                 " FeatureProcessedEmbeddingBagCollection instead."
@@ -174,9 +192,18 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
 def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Parameter]]:
     prefix = name
     holder: nn.Module = module
-    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
-        own, holder = next(one for one in module.named_children() if isinstance(one[1], EmbeddingBagCollection))
+    if isinstance(module, (FeatureProcessedEmbeddingBagCollection, BaseManagedCollisionEmbeddingCollection)):
+        inner = EmbeddingBagCollection, EmbeddingCollection
+        own, holder = next(one for one in module.named_children() if isinstance(one[1], inner))
         prefix = _join(name, own)
+    if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+        for table_name, one in maps_before_sharding(module).items():
+            if not isinstance(one, MCHManagedCollisionModule):
+                raise SetupError(
+                    f"table {table_name} of module {name or 'given'} maps ids by a {type(one).__name__}, expected an"
+                    " MCHManagedCollisionModule. TorchRec's other maps evict by the time of day, or cannot be moved to"
+                    " another number of ranks."
+                )
     if isinstance(holder, EmbeddingCollection):
         configs: Iterable[BaseEmbeddingConfig] = holder.embedding_configs()
         kind, parts = "embeddings", holder.embeddings

@@ -196,8 +196,9 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
         raise PlanError(
             f"plan {plan!r} looks up batches ahead of their turn, but the lookups of this model also read"
             f" {', '.join(read)}, which the previous batch still changes. The model has feature processors, kernels"
-            " other than FBGEMM's fused ones, tables trained by the dense optimiser, or replicas of tables with"
-            " sync_every above 1, which are also averaged before validation and checkpoints. Use the plan 'prefetch'."
+            " other than FBGEMM's fused ones, tables trained by the dense optimiser, managed collision, whose lookups"
+            " evict rows, or replicas of tables with sync_every above 1, which are also averaged before validation and"
+            " checkpoints. Use the plan 'prefetch'."
         )
 
 

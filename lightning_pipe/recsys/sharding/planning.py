@@ -21,6 +21,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank
@@ -51,6 +52,12 @@ class OrderedEnumerator(EmbeddingEnumerator):
             options,
             key=lambda o: (tables[o.fqn], _TYPE_ORDER.index(o.sharding_type), o.compute_kernel),
         )
+
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        """None for a map from ids to rows, whose buckets are the ranks' parts, whatever the unsharded map says."""
+        if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+            return None
+        return super()._get_num_buckets(parameter, module)
 
 
 def make_plan(
@@ -128,6 +135,17 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
             raise SetupError(
                 f"the sharding plan gives table {table.name} the compute kernel dense with {sharding.sharding_type},"
                 " which no sparse optimiser trains. Use the compute kernel fused."
+            )
+        shards = getattr(sharding.sharding_spec, "shards", ())
+        if table.maps_ids and any(shard.shard_sizes[0] < 2 for shard in shards):
+            raise SetupError(
+                f"table {table.name} must have at least two rows on each of its {len(shards)} ranks, one of them for"
+                f" ids without a row, got {table.config.num_embeddings} rows. Give it more rows."
+            )
+        if table.maps_ids and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+            raise SetupError(
+                f"the sharding plan gives table {table.name} the compute kernel fused_uvm_caching, whose cache does not"
+                " see that rows are evicted. Use fused or fused_uvm for tables of a managed-collision module."
             )
         if table.optimizer.row_wise_state and _splits_rows(sharding, table):
             logger.warning(

@@ -154,12 +154,14 @@ def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Ta
     """Check that a table can be sharded in this way inside each replica.
 
     Raises:
-        SetupError: a sharding type that TorchRec does not support over a part of the ranks, or a dynamic table.
+        SetupError: a sharding type that TorchRec does not support over a part of the ranks, or a dynamic table or
+            one that maps ids.
     """
-    if table.is_dynamic:
+    if table.is_dynamic or table.maps_ids:
+        kind = "is a dynamic table" if table.is_dynamic else "maps ids to rows (managed collision)"
         raise SetupError(
-            f"table {table.name} is a dynamic table, which cannot have replicas: each replica would hold other rows, so"
-            " they cannot be averaged. Remove replicas, or use a table of fixed size."
+            f"table {table.name} {kind} and cannot have replicas: each replica would hold rows of other ids, so they"
+            " cannot be averaged. Remove replicas, or use a table of fixed size without a map."
         )
     wrong = sorted(REFUSED_TYPES & set(sharding_types or ()))
     if wrong:

@@ -84,8 +84,8 @@ def shard_model(
     tables are freed: a parameter that the caller still holds is empty afterwards.
 
     Args:
-        module: module that holds unsharded ``EmbeddingBagCollection``, ``EmbeddingCollection`` or
-            ``FeatureProcessedEmbeddingBagCollection`` modules at any depth.
+        module: module that holds unsharded ``EmbeddingBagCollection``, ``EmbeddingCollection``,
+            ``FeatureProcessedEmbeddingBagCollection`` or managed-collision modules at any depth.
         device: device of tables and dense parameters.
         group: process group of all ranks, to shard over; the output dist and its backward use it too.
         sparse_optimizer: optimiser of the tables that have none from TorchRec's ``apply_optimizer_in_backward``.

@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import shown
@@ -24,8 +25,9 @@ from lightning_pipe.recsys.kernels.gradient_norm import table_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
+from lightning_pipe.recsys.sharding.id_maps import IdMaps
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
-from lightning_pipe.recsys.sharding.table_values import full_tensor
+from lightning_pipe.recsys.sharding.table_values import full_tensor, pieces_of
 
 __all__ = ["ShardedModel"]
 
@@ -41,6 +43,7 @@ class ShardedModel:
         fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
         dynamic_rows: rows of dynamic modules on this rank, by the module's name.
         replicas: averages the replicas of the tables; None if they are sharded over all ranks.
+        id_maps: maps from ids to rows of managed-collision tables; false without any.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ShardedModel:
         )
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._kernels = dict(_leaves("", self.fused_optimizer))
+        self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
         self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -204,6 +208,13 @@ class ShardedModel:
         prefix = f"{table.config.name}."
         keys = sorted({key for keys in gather(list(state), self._group) for key in keys})
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
+
+    def _rows_of(self, module: str, table: str) -> list[torch.Tensor]:
+        """This rank's parts of a row-wise sharded table and of its optimiser's states."""
+        (own,) = (one for one in self.tables.values() if (one.module_name, one.config.name) == (module, table))
+        states = self.fused_optimizer.state_dict()["state"].get(own.name, {})
+        whole = [self.sharded_modules[module].state_dict()[own.key], *(states[key] for key in sorted(states))]
+        return [piece.values for one in whole if isinstance(one, ShardedTensor) for piece in pieces_of(one)]
 
     def _of_known_size(self, name: str) -> Table:
         table = self._named(name)

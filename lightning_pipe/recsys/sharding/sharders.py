@@ -14,16 +14,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
+from lightning_pipe.recsys.modules.managed_collision import ManagedCollisionBags, ManagedCollisionSequences
 from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table
@@ -40,6 +48,8 @@ SHARDING_TYPES: dict[type[nn.Module], list[str]] = {
     EmbeddingBagCollection: _POOLED_TYPES,
     FeatureProcessedEmbeddingBagCollection: _POOLED_TYPES,
     EmbeddingCollection: _SEQUENCE_TYPES,
+    ManagedCollisionEmbeddingBagCollection: [ShardingType.ROW_WISE.value],
+    ManagedCollisionEmbeddingCollection: [ShardingType.ROW_WISE.value],
     DynamicEmbeddingBagCollection: [ShardingType.ROW_WISE.value],
     DynamicEmbeddingCollection: [ShardingType.ROW_WISE.value],
 }
@@ -53,6 +63,8 @@ COLUMN_TYPES = {
 ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
     EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
     EmbeddingCollection: set(),
+    ManagedCollisionEmbeddingBagCollection: set(),
+    ManagedCollisionEmbeddingCollection: set(),
     DynamicEmbeddingBagCollection: set(),
     DynamicEmbeddingCollection: set(),
     FeatureProcessedEmbeddingBagCollection: {
@@ -126,6 +138,41 @@ class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
         return self._bags.sharding_types(compute_device_type)
 
 
+def _uncached(kernels: list[str]) -> list[str]:
+    """Kernels without a cache of rows, which would not see that rows are evicted."""
+    return [kernel for kernel in kernels if kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+
+
+class _ManagedBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return _uncached(self._e_sharder.compute_kernels(sharding_type, compute_device_type))
+
+    def shard(
+        self,
+        module: ManagedCollisionEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ManagedCollisionBags:
+        return ManagedCollisionBags(module, params, self._e_sharder, self._mc_sharder, env, device)
+
+
+class _ManagedSequenceSharder(ManagedCollisionEmbeddingCollectionSharder):
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return _uncached(self._e_sharder.compute_kernels(sharding_type, compute_device_type))
+
+    def shard(
+        self,
+        module: ManagedCollisionEmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ManagedCollisionSequences:
+        return ManagedCollisionSequences(module, params, self._e_sharder, self._mc_sharder, env, device)
+
+
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
     """Return sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
 
@@ -133,11 +180,13 @@ def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[
         comms: precision of embeddings between ranks; None for 32 bits.
     """
     comms = QuantizedComms() if comms is None else comms
-    bags = _BagSharder(comms)
+    bags, sequences = _BagSharder(comms), _SequenceSharder(comms)
     return [
         bags,
-        _SequenceSharder(comms),
+        sequences,
         _ProcessedSharder(comms, bags),
+        _ManagedBagSharder(bags, qcomm_codecs_registry=comms.registry()),
+        _ManagedSequenceSharder(sequences, qcomm_codecs_registry=comms.registry()),
         DynamicBagSharder(comms),
         DynamicSequenceSharder(comms),
     ]

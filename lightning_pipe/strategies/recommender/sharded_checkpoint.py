@@ -29,6 +29,7 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder
 from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start
 from lightning_pipe.strategies.recommender.warm_start import WarmStart, match
 
@@ -59,6 +60,8 @@ def save_sharded_checkpoint(
     if "optimizer_states" in checkpoint:
         state |= _table_states(sharded)
         rest[TABLE_OPTIMIZERS] = {name: table.known_optimizer.name for name, table in sharded.tables.items()}
+        if windows := sharded.id_maps.windows():
+            state[WINDOWS] = windows
     if sharded.dynamic_rows:
         rest[DYNAMIC_ROWS] = sharded.commit_rows()
     write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
@@ -97,8 +100,11 @@ def load_sharded_checkpoint(
     problems = misfits(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
+    maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only)
+    maps.leave_out(state["model"])
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     _install(sharded, state["model"], state.get("tables", {}).get("state", {}))
+    maps.fill(with_windows=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
     _read_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}

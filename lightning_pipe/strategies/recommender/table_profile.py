@@ -52,7 +52,8 @@ class TableProfile:
             iterations: number of iterations per measurement.
 
         Raises:
-            SetupError: gradients are being accumulated, the loss is scaled, or the model has dynamic tables.
+            SetupError: gradients are being accumulated, the loss is scaled, or the model has dynamic tables or managed
+                collision.
         """
         self._check()
         clip_value, session = self.trainer.gradient_clip_val, self.session
@@ -107,6 +108,11 @@ class TableProfile:
             raise SetupError(
                 f"a profile was requested of dynamic tables ({', '.join(rows)}), but replayed batches would leave their"
                 " rows in the cache. Profile the model with fixed-size tables of similar size"
+            )
+        if self.session.sharded.id_maps:
+            raise SetupError(
+                "a profile was requested of a model with managed collision, but replayed batches would evict rows."
+                " Profile the model with ordinary tables of the same size"
             )
 
     def _move(self, batch: Any) -> Any:

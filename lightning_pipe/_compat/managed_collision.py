@@ -1,0 +1,138 @@
+"""State of TorchRec's maps from ids to rows (``MCHManagedCollisionModule``), which has no public access.
+
+A map's buffers are its entries, sorted by id: id, row of the whole table, and what the eviction policy knows of each. A
+row without an id has the largest integer as its id. The last row of each rank's part stands for all ids without a row.
+Between two evictions a map collects the ids of batches: its *window*, which TorchRec's state dict leaves out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+
+__all__ = ["NO_ID", "IdMap", "id_maps_in", "maps_before_sharding"]
+
+NO_ID = torch.iinfo(torch.int64).max
+_IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
+_STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
+
+
+def maps_before_sharding(module: nn.Module) -> dict[str, ManagedCollisionModule]:
+    """Maps of an unsharded managed-collision module, by the name of their table."""
+    return dict(module._managed_collision_collection._managed_collision_modules.items())  # type: ignore[union-attr]
+
+
+def id_maps_in(name: str, module: nn.Module) -> Iterator[IdMap]:
+    """Maps of a sharded module; none without managed collision.
+
+    Args:
+        name: name of *module* in its model.
+    """
+    for inner, child in module.named_modules():
+        if isinstance(child, MCHManagedCollisionModule):
+            yield IdMap(".".join(part for part in (name, inner) if part), child)
+
+
+class IdMap:
+    """This rank's part of a map.
+
+    Attributes:
+        name: name of the module that holds it.
+        table: name of the table.
+        begin: first row of this rank's part.
+        end: end of this rank's part.
+    """
+
+    def __init__(self, name: str, module: MCHManagedCollisionModule) -> None:
+        self.name = name
+        self.table = name.rpartition(".")[2]
+        self.begin = module._output_global_offset
+        self.end = self.begin + module._zch_size
+        self._module = module
+
+    @property
+    def entries(self) -> dict[str, Tensor]:
+        """Buffers with a value for each row of this rank, by their full names: ids, rows, and those of the policy."""
+        return {f"{self.name}.{name}": getattr(self._module, name) for name in (_IDS, _ROWS, *self._of_policy())}
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Full names of the buffers of ids and of rows."""
+        return f"{self.name}.{_IDS}", f"{self.name}.{_ROWS}"
+
+    @property
+    def steps(self) -> tuple[str, Tensor]:
+        """Full name of the number of batches that have passed the map, and its buffer."""
+        return f"{self.name}.{_STEPS}", self._module.get_buffer(_STEPS)
+
+    def seed(self) -> int:
+        """Seed for the values of rows that the map evicts now, the same in a resumed run."""
+        digest = hashlib.sha256(f"{self.table}/{int(self.steps[1])}/{self.begin}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def owns(self, name: str) -> bool:
+        """Return True if *name* is one of the entries, or another value that a state dict holds of this map."""
+        return name in self.entries or name in (f"{self.name}.{_STEPS}", f"{self.name}.{_SEGMENTS}")
+
+    def owners(self, ids: Tensor, ranks: int) -> Tensor:
+        """Rank that each id is sent to, by the block of ids that it is in: FBGEMM's operator decides as in training."""
+        module, count = self._module, ids.numel()
+        blocks = module.buckets()
+        size = (module.input_size() + blocks - 1) // blocks
+        lengths, _, _, _, places = torch.ops.fbgemm.block_bucketize_sparse_features(
+            torch.tensor([count], device=ids.device),
+            ids,
+            bucketize_pos=False,
+            sequence=True,
+            block_sizes=torch.tensor([size], device=ids.device),
+            total_num_blocks=torch.tensor([blocks], device=ids.device),
+            my_size=ranks,
+            keep_orig_idx=True,
+        )
+        return torch.bucketize(places, lengths.cumsum(0), right=True)
+
+    # ------------------------------------------------------------------ between two evictions
+
+    def window(self) -> dict[str, Tensor]:
+        """What TorchRec's state dict leaves out: ids since the last eviction, and numbers.
+
+        Returns:
+            Empty before the first batch.
+        """
+        module = self._module
+        if module._input_history_buffer_size < 0:
+            return {}
+        filled = module._current_history_buffer_offset
+        numbers = [module._input_history_buffer_size, module._last_eviction_iter]
+        found = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
+        return found | {name: values[:filled] for name, values in module._history_metadata.items()}
+
+    def set_window(self, window: Mapping[str, Tensor]) -> None:
+        """Continue from a result of :meth:`window`, after the buffers are loaded. Empty: with a new window."""
+        module = self._module
+        module._evicted = False
+        module._current_iter, module._current_history_buffer_offset = -1, 0  # read from the buffer by the next batch
+        if not window:
+            return
+        size, module._last_eviction_iter = map(int, window["numbers"])
+        module._current_iter = int(module.get_buffer(_STEPS))
+        filled = module._current_history_buffer_offset = window["ids"].numel()
+        module._input_history_buffer_size = size
+
+        def room(values: Tensor) -> Tensor:
+            made = torch.zeros(size, dtype=torch.int64, device=module.device)
+            made[:filled] = values
+            return made
+
+        module._history_accumulator = room(window["ids"])
+        for name, _, is_history in module._eviction_policy.metadata_info:
+            if is_history:
+                module.register_buffer(f"_history_{name}", room(window[name]), persistent=False)
+                module._history_metadata[name] = module.get_buffer(f"_history_{name}")
+
+    def _of_policy(self) -> list[str]:
+        return [f"_mch_{name}" for name, is_of_map, _ in self._module._eviction_policy.metadata_info if is_of_map]

@@ -1,0 +1,76 @@
+"""Sharded managed-collision modules.
+
+Ids are mapped to rows on the rank of the rows, when the rows are looked up, as in TorchRec. The map and the rows that
+it evicts are part of the training state, so a lookup must not run before the checkpoint of the previous batch.
+
+Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe._compat.managed_collision import id_maps_in
+from lightning_pipe._compat.torchrec import embeddings_in, kernels_of
+
+__all__ = ["ManagedCollisionBags", "ManagedCollisionSequences"]
+
+
+class ManagedCollisionBags(ShardedManagedCollisionEmbeddingBagCollection):
+    """Pooled embeddings of remapped ids, with correct means."""
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """TorchRec's input dist, of features in the form of the first batch."""
+        return super().input_dist(ctx, embeddings_in(self).begin(ctx, features))
+
+    def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
+        _reset_rows(self, evictions_per_table)
+
+
+class ManagedCollisionSequences(ShardedManagedCollisionEmbeddingCollection):
+    """Sequence embeddings of remapped ids."""
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """TorchRec's input dist, of features in the form of the first batch."""
+        return super().input_dist(ctx, embeddings_in(self).begin(ctx, features))
+
+    def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
+        _reset_rows(self, evictions_per_table)
+
+
+@torch.no_grad()
+def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -> None:
+    """Give rows new values by the table's ``init_fn``, and clear the states of their optimiser.
+
+    TorchRec's own method leaves the states of all optimisers but row-wise Adagrad to the next id. And it draws from the
+    global generator, whose values depend on the order of lookups: modules of the first batch look up when they are
+    called. Here the values depend on the table, its number of batches and the rank's first row only.
+
+    Args:
+        evicted: numbers of rows of this rank's part, by table; None for a table that evicts none now.
+    """
+    maps = {one.table: one for one in id_maps_in("", module)}
+    for kernel, tables in kernels_of(module):
+        states = kernel.split_optimizer_states()
+        for index, (table, weights) in enumerate(zip(tables, kernel.split_embedding_weights(), strict=True)):
+            rows = evicted.get(table.name)
+            if rows is None or not rows.numel():
+                continue
+            fresh = weights.new_empty((len(rows), weights.shape[1]))
+            with torch.random.fork_rng(devices=[fresh.device] if fresh.is_cuda else []):
+                torch.manual_seed(maps[table.name].seed())
+                if table.init_fn is None:
+                    fresh.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
+                else:
+                    table.init_fn(fresh)
+            weights[rows] = fresh
+            for state in states[index] if states else ():
+                if state.dim() and state.shape[0] == weights.shape[0]:
+                    state[rows] = 0
