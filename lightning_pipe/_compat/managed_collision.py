@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-__all__ = ["NO_ID", "IdMap", "id_maps_in", "maps_before_sharding"]
+__all__ = ["NO_ID", "EnumeratorOfAnyMap", "ManagedMap", "id_maps_in", "maps_before_sharding"]
 
 NO_ID = torch.iinfo(torch.int64).max
 _IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
 _STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
 
 
-def maps_before_sharding(module: nn.Module) -> dict[str, ManagedCollisionModule]:
+class EnumeratorOfAnyMap(EmbeddingEnumerator):
+    """Enumerator that takes maps for any number of ranks: sharding makes a new map with a bucket for each rank."""
+
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+            return None
+        return super()._get_num_buckets(parameter, module)
+
+
+def maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
     """Maps of an unsharded managed-collision module, by the name of their table."""
-    return dict(module._managed_collision_collection._managed_collision_modules.items())  # type: ignore[union-attr]
+    return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def id_maps_in(name: str, module: nn.Module) -> Iterator[IdMap]:
+def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
     """Maps of a sharded module; none without managed collision.
 
     Args:
@@ -34,10 +46,10 @@ def id_maps_in(name: str, module: nn.Module) -> Iterator[IdMap]:
     """
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
-            yield IdMap(".".join(part for part in (name, inner) if part), child)
+            yield ManagedMap(".".join(part for part in (name, inner) if part), child)
 
 
-class IdMap:
+class ManagedMap:
     """This rank's part of a map.
 
     Attributes:

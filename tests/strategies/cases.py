@@ -262,6 +262,11 @@ def is_table(name: str) -> bool:
     return ".embedding_bags." in name or ".embeddings." in name
 
 
+def is_trained(name: str, buffer: Tensor) -> bool:
+    """Whether training changes a buffer: statistics, and maps from ids to rows."""
+    return buffer.is_floating_point() or "._mch_" in name
+
+
 def adam(module: Clicks) -> Any:
     """Keeps state for each dense parameter, and its step depends on the order of things."""
     return torch.optim.Adam(module.dense_parameters(), lr=0.05)
@@ -436,11 +441,13 @@ def state_of(used: pl.Trainer) -> dict[str, Tensor]:
         for name in sorted(sharded.tables):
             found[name] = sharded.full_table(name)
             found.update({f"{name} {key}": value for key, value in sharded.full_optimizer_state(name).items()})
+        for name, map_of_rank in sharded.id_maps.windows().items():
+            found.update({f"{name} {key}": value.clone() for key, value in map_of_rank.items()})
         dense: Any = sharded.dense_parameters()
     else:
         dense = module.named_parameters()
     found.update({name: parameter.detach().clone() for name, parameter in dense})
-    found.update({name: buffer.clone() for name, buffer in module.named_buffers() if buffer.is_floating_point()})
+    found.update({name: buffer.clone() for name, buffer in module.named_buffers() if is_trained(name, buffer)})
     for optimizer in used.optimizers:
         for index, state in optimizer.state_dict().get("state", {}).items():
             for key, value in state.items():

@@ -18,7 +18,7 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.managed_collision import id_maps_in
-from lightning_pipe._compat.torchrec import embeddings_in, kernels_of
+from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs
 
 __all__ = ["ManagedCollisionBags", "ManagedCollisionSequences"]
 
@@ -57,6 +57,7 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
         evicted: numbers of rows of this rank's part, by table; None for a table that evicts none now.
     """
     maps = {one.table: one for one in id_maps_in("", module)}
+    configs = {config.name: config for config in table_configs(module)}
     for kernel, tables in kernels_of(module):
         states = kernel.split_optimizer_states()
         for index, (table, weights) in enumerate(zip(tables, kernel.split_embedding_weights(), strict=True)):
@@ -66,10 +67,11 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
             fresh = weights.new_empty((len(rows), weights.shape[1]))
             with torch.random.fork_rng(devices=[fresh.device] if fresh.is_cuda else []):
                 torch.manual_seed(maps[table.name].seed())
-                if table.init_fn is None:
-                    fresh.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
+                config = configs[table.name]  # the kernel's own config has another init_fn
+                if config.init_fn is None:
+                    fresh.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
                 else:
-                    table.init_fn(fresh)
+                    config.init_fn(fresh)
             weights[rows] = fresh
             for state in states[index] if states else ():
                 if state.dim() and state.shape[0] == weights.shape[0]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipe._compat.managed_collision import NO_ID, IdMap, id_maps_in
+from lightning_pipe._compat.managed_collision import NO_ID, ManagedMap, id_maps_in
 from lightning_pipe.engine.ranks.together import gather
 
 __all__ = ["IdMaps"]
@@ -54,7 +54,7 @@ class IdMaps:
         rank = self._group.rank()
         return {f"{one.name}/{rank}": window for _, one in self._maps if (window := one.window())}
 
-    def moved(self, begins: Callable[[str], list[int] | None]) -> list[IdMap]:
+    def moved(self, begins: Callable[[str], list[int] | None]) -> list[ManagedMap]:
         """Maps whose parts in a checkpoint are not those of the ranks.
 
         Args:
@@ -67,7 +67,7 @@ class IdMaps:
                 found.append(one)
         return found
 
-    def redistribute(self, one: IdMap, begins: Sequence[int], read: ReadWhole) -> int:
+    def redistribute(self, one: ManagedMap, begins: Sequence[int], read: ReadWhole) -> int:
         """Fill a map from a checkpoint with other parts, and move the rows of ids that another rank must hold now.
 
         The table's rows and states must be loaded already. Every rank calls it.
@@ -101,7 +101,7 @@ class IdMaps:
         self._put(one, {name: (to if name == rows_name else values)[mine] for name, values in held.items()})
         return int((~kept).sum())
 
-    def set_windows(self, windows: Callable[[str], list[dict[str, Tensor]]], moved: Sequence[IdMap]) -> None:
+    def set_windows(self, windows: Callable[[str], list[dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
         """Continue windows of a checkpoint, after everything else is loaded.
 
         Args:
@@ -115,11 +115,11 @@ class IdMaps:
                 found = [_merged(one, found, rank, self._group.size())] * self._group.size()
             one.set_window(found[rank] if rank < len(found) else {})
 
-    def _parts(self, one: IdMap) -> list[tuple[int, int]]:
+    def _parts(self, one: ManagedMap) -> list[tuple[int, int]]:
         return gather((one.begin, one.end), self._group)
 
     @torch.no_grad()
-    def _put(self, one: IdMap, mine: dict[str, Tensor]) -> None:
+    def _put(self, one: ManagedMap, mine: dict[str, Tensor]) -> None:
         ids_name, rows_name = one.names
         order = mine[ids_name].argsort()
         taken = torch.zeros(one.end - one.begin, dtype=torch.bool)
@@ -130,7 +130,7 @@ class IdMaps:
             buffer.copy_(torch.cat([mine[name][order], free if name == rows_name else rest]))
 
     @torch.no_grad()
-    def _move_rows(self, one: IdMap, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]) -> None:
+    def _move_rows(self, one: ManagedMap, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """Copy rows of the table and their states; targets may be among the sources."""
         moving = sources != targets
         sources, targets = sources[moving], targets[moving]
@@ -173,7 +173,7 @@ def _new_rows(
     return to
 
 
-def _merged(one: IdMap, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
+def _merged(one: ManagedMap, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
     """The window of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
     found = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
     mine = one.owners(found["ids"], ranks) == rank

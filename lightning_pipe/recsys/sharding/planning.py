@@ -11,7 +11,6 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import (
@@ -21,8 +20,8 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from lightning_pipe._compat.managed_collision import EnumeratorOfAnyMap
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.recsys.modules.tables import Table
@@ -37,7 +36,7 @@ _RESERVED_PART = 0.15  # of a rank's memory, for memory that no estimate covers
 _COPIES_OF_DENSE = 6  # parameters, two optimiser states, gradients and their reduction buckets
 
 
-class OrderedEnumerator(EmbeddingEnumerator):
+class OrderedEnumerator(EnumeratorOfAnyMap):
     """Lists sharding options in a fixed order.
 
     TorchRec's enumerator iterates over sets of strings, whose order differs from run to run, and the planner takes the
@@ -52,12 +51,6 @@ class OrderedEnumerator(EmbeddingEnumerator):
             options,
             key=lambda o: (tables[o.fqn], _TYPE_ORDER.index(o.sharding_type), o.compute_kernel),
         )
-
-    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
-        """None for a map from ids to rows, whose buckets are the ranks' parts, whatever the unsharded map says."""
-        if isinstance(module, BaseManagedCollisionEmbeddingCollection):
-            return None
-        return super()._get_num_buckets(parameter, module)
 
 
 def make_plan(

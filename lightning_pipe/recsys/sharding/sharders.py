@@ -19,6 +19,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -144,8 +145,12 @@ def _uncached(kernels: list[str]) -> list[str]:
 
 
 class _ManagedBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
+    def __init__(self, embeddings: _BagSharder, comms: QuantizedComms) -> None:
+        self._embeddings, self._maps = embeddings, ManagedCollisionCollectionSharder()
+        super().__init__(self._embeddings, self._maps, qcomm_codecs_registry=comms.registry())
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return _uncached(self._e_sharder.compute_kernels(sharding_type, compute_device_type))
+        return _uncached(self._embeddings.compute_kernels(sharding_type, compute_device_type))
 
     def shard(
         self,
@@ -155,12 +160,16 @@ class _ManagedBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ManagedCollisionBags:
-        return ManagedCollisionBags(module, params, self._e_sharder, self._mc_sharder, env, device)
+        return ManagedCollisionBags(module, params, self._embeddings, self._maps, env, device)
 
 
 class _ManagedSequenceSharder(ManagedCollisionEmbeddingCollectionSharder):
+    def __init__(self, embeddings: _SequenceSharder, comms: QuantizedComms) -> None:
+        self._embeddings, self._maps = embeddings, ManagedCollisionCollectionSharder()
+        super().__init__(self._embeddings, self._maps, qcomm_codecs_registry=comms.registry())
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return _uncached(self._e_sharder.compute_kernels(sharding_type, compute_device_type))
+        return _uncached(self._embeddings.compute_kernels(sharding_type, compute_device_type))
 
     def shard(
         self,
@@ -170,7 +179,7 @@ class _ManagedSequenceSharder(ManagedCollisionEmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ManagedCollisionSequences:
-        return ManagedCollisionSequences(module, params, self._e_sharder, self._mc_sharder, env, device)
+        return ManagedCollisionSequences(module, params, self._embeddings, self._maps, env, device)
 
 
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
@@ -185,8 +194,8 @@ def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[
         bags,
         sequences,
         _ProcessedSharder(comms, bags),
-        _ManagedBagSharder(bags, qcomm_codecs_registry=comms.registry()),
-        _ManagedSequenceSharder(sequences, qcomm_codecs_registry=comms.registry()),
+        _ManagedBagSharder(bags, comms),
+        _ManagedSequenceSharder(sequences, comms),
         DynamicBagSharder(comms),
         DynamicSequenceSharder(comms),
     ]

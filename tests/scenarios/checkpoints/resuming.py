@@ -145,6 +145,14 @@ FAMILIES = {
         cases.state_of,
         options={"collate_fn": cases.collate},
     ),
+    "managed": Family(
+        lambda: cases.Clicks(cases.Managed),
+        cases.recsys,
+        Clicked,
+        _of_clicks,
+        cases.state_of,
+        options={"collate_fn": cases.collate},
+    ),
     "llm": Family(
         lambda: llm_cases.Tiny(optimizer="adamw"),
         # As many micro-batches as a batch has samples; 1F1B wants one for each of three stages, GPipe does not.
