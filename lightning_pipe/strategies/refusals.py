@@ -43,8 +43,13 @@ def refuse_other_precision(plugin: Precision) -> None:
         )
 
 
-def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Precision) -> None:
+def refuse_training(
+    trainer: pl.Trainer, module: pl.LightningModule, plugin: Precision, in_every_batch: bool = True
+) -> None:
     """Refuse options of the trainer, module and callbacks that do not work while tables are trained.
+
+    Args:
+        in_every_batch: True if tables step in every micro-batch of an accumulation (default True).
 
     Raises:
         SetupError: an option is not supported; the message contains the reason and an alternative.
@@ -62,18 +67,18 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
     refuse_callbacks_of_whole_modules(trainer)
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise SetupError(CLIPS_BY_VALUE)
-    accumulated = _most_accumulated(trainer)
+    accumulated = most_accumulated(trainer) if in_every_batch else 1
     if clips_gradients(trainer) and accumulated > 1:
         raise SetupError(
             f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in the"
             " backward of every micro-batch, before the norm of the accumulated gradients is known. Use"
-            " accumulate_grad_batches=1 or no clipping"
+            " accumulate_tables='window', accumulate_grad_batches=1 or no clipping"
         )
     if loss_scaler(plugin) is not None and accumulated > 1:
         raise SetupError(
             f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in the"
             " backward of every micro-batch, before a later micro-batch may overflow and skip the step. Use"
-            " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
+            " accumulate_tables='window', accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
         )
 
 
@@ -115,7 +120,7 @@ def clips_gradients(trainer: pl.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
-def _most_accumulated(trainer: pl.Trainer) -> int:
+def most_accumulated(trainer: pl.Trainer) -> int:
     """Largest number of batches over which the trainer accumulates gradients, at any point of the training."""
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

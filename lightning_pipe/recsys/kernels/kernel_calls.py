@@ -31,6 +31,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.fused import counted_as, kernel_prefetches_suspended
 
 __all__ = [
+    "JoinedCall",
     "KernelCall",
     "KernelGradients",
     "LookupCalls",
@@ -85,6 +86,23 @@ class KernelCall:
         ):
             output: torch.Tensor = self.kernel(**self.arguments)
             return output
+
+
+class JoinedCall(KernelCall):
+    """A call that was not made: the lookups of several calls, or a part of one."""
+
+    @classmethod
+    def of(
+        cls, call: KernelCall, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> KernelCall:
+        """Return *call* with other indices, offsets and weights."""
+        arguments = {**call.arguments, "indices": indices, "offsets": offsets, "per_sample_weights": weights}
+        output = call.output.detach()[:0]  # has_present_rate makes sure that it is not used
+        return cls(call.kernel, indices, offsets, weights, output, arguments, call.learning_rate, call.count)
+
+    @property
+    def has_present_rate(self) -> bool:
+        return False
 
 
 @dataclass

@@ -8,7 +8,7 @@ Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.managed_collision import id_maps_in
 from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs
 
-__all__ = ["ManagedCollisionBags", "ManagedCollisionSequences"]
+__all__ = ["ManagedCollisionBags", "ManagedCollisionSequences", "on_eviction"]
+
+
+_TOLD = "_lightning_pipe_told_of_evictions"
+
+
+def on_eviction(module: nn.Module, told: Callable[[Any, int, torch.Tensor], None] | None) -> None:
+    """Let a sharded module call *told* when it has evicted rows, in place of an earlier function.
+
+    Args:
+        told: gets the kernel, the number of the table in it, and the numbers of the rows; None for no function.
+    """
+    if told is None:
+        module.__dict__.pop(_TOLD, None)
+    else:
+        module.__dict__[_TOLD] = told
 
 
 class ManagedCollisionBags(ShardedManagedCollisionEmbeddingBagCollection):
@@ -73,6 +88,8 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
                 else:
                     config.init_fn(fresh)
             weights[rows] = fresh
+            if (told := module.__dict__.get(_TOLD)) is not None:
+                told(kernel, index, rows)
             for state in states[index] if states else ():
                 if state.dim() and state.shape[0] == weights.shape[0]:
                     state[rows] = 0

@@ -152,10 +152,14 @@ class Embeddings:
         """Hold rows of dynamic tables that were looked up, and release them when the step ends."""
         self._rows += rows
 
+    def hand_over_rows(self) -> list[BatchRows]:
+        """Return the rows that are held, which the caller releases from now on."""
+        rows, self._rows = self._rows, []
+        return rows
+
     def end(self, trained: bool) -> None:
         """Release all state, after the tables' backward or in its place."""
-        rows, self._rows = self._rows, []
-        end_step(rows, trained)
+        end_step(self.hand_over_rows(), trained)
         self.clear()
 
     def clear(self) -> None:

@@ -20,6 +20,7 @@ from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Requests
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.table_window import TableWindow
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
@@ -77,6 +78,8 @@ class RecsysActions:
             infinite or NaN (default False); if so, the tables are not trained. For loss scaling.
         balancer: exchanges samples between ranks; opened already (default None: samples stay on their ranks).
         replicas: averages the replicas of the tables; None (default) without replicas.
+        window: keeps the gradients of tables while the reducer is in ``no_sync``, for one step at the end (default
+            None: tables step in every batch). Requires a reducer and a rewrite with a split backward.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class RecsysActions:
         agree_overflow: bool = False,
         balancer: BatchBalancer | None = None,
         replicas: ReplicaAverage | None = None,
+        window: TableWindow | None = None,
     ) -> None:
         self._rewrite = rewrite
         self._tables_backward = rewrite.tables_backward
@@ -111,6 +115,7 @@ class RecsysActions:
         self._agree_overflow = agree_overflow
         self.balancer = balancer
         self.replicas = replicas
+        self._window = window
         self.replays = RecsysReplays(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
 
@@ -247,6 +252,24 @@ class RecsysActions:
             except RuntimeError as error:
                 _refuse_uneven_rows(error)
                 raise
+        if self._window is not None:
+            self._accumulate(self._window, ctx)
+
+    def _accumulate(self, window: TableWindow, ctx: RecsysContext) -> None:
+        """Leave the tables' step of this batch to the last batch of the window, or complete the window."""
+        assert self._reducer is not None
+        if self._reducer.syncs:
+            if not ctx.has_gradients:
+                window.drop()
+                return
+            ctx.tables_skipped |= window.take_overflow()
+            window.complete(ctx.embeddings)
+        elif ctx.has_gradients:
+            if ctx.tables_skipped:
+                window.note_overflow()
+            else:
+                window.keep(ctx.embeddings)
+            ctx.has_gradients = False  # the step is the last batch's
 
     def emb_backward(self, ctx: RecsysContext) -> None:
         """Backward of the lookups from the gradients of their outputs; fused optimisers step inside."""

@@ -27,6 +27,7 @@ from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import prefetches_suspended
 from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.table_window import TableWindow
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
@@ -59,6 +60,7 @@ class RecsysSession:
         world: group of all ranks; None without ``torch.distributed``.
         reducer: averages the dense gradients; None outside of training, and for a model whose wrapper averages them.
         rewrite: rewrite of the training; None outside of it.
+        window: gradients of tables that a training with ``accumulates`` keeps; None otherwise.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RecsysSession:
         self._actions: RecsysActions | None = None
         self.reducer: DenseGradientReducer | None = None
         self.rewrite: ModelRewrite | None = None
+        self.window: TableWindow | None = None
 
     @property
     def sharded(self) -> ShardedModel:
@@ -116,6 +119,7 @@ class RecsysSession:
         transfer: Transfer,
         clipped: bool = False,
         loss_scaled: bool = False,
+        accumulates: bool = False,
         extra: Mapping[str, RecsysTask] | None = None,
         **actions: Any,
     ) -> list[PipelineTask]:
@@ -126,6 +130,7 @@ class RecsysSession:
             transfer: moves a batch to the device.
             clipped: True if the optimiser step scales all gradients by their common norm.
             loss_scaled: True if the optimiser step may be skipped after an overflow of a gradient.
+            accumulates: True to step the tables once for all batches since the reducer has last averaged gradients.
             extra: see :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
@@ -133,8 +138,10 @@ class RecsysSession:
             self._balancer.open(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
         ahead = self._plan is None or looks_ahead(self._plan)
-        self.rewrite = self.new_rewrite(step, split_backward=clipped, look_ahead=ahead)
+        self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
+        if accumulates:
+            actions["window"] = self.window = TableWindow(self.rewrite.modules)
         if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
             actions["check_loss"] = partial(check_finite_loss, group=group)
@@ -149,6 +156,9 @@ class RecsysSession:
     def end_training(self) -> None:
         """Restore the model. The process groups and the reducer stay for another training."""
         rewrite, self.rewrite, self._actions = self.rewrite, None, None
+        if self.window is not None:
+            self.window.close()
+            self.window = None
         if rewrite is not None:
             rewrite.restore()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
-from lightning_pipe.engine.common.options import check_flags, option_group
+from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -43,7 +43,12 @@ from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvalua
 from lightning_pipe.strategies.recommender.shard_once import shard_once
 from lightning_pipe.strategies.recommender.sharded_checkpoint import ShardedCheckpointStrategy
 from lightning_pipe.strategies.recommender.training import TableTraining, checked_transfer, leave_tables_out
-from lightning_pipe.strategies.refusals import refuse_other_precision, refuse_scaled_fp16, refuse_training
+from lightning_pipe.strategies.refusals import (
+    most_accumulated,
+    refuse_other_precision,
+    refuse_scaled_fp16,
+    refuse_training,
+)
 from lightning_pipe.strategies.refused_arguments import RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.running_work import Running
 
@@ -56,14 +61,13 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     optimiser, which is fused into backward. Dense parameters are replicated, and their gradients are averaged over
     ranks.
 
-    - *Accumulation.* With ``accumulate_grad_batches=N``, tables step in every micro-batch, with the gradients of its
-      loss divided by N.
+    - *Accumulation.* See ``accumulate_tables``.
     - *No loss.* A rank whose ``training_step`` returns None contributes zero gradients. On several ranks, hooks see a
       loss of zero for that batch.
     - *Clipping.* Gradients are clipped by one norm over dense parameters and tables. Clipping by value is refused, and
-      so is clipping with accumulation, replicas of tables, feature processors, or a batch size per feature.
+      so is clipping with replicas of tables, feature processors, or a batch size per feature.
     - *Loss scaling.* Under ``16-mixed``, the gradients of tables are unscaled, and tables skip a step if the dense
-      parameters skip it. ``16-mixed`` with accumulation or feature processors is refused.
+      parameters skip it. ``16-mixed`` with feature processors is refused.
 
     The module stays sharded after training and can be passed to another trainer. A strategy that requests a different
     sharding refuses it. Pass an option group as its dataclass, or as a mapping of its fields as in YAML.
@@ -81,6 +85,10 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
             every optimiser step (default None). Without it, the rate of each table follows the first group of the dense
             optimiser: its base rate times the group's current rate divided by the group's initial rate.
+        accumulate_tables: step of the tables with ``accumulate_grad_batches=N``. ``"micro_batch"`` (default): in every
+            micro-batch, with the gradients of its loss divided by N; gradients cannot be clipped, nor the loss scaled.
+            ``"window"``: once, with the sum of the N gradients, as for one batch of N times the size; keeps the ids and
+            the gradients of the outputs of N micro-batches, and repeats the lookup.
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.
@@ -126,6 +134,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         *,
         sparse_optimizer: Mapping[str, Any] | None = None,
         sparse_lr_scheduler: Mapping[str, Any] | None = None,
+        accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
         sharding: ShardingOptions | Mapping[str, Any] | None = None,
         rewrite: RewriteOptions | Mapping[str, Any] | None = None,
         wire: WireOptions | Mapping[str, Any] | None = None,
@@ -151,6 +160,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._plan = plan
         self._sparse_optimizer = sparse_optimizer
         self._sparse_lr_scheduler = sparse_lr_scheduler
+        check_choice("accumulate_tables", accumulate_tables, ("micro_batch", "window"))
+        self._in_every_batch = accumulate_tables == "micro_batch"
         self._balancer = make_balancer(balancer)
         check_flags(transfer_on_worker=transfer_on_worker)
         self.transfer_on_worker = transfer_on_worker
@@ -224,7 +235,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_other_precision(self.precision_plugin)
         if fitting:
-            refuse_training(trainer, module, self.precision_plugin)
+            refuse_training(trainer, module, self.precision_plugin, self._in_every_batch)
             refuse_scaled_fp16(trainer, self.precision_plugin, self._options.wire.comms.backward)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
@@ -251,7 +262,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             PipelineTrainingEpochLoop.install(trainer)
             self.setup_optimizers(trainer)
             plans = self._plan, self._auto, self._plan_chosen
-            self._training = TableTraining(trainer, self._session, *plans, self._sparse_lr_scheduler)
+            window = not self._in_every_batch and most_accumulated(trainer) > 1
+            self._training = TableTraining(trainer, self._session, *plans, self._sparse_lr_scheduler, window)
             self._rates = self._training.rates
         self.setup_precision_plugin()
         if fitting:
