@@ -74,11 +74,6 @@ class DenseGradientReducer:
         self._left: list[dist.Work] = []
         self._follow_requires_grad()
 
-    @property
-    def syncs(self) -> bool:
-        """False inside :meth:`no_sync`."""
-        return self._sync
-
     def prepare(self) -> None:
         """Prepare for a backward, during which full buckets are launched.
 

@@ -1,8 +1,8 @@
 """Gradients of tables over a window of micro-batches, which the optimisers of the tables step with once.
 
 A fused optimiser steps in each backward of its lookup. So the inputs of the lookups and the gradients of their outputs
-are kept, and joined into one call at the end of the window. Its lookup is repeated, and its backward steps the optimiser
-as for one large batch: FBGEMM adds up all gradients of a row before it updates the row.
+are kept, and joined into one call at the end of the window. Its lookup is repeated, and its backward steps the
+optimiser as for one large batch: FBGEMM adds up all gradients of a row before it updates the row.
 
 Tested in ``tests/scenarios/recommenders/test_table_window.py``.
 """
@@ -31,9 +31,13 @@ class TableWindow:
 
     Args:
         modules: the sharded modules by name.
+
+    Attributes:
+        is_last: True if the current batch ends the window. The caller sets it before each batch's forward pass.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.is_last = False
         self._pairs: list[_Pair] = []
         self._replicated: dict[nn.Parameter, Tensor] = {}
         self._rows: list[BatchRows] = []
@@ -41,6 +45,9 @@ class TableWindow:
         self._modules = list(modules.values())
         for module in self._modules:
             on_eviction(module, self._forget_rows)
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs or self._replicated)
 
     def keep(self, embeddings: Embeddings) -> None:
         """Keep the gradients of a micro-batch after the first half of its backward, and the rows that it looked up."""
@@ -51,11 +58,10 @@ class TableWindow:
         embeddings.kernel_gradients = None
 
     def complete(self, embeddings: Embeddings) -> None:
-        """Add the gradients of the window to those of its last micro-batch, and begin a new window."""
-        left = embeddings.kernel_gradients
-        assert left is not None
-        if self._pairs or self._replicated:
-            self._take(left)
+        """Add the gradients of the window to those of its last micro-batch, if it has any, and begin a new window."""
+        if self:
+            if embeddings.kernel_gradients is not None:
+                self._take(embeddings.kernel_gradients)
             by_kernel: dict[int, list[_Pair]] = {}
             for pair in self._pairs:
                 by_kernel.setdefault(id(pair[0].kernel), []).append(pair)

@@ -39,18 +39,21 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class TableHooks:
-    """Functions called around lookups and their backward.
+    """What is called around lookups and their backward.
 
     Attributes:
         before_lookup: called before the lookups, and again at the batch's turn if they run ahead of it; copies the
             learning rates to the tables.
         after_backward: called after the lookups' backward; steps the tables that no fused kernel trains.
         context: context of the lookups, such as a precision plugin's.
+        window: keeps the gradients of tables for one step at the end of several batches; None if tables step in every
+            batch. Requires a rewrite with a split backward.
     """
 
     before_lookup: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
     context: LookupContext | None = None
+    window: TableWindow | None = None
 
 
 class RecsysActions:
@@ -78,8 +81,6 @@ class RecsysActions:
             infinite or NaN (default False); if so, the tables are not trained. For loss scaling.
         balancer: exchanges samples between ranks; opened already (default None: samples stay on their ranks).
         replicas: averages the replicas of the tables; None (default) without replicas.
-        window: keeps the gradients of tables while the reducer is in ``no_sync``, for one step at the end (default
-            None: tables step in every batch). Requires a reducer and a rewrite with a split backward.
     """
 
     def __init__(
@@ -97,7 +98,6 @@ class RecsysActions:
         agree_overflow: bool = False,
         balancer: BatchBalancer | None = None,
         replicas: ReplicaAverage | None = None,
-        window: TableWindow | None = None,
     ) -> None:
         self._rewrite = rewrite
         self._tables_backward = rewrite.tables_backward
@@ -115,7 +115,7 @@ class RecsysActions:
         self._agree_overflow = agree_overflow
         self.balancer = balancer
         self.replicas = replicas
-        self._window = window
+        self._window = tables.window
         self.replays = RecsysReplays(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
 
@@ -257,13 +257,11 @@ class RecsysActions:
 
     def _accumulate(self, window: TableWindow, ctx: RecsysContext) -> None:
         """Leave the tables' step of this batch to the last batch of the window, or complete the window."""
-        assert self._reducer is not None
-        if self._reducer.syncs:
-            if not ctx.has_gradients:
-                window.drop()
-                return
+        if window.is_last:
             ctx.tables_skipped |= window.take_overflow()
-            window.complete(ctx.embeddings)
+            if ctx.has_gradients or window:  # a batch without a loss ends a window as well
+                window.complete(ctx.embeddings)
+                ctx.has_gradients = True
         elif ctx.has_gradients:
             if ctx.tables_skipped:
                 window.note_overflow()

@@ -130,7 +130,7 @@ class RecsysSession:
             transfer: moves a batch to the device.
             clipped: True if the optimiser step scales all gradients by their common norm.
             loss_scaled: True if the optimiser step may be skipped after an overflow of a gradient.
-            accumulates: True to step the tables once for all batches since the reducer has last averaged gradients.
+            accumulates: True to step the tables once at the end of each :attr:`window`.
             extra: see :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
@@ -141,11 +141,13 @@ class RecsysSession:
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
         if accumulates:
-            actions["window"] = self.window = TableWindow(self.rewrite.modules)
+            self.window = TableWindow(self.rewrite.modules)
         if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
             actions["check_loss"] = partial(check_finite_loss, group=group)
-        self._actions = self._training_actions(self.rewrite, transfer=transfer, agree_overflow=loss_scaled, **actions)
+        self._actions = self._training_actions(
+            self.rewrite, window=self.window, transfer=transfer, agree_overflow=loss_scaled, **actions
+        )
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
     def abandon(self, contexts: Any) -> None:
@@ -207,13 +209,17 @@ class RecsysSession:
                 self._balancer.report = report
 
     def _training_actions(
-        self, rewrite: ModelRewrite, lookup_context: LookupContext | None = None, **actions: Any
+        self,
+        rewrite: ModelRewrite,
+        lookup_context: LookupContext | None = None,
+        window: TableWindow | None = None,
+        **actions: Any,
     ) -> RecsysActions:
         steps = None if self._sharded is None else self._sharded.step_data_parallel_tables
         return RecsysActions(
             rewrite,
             reducer=self.reducer,
-            tables=TableHooks(self._bring_rates, steps, lookup_context),
+            tables=TableHooks(self._bring_rates, steps, lookup_context, window),
             balancer=self._balancer,
             replicas=self._replicas,
             **actions,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -61,7 +61,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     optimiser, which is fused into backward. Dense parameters are replicated, and their gradients are averaged over
     ranks.
 
-    - *Accumulation.* See ``accumulate_tables``.
+    - *Accumulation.* With ``accumulate_grad_batches=N``, tables step in every micro-batch, with the gradients of its
+      loss divided by N, unless ``accumulate_tables`` is ``"window"``.
     - *No loss.* A rank whose ``training_step`` returns None contributes zero gradients. On several ranks, hooks see a
       loss of zero for that batch.
     - *Clipping.* Gradients are clipped by one norm over dense parameters and tables. Clipping by value is refused, and
@@ -85,10 +86,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
             every optimiser step (default None). Without it, the rate of each table follows the first group of the dense
             optimiser: its base rate times the group's current rate divided by the group's initial rate.
-        accumulate_tables: step of the tables with ``accumulate_grad_batches=N``. ``"micro_batch"`` (default): in every
-            micro-batch, with the gradients of its loss divided by N; gradients cannot be clipped, nor the loss scaled.
-            ``"window"``: once, with the sum of the N gradients, as for one batch of N times the size; keeps the ids and
-            the gradients of the outputs of N micro-batches, and repeats the lookup.
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.
@@ -134,7 +131,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         *,
         sparse_optimizer: Mapping[str, Any] | None = None,
         sparse_lr_scheduler: Mapping[str, Any] | None = None,
-        accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
         sharding: ShardingOptions | Mapping[str, Any] | None = None,
         rewrite: RewriteOptions | Mapping[str, Any] | None = None,
         wire: WireOptions | Mapping[str, Any] | None = None,
@@ -147,7 +143,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         **arguments: Any,
     ) -> None:
         transfer_on_worker = arguments.pop("transfer_on_worker", False)
-        refuse_renamed(arguments, RECOMMENDER, self, ["transfer_on_worker"])
+        accumulate_tables = arguments.pop("accumulate_tables", "micro_batch")
+        refuse_renamed(arguments, RECOMMENDER, self, ["transfer_on_worker", "accumulate_tables"])
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
         self._options = option_group(SessionOptions, "options", groups)

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.lightning import accumulates
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
 from lightning_pipe.loops import TrainingProgram
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
@@ -50,7 +51,7 @@ class TableTraining:
         chosen: called on every rank with the plan that the search has chosen.
         schedule: ``class_path`` and ``init_args`` of the tables' learning-rate scheduler; None to follow the dense
             optimiser.
-        accumulates: True to step the tables once for all batches of an accumulation (default False: in each batch).
+        in_windows: True to step the tables once for all batches of an accumulation (default False: in each batch).
 
     Attributes:
         program: the tasks under the plan; None before the first epoch.
@@ -65,7 +66,7 @@ class TableTraining:
         auto: AutoOptions,
         chosen: Callable[[PlanChoice], None],
         schedule: Mapping[str, Any] | None,
-        accumulates: bool = False,
+        in_windows: bool = False,
     ) -> None:
         self._trainer = trainer
         self._session = session
@@ -74,7 +75,7 @@ class TableTraining:
         self._plan = plan
         self._auto = auto
         self._chosen = chosen
-        self._accumulates = accumulates
+        self._in_windows = in_windows
         self._gradients: TableGradients | None = None
         self.rates = TableRates(sharded, lambda: trainer.optimizers[0], schedule)
         self.program: TrainingProgram | None = None
@@ -107,7 +108,7 @@ class TableTraining:
             lookup_context=precision.forward_context,
             clipped=clipped,
             loss_scaled=loss_scaled,
-            accumulates=self._accumulates,
+            accumulates=self._in_windows,
         )
         rewrite = session.rewrite
         assert rewrite is not None
@@ -157,9 +158,11 @@ class TableTraining:
         assert self.program is not None
         if self._gradients is not None:
             self._gradients.begin()
-        loop, window = self._trainer.fit_loop.epoch_loop, self._session.window
-        if window is not None and loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
-            window.drop()  # Lightning clears the dense gradients here, too, if an earlier window has no end
+        if (window := self._session.window) is not None:
+            loop = self._trainer.fit_loop.epoch_loop
+            window.is_last = not accumulates(loop)
+            if loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+                window.drop()  # Lightning clears the dense gradients here, too, if an earlier window has no end
         output = self.program.run_forward(step)
         if output is None and self._trainer.world_size > 1:
             # Lightning refuses None on several ranks, because DDP would wait forever for the rank's gradients. Here the

@@ -69,7 +69,8 @@ def run(store: Path, plan: str, sparse: Any = ROW_WISE_ADAGRAD, **options: Any) 
     """Losses of this rank, and everything that training left."""
     module = clicks(store, **options.pop("module", {}))
     try:
-        state = state_of(fit(module, recsys(plan, optimizer=sparse), options.pop("train", None), **options))
+        strategy = recsys(plan, optimizer=sparse, **options.pop("strategy", {}))
+        state = state_of(fit(module, strategy, options.pop("train", None), **options))
     finally:
         module.trainer.strategy.sharded_model.close()  # type: ignore[attr-defined]
     return module.losses, state
