@@ -21,6 +21,7 @@ __all__ = ["NO_ID", "EnumeratorOfAnyMap", "ManagedMap", "id_maps_in", "maps_befo
 
 NO_ID = torch.iinfo(torch.int64).max
 _IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
+_MAPS = "_managed_collision_collection._managed_collision_modules"
 _STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
 
 
@@ -47,6 +48,17 @@ def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
             yield ManagedMap(".".join(part for part in (name, inner) if part), child)
+
+
+def is_of_map(name: str) -> bool:
+    """Return True if a state dict's entry belongs to the maps of a module."""
+    return f".{_MAPS}." in f".{name}"
+
+
+def name_of_map(weight: str) -> str:
+    """Name of the map of a table, whose parameter has the name *weight*."""
+    module, _, table = weight.rpartition("._embedding_module.") if "._embedding_module." in weight else ("", "", weight)
+    return ".".join(part for part in (module, _MAPS, table.split(".")[-2]) if part)
 
 
 class ManagedMap:

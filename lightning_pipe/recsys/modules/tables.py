@@ -139,8 +139,8 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
             raise SetupError(f"{label} is sharded already. Pass the module as it was before sharding.")
         if isinstance(child, _REFUSED) and type(child) not in TABLE_MODULES:
             raise SetupError(
-                f"{label} cannot be sharded by this project. Use EmbeddingBagCollection, EmbeddingCollection or"
-                " FeatureProcessedEmbeddingBagCollection instead."
+                f"{label} cannot be sharded by this project. Use EmbeddingBagCollection, EmbeddingCollection,"
+                " FeatureProcessedEmbeddingBagCollection or one of the two ManagedCollision modules with these instead."
             )
         if not isinstance(child, TABLE_MODULES):
             continue

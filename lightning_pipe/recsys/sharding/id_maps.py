@@ -54,16 +54,18 @@ class IdMaps:
         rank = self._group.rank()
         return {f"{one.name}/{rank}": window for _, one in self._maps if (window := one.window())}
 
-    def moved(self, begins: Callable[[str], list[int] | None]) -> list[ManagedMap]:
+    def moved(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[ManagedMap]:
         """Maps whose parts in a checkpoint are not those of the ranks.
 
         Args:
             begins: first rows of the parts in the checkpoint, by the name of a map's ids; None if it has no such map.
+            always: True for all maps of the checkpoint (default False).
         """
         found = []
         for _, one in self._maps:
             before = begins(one.names[0])
-            if before is not None and before != sorted(begin for begin, _ in self._parts(one)):
+            parts = self._parts(one)
+            if before is not None and (always or before != sorted(begin for begin, _ in parts)):
                 found.append(one)
         return found
 
@@ -78,28 +80,32 @@ class IdMaps:
             read: reads whole entries.
 
         Returns:
-            Number of ids that have lost their row, because a rank has more ids than rows.
+            Number of ids that have lost their row, because it is cut off, or a rank has more ids than rows.
         """
         ids_name, rows_name = one.names
         whole = read([*one.entries, one.steps[0]])
         one.steps[1].copy_(whole[one.steps[0]])
-        present = (whole[ids_name] != NO_ID).nonzero()[:, 0]
-        held = {name: whole[name][present] for name in one.entries}
         parts = self._parts(one)
+        rows = parts[-1][1]  # a table may have grown, or lost its last rows
+        present = ((whole[ids_name] != NO_ID) & (whole[rows_name] < rows)).nonzero()[:, 0]
+        cut = int((whole[ids_name] != NO_ID).sum()) - len(present)
+        held = {name: whole[name][present] for name in one.entries}
         owners = one.owners(held[ids_name], len(parts))
         others = [values for name, values in held.items() if name not in one.names]
         to = _new_rows(held[ids_name], held[rows_name], owners, parts, others)
         kept = to >= 0
         # Ids without a row share the last row of each rank's part.
         ends = [*begins[1:], whole[ids_name].numel()]
-        shared_before = torch.tensor([next(end for end in ends if end >= last) - 1 for _, last in parts])
+        shared_before = torch.tensor(
+            [min(rows, next((e for e in ends if e >= last), ends[-1])) - 1 for _, last in parts]
+        )
         shared_now = torch.tensor([end - 1 for _, end in parts])
         sources = torch.cat([held[rows_name][kept], shared_before])
         targets = torch.cat([to[kept], shared_now])
         self._move_rows(one, sources, targets, parts)
         mine = kept & (owners == self._group.rank())
         self._put(one, {name: (to if name == rows_name else values)[mine] for name, values in held.items()})
-        return int((~kept).sum())
+        return cut + int((~kept).sum())
 
     def set_windows(self, windows: Callable[[str], list[dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
         """Continue windows of a checkpoint, after everything else is loaded.

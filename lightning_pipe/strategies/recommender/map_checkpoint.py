@@ -5,7 +5,8 @@ Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_pipe._compat.managed_collision import is_of_map, name_of_map
 from lightning_pipe.checkpoints.folder_reading import fill_alone, room
 from lightning_pipe.checkpoints.remote_folder import Folder
+from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 
-__all__ = ["WINDOWS", "MapsInFolder"]
+__all__ = ["WINDOWS", "MapsInFolder", "map_names", "without_maps"]
 
 WINDOWS = "id_windows"  # part of the state that holds what TorchRec's state dicts leave out
 
@@ -34,60 +38,107 @@ class MapsInFolder:
         folder: the folder.
         saved: its metadata.
         weights_only: see :func:`~lightning_pipe.checkpoints.folder_reading.read_rest`.
+        names: names of maps in the checkpoint, by their names in the model; None if they are the same.
     """
 
-    def __init__(self, maps: IdMaps, folder: Folder, saved: dcp.Metadata, weights_only: bool | None) -> None:
+    def __init__(
+        self,
+        maps: IdMaps,
+        folder: Folder,
+        saved: dcp.Metadata,
+        weights_only: bool | None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._maps = maps
         self._folder = folder
         self._saved = saved
         self._weights_only = weights_only
-        self._moved = maps.moved(self._begins)
+        self._names = names
+        self._moved = maps.moved(self._begins, always=names is not None)
 
     def leave_out(self, state: dict[str, Any]) -> None:
         """Remove the maps that :meth:`fill` redistributes from a state to fill."""
         for name in [name for name in state if any(one.owns(name) for one in self._moved)]:
             del state[name]
 
-    def fill(self, failed: str, *, with_windows: bool) -> None:
+    def fill(self, *, with_windows: bool) -> None:
         """Fill what *leave_out* has removed, and continue the windows, after all else is loaded.
 
         Args:
-            failed: beginning of the error message.
             with_windows: False to begin new windows.
         """
         for one in self._moved:
             begins = self._begins(one.names[0])
             assert begins is not None
-            read = partial(self._read, "model", failed=failed)
-            lost = self._maps.redistribute(one, begins, read)
+            lost = self._maps.redistribute(one, begins, partial(self._read, "model"))
             if lost:
                 rank_zero_warn(
                     f"{lost} ids of {one.name} have lost their row, because the checkpoint is from another number of"
-                    " ranks, and a rank has more ids than rows. They begin anew when they are seen again"
+                    " ranks or of rows, and a rank has more ids than rows. They begin anew when they are seen again"
                 )
-        self._maps.set_windows(partial(self._windows, failed) if with_windows else lambda _: [], self._moved)
+        self._maps.set_windows(self._windows if with_windows else lambda _: [], self._moved)
 
     def _begins(self, name: str) -> list[int] | None:
-        stored = self._saved.state_dict_metadata.get(f"model.{name}")
+        stored = self._saved.state_dict_metadata.get(f"model.{self._stored(name)}")
         return (
             sorted(chunk.offsets[0] for chunk in stored.chunks) if isinstance(stored, TensorStorageMetadata) else None
         )
 
-    def _windows(self, failed: str, name: str) -> list[dict[str, Tensor]]:
+    def _windows(self, name: str) -> list[dict[str, Tensor]]:
         """Windows of a map, of each rank of the checkpoint."""
         found: dict[int, list[str]] = {}
         for path in (self._saved.planner_data or {}).values():
             if path[0] == WINDOWS and str(path[1]).rpartition("/")[0] == name:
                 found.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
-        return [
-            self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys), failed=failed) for rank, keys in sorted(found.items())
-        ]
+        return [self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(found.items())]
 
-    def _read(self, part: str, names: Iterable[str], failed: str) -> dict[str, Tensor]:
-        values = {name: room(self._saved.state_dict_metadata.get(f"{part}.{name}"), _empty) for name in names}
-        whole = {f"{part}.{name}": value for name, value in values.items()}
+    def _stored(self, name: str) -> str:
+        """Name in the checkpoint of an entry of a map."""
+        own, _, entry = name.rpartition(".")
+        return name if self._names is None else f"{self._names.get(own, own)}.{entry}"
+
+    def _read(self, part: str, names: Iterable[str]) -> dict[str, Tensor]:
+        keys = {name: f"{part}.{self._stored(name) if part == 'model' else name}" for name in names}
+        whole = {key: room(self._saved.state_dict_metadata.get(key), _empty) for key in keys.values()}
+        failed = f"the checkpoint {str(self._folder)!r} cannot be read"
         on_all_ranks(lambda: fill_alone(self._folder, self._saved, whole, self._weights_only), failed, dist.group.WORLD)
-        return {name: whole[f"{part}.{name}"] for name in values}
+        return {name: whole[key] for name, key in keys.items()}
+
+
+def map_names(tables: Mapping[str, Table], names: Mapping[str, str], saved: dcp.Metadata) -> dict[str, str]:
+    """Names of maps in a checkpoint of a model with other tables, by their names in the model.
+
+    Args:
+        tables: tables of the model by name.
+        names: names of values in the checkpoint, by their names in the model.
+        saved: metadata of the checkpoint.
+
+    Raises:
+        SetupError: a table maps ids to rows only in one of the two.
+    """
+    stored = {str(path[1]).rpartition(".")[0] for path in saved.planner_data.values() if path[0] == "model"}
+    found = {}
+    for name, table in tables.items():
+        if name not in names:
+            continue
+        had = name_of_map(names[name]) in stored
+        if had != table.maps_ids:
+            raise SetupError(
+                f"init_from: table {name} {'maps' if table.maps_ids else 'does not map'} ids to its rows (managed"
+                f" collision), but the table in the checkpoint {'does' if had else 'does not'}. Give the table another"
+                " name, so that it starts with initial values."
+            )
+        if had:
+            found[name_of_map(name)] = name_of_map(names[name])
+    return found
+
+
+def without_maps(saved: dcp.Metadata) -> dcp.Metadata:
+    """Return a copy of the metadata without the maps, which are matched by their tables."""
+    kept = {
+        key: path for key, path in saved.planner_data.items() if not (path[0] == "model" and is_of_map(str(path[1])))
+    }
+    return replace(saved, planner_data=kept)
 
 
 def _empty(size: torch.Size, dtype: torch.dtype) -> Tensor:

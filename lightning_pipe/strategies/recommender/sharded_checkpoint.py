@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_pipe._compat.managed_collision import is_of_map
 from lightning_pipe.checkpoints.folder_reading import (
     fill_from_folder,
     misfits,
@@ -29,9 +30,9 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
-from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder
+from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
 from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start
-from lightning_pipe.strategies.recommender.warm_start import WarmStart, match
+from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, match
 
 # Key of Lightning's dictionary for the class of each table's optimiser.
 TABLE_OPTIMIZERS = "table_optimizers"
@@ -94,7 +95,7 @@ def load_sharded_checkpoint(
     """
     folder, saved, rest = _open(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
-    state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
+    state: dict[str, Any] = {"model": sharded.values()}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
     problems = misfits(saved, state, strict)
@@ -124,13 +125,17 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     """
     folder, saved, rest = _open(options.path, weights_only)
     keep = options.optimizer_states == "keep"
-    model = sharded.without_dynamic(sharded.dmp.state_dict())
+    model = {name: value for name, value in sharded.values().items() if not is_of_map(name)}
     states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
     sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
     world, failed = dist.group.WORLD, "init_from cannot be used"
-    found = on_all_ranks(
-        lambda: match(options, saved, rest.get(TABLE_OPTIMIZERS), sizes, sharded.tables), failed, world
-    )
+
+    def look() -> tuple[Match, dict[str, str]]:
+        matched = match(options, without_maps(saved), rest.get(TABLE_OPTIMIZERS), sizes, sharded.tables)
+        return matched, map_names(sharded.tables, matched.names, saved)
+
+    found, of_maps = on_all_ranks(look, failed, world)
+    maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
         on_all_ranks(rows.refuse_existing, failed, world)
     state: dict[str, Any] = {"model": found.renamed(model)}
@@ -139,6 +144,7 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     fill_from_folder(folder, found.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
     filled = {name: state["model"][theirs] for name, theirs in found.names.items() if name in model}
     _install(sharded, filled, {name: states[name] for name in found.names if name in states})
+    maps.fill(with_windows=False)
     _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
     rank_zero_info(found.report)
 

@@ -10,24 +10,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
-from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import PlanChoice
-from lightning_pipe.loops.programs.batch_hooks import users_transfers
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
+from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
     MemoryOptions,
@@ -42,7 +38,12 @@ from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choic
 from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvaluation
 from lightning_pipe.strategies.recommender.shard_once import shard_once
 from lightning_pipe.strategies.recommender.sharded_checkpoint import ShardedCheckpointStrategy
-from lightning_pipe.strategies.recommender.training import TableTraining, checked_transfer, leave_tables_out
+from lightning_pipe.strategies.recommender.training import (
+    TableTraining,
+    UsersTransfer,
+    checked_transfer,
+    leave_tables_out,
+)
 from lightning_pipe.strategies.refusals import (
     most_accumulated,
     refuse_other_precision,
@@ -104,8 +105,12 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             these ranks take part in the lookups of the other ranks, so that each row is evaluated exactly once. Batches
             that only some ranks have are not pipelined. ``"error"`` raises an error in validation and test, and keeps
             Lightning's sampler, which repeats rows so that all ranks have the same number.
-        arguments: arguments of Lightning's ``DDPStrategy``, and three more. ``init_from`` (default None): checkpoint
-            that a new run starts with, also if its tables differ: a path, or a
+        arguments: arguments of Lightning's ``DDPStrategy``, and four more. ``accumulate_tables``: step of the tables
+            with ``accumulate_grad_batches=N``. ``"micro_batch"`` (default) steps in every micro-batch, before the norm
+            of all gradients is known, so gradients cannot be clipped, nor the loss scaled. ``"window"`` steps once with
+            the gradients of all, as for one batch of N times the size. It keeps the ids and the gradients of the
+            outputs of N micro-batches, and looks up their rows again. ``init_from`` (default None): checkpoint that a
+            new run starts with, also if its tables differ: a path, or a
             :class:`~lightning_pipe.strategies.WarmStart`. ``async_checkpoints`` (default False): True to copy
             checkpoints to the host and write them in the background during training. The next save and the end of
             training wait for the write and raise its errors. Costs host memory for the copy. ``transfer_on_worker``
@@ -166,7 +171,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._session: RecsysSession | None = None
         self._training: TableTraining | None = None
         self._evaluation: TableEvaluation | None = None
-        self._told_of_transfer = False
+        self._users_transfer = UsersTransfer(transfer_on_worker)
 
     # ------------------------------------------------------------------ current pipeline, traces and profiles
 
@@ -275,7 +280,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan of the training. The training loop calls this method when training begins."""
         assert self._training is not None
-        return self._training.build(checked_transfer(trainer, transfer), partial(self._with_users_transfer, trainer))
+        return self._training.build(checked_transfer(trainer, transfer), partial(self._users_transfer.allowed, trainer))
 
     def _plan_chosen(self, choice: PlanChoice) -> None:
         """Store the choice; rank 0 prints it and writes the plan."""
@@ -288,27 +293,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         assert self._evaluation is not None
         # Until "auto" has chosen a plan, evaluation follows the default plan.
         plan = self.plan_choice.plan if self.plan_choice else self._declared or recsys_plan("prefetch", recsys_tasks())
-        plan = self._with_users_transfer(trainer, plan)
+        plan = self._users_transfer.allowed(trainer, plan)
         return self._evaluation.build(trainer, checked_transfer(trainer, transfer), step, plan)
-
-    def _with_users_transfer(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
-        """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
-        found = with_transfer_on_main(plan)
-        if found is plan:
-            return plan
-        # A rank alone must not follow another plan, for example that of a profiler on the first rank.
-        of_ranks = gather(users_transfers(trainer, self.transfer_on_worker), dist.group.WORLD)
-        users = sorted({one for names in of_ranks for one in names})
-        if not users:
-            return plan
-        if not self._told_of_transfer:
-            self._told_of_transfer = True
-            rank_zero_info(
-                f"Plan {plan.name!r} moves batches to the device in the main thread, not in its worker thread, because"
-                f" of {', '.join(users)}. Pass transfer_on_worker=True if the hooks draw no random numbers and call"
-                " neither log nor collectives; a strategy's own batch_to_device stays in the main thread"
-            )
-        return found
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 

@@ -13,17 +13,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import accumulates
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import TrainingProgram
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.loops.programs.batch_hooks import users_transfers
 from lightning_pipe.recsys.batches.transfer import check_movable
 from lightning_pipe.recsys.dense.dense_optimizer import take_tables_out
 from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
@@ -34,7 +37,7 @@ from lightning_pipe.strategies.recommender.table_gradients import TableGradients
 from lightning_pipe.strategies.recommender.table_profile import TableProfile
 from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
 
-__all__ = ["TableTraining", "checked_transfer", "leave_tables_out"]
+__all__ = ["TableTraining", "UsersTransfer", "checked_transfer", "leave_tables_out"]
 
 _log = pl.utilities.rank_zero.rank_zero_info
 _log_names = pl.utilities.rank_zero.rank_zero_debug
@@ -221,6 +224,37 @@ def lightning_loss(output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping):
         output = output.get("loss")
     return output if isinstance(output, torch.Tensor) else None
+
+
+class UsersTransfer:
+    """Keeps transfers that call the user's hooks in the main thread.
+
+    Args:
+        transfer_on_worker: True to leave the user's hooks in the worker thread of the plan.
+    """
+
+    def __init__(self, transfer_on_worker: bool) -> None:
+        self._on_worker = transfer_on_worker
+        self._told = False
+
+    def allowed(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
+        """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
+        found = with_transfer_on_main(plan)
+        if found is plan:
+            return plan
+        # A rank alone must not follow another plan, for example that of a profiler on the first rank.
+        of_ranks = gather(users_transfers(trainer, self._on_worker), dist.group.WORLD)
+        users = sorted({one for names in of_ranks for one in names})
+        if not users:
+            return plan
+        if not self._told:
+            self._told = True
+            _log(
+                f"Plan {plan.name!r} moves batches to the device in the main thread, not in its worker thread, because"
+                f" of {', '.join(users)}. Pass transfer_on_worker=True if the hooks draw no random numbers and call"
+                " neither log nor collectives; a strategy's own batch_to_device stays in the main thread"
+            )
+        return found
 
 
 def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:

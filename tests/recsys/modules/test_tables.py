@@ -29,10 +29,14 @@ def bags() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=pooled_tables())
 
 
+class OwnCollision(ManagedCollisionEmbeddingCollection):
+    pass
+
+
 def managed_collision() -> nn.Module:
     config = EmbeddingConfig(name="users", embedding_dim=8, num_embeddings=16, feature_names=["user"])
     managed = MCHManagedCollisionModule(16, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
-    return ManagedCollisionEmbeddingCollection(
+    return OwnCollision(
         EmbeddingCollection(tables=[config]), ManagedCollisionCollection({"users": managed}, [config])
     )
 
@@ -42,7 +46,8 @@ class Bags(EmbeddingBagCollection):
 
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "ManagedCollisionEmbeddingCollection": managed_collision,
+    "OwnCollision": managed_collision,
+    "ManagedCollisionCollection": lambda: managed_collision().get_submodule("_managed_collision_collection"),
     "EmbeddingTower": lambda: EmbeddingTower(bags(), nn.Linear(8, 8)),
     "EmbeddingTowerCollection": lambda: EmbeddingTowerCollection([EmbeddingTower(bags(), nn.Linear(8, 8))]),
     "ITEPEmbeddingBagCollection": lambda: ITEPEmbeddingBagCollection(

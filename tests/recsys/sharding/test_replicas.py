@@ -335,7 +335,7 @@ def test_what_replicas_cannot_have_is_refused_on_every_rank(ranks: list[dict[str
         "far": f"the sharding plan has rank {len(ranks) - 1} for table pooled.embedding_bags.users.weight, but each of"
         f" the 2 replicas has {size} rank(s)",
         "cached": "the compute kernel fused_uvm_caching, whose cache is not averaged",
-        "dynamic": "is a dynamic table, which cannot have replicas",
+        "dynamic": "is a dynamic table and cannot have replicas",
         "clipped": "gradients cannot be clipped with 2 replicas of tables",
         "ahead": "looks up batches ahead of their turn, but the lookups of this model also read replica_steps",
         "table_row_wise": "names table_row_wise for table pooled.embedding_bags.users.weight",

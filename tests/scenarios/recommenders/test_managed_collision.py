@@ -33,6 +33,7 @@ from tests.strategies.cases import (
     SGD,
     Clicks,
     Managed,
+    Pooled,
     difference,
     fit,
     loader,
@@ -172,6 +173,34 @@ def test_ids_without_a_free_row_lose_theirs_and_the_others_keep_theirs(tmp_path:
         for number, values in rows.items():
             assert all(torch.equal(*pair) for pair in zip(values, expected[table][number], strict=True))
     assert lost > 0  # each rank keeps a row for ids without one
+
+
+def begin(rank: int, world: int, path: Path, slots: int) -> Any:
+    ids = Ids()
+    used = fit(Clicks(lambda: Managed(slots)), recsys(init_from=path), loader(), callbacks=[ids], max_epochs=1)
+    assert used.global_step == 6 // world
+    return ids.rows
+
+
+@pytest.mark.parametrize(("after", "slots"), [(2, 60), (1, 90), (3, 90)])
+def test_a_new_run_starts_with_the_ids_of_another_also_in_larger_tables(after: int, slots: int, tmp_path: Path) -> None:
+    expected = run_ranks(write, 2, tmp_path / "one.ckpt", 60, ADAGRAD)[0]
+    for found in run_ranks(begin, after, tmp_path / "one.ckpt", slots):
+        assert found.keys() == expected.keys()
+        for table, rows in expected.items():
+            assert found[table].keys() == rows.keys()
+            for number, values in rows.items():
+                assert all(torch.equal(*pair) for pair in zip(values, found[table][number], strict=True))
+
+
+def test_a_table_with_a_map_does_not_start_with_rows_of_one_without(tmp_path: Path) -> None:
+    used = fit(Clicks(Pooled), recsys(), max_epochs=1)
+    used.save_checkpoint(tmp_path / "one.ckpt")
+    start = {"path": tmp_path / "one.ckpt", "smaller_tables": "cut", "dense": "matching"}
+    with pytest.raises(
+        SetupError, match=r"people\.weight maps ids to its rows .* but the table in the checkpoint does not"
+    ):
+        fit(Clicks(Managed), recsys(init_from=start), max_epochs=1)
 
 
 # ---------------------------------------------------------------------- eviction and pooling

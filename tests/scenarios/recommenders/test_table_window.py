@@ -149,7 +149,7 @@ class Overflows(Clicks):
 
     def loss_of(self, batch: Batch) -> Tensor:
         loss = super().loss_of(batch)
-        return Infinite.apply(loss) if self.trainer.training and len(self.losses) == 1 else loss  # type: ignore[no-any-return]
+        return Infinite.apply(loss) if self.trainer.training and len(self.losses) == 1 else loss
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
@@ -175,7 +175,7 @@ SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any
     "managed collision, clipping": (Managed, {"optimizer": ROW_WISE_ADAGRAD}, {"gradient_clip_val": CLIP}),
     "bf16": (Pooled, {"quantized_comms": {"forward": "bf16", "backward": "bf16"}}, {"precision": "bf16-mixed"}),
 }
-IN_GROUPS = {"replicas": (Pooled, {"replicas": 2, "sync_every": 1}, {})}
+IN_GROUPS: dict[str, Any] = {"replicas": (Pooled, {"replicas": 2, "sync_every": 1}, {})}
 
 
 def under_plans(rank: int, world: int, plans: Sequence[str], settings: dict[str, Any]) -> dict[str, list[str]]:
