@@ -41,8 +41,13 @@ class ParquetBatches(IterableDataset[Any]):
         self.columns, self.collate, self.batch_size = list(columns), collate, batch_size
         self.rank, self.ranks, self.seed = rank, ranks, seed
         self.epoch = self.group = self.batch = 0  # what is read next: the batch of the group of the epoch
+        self._resumed = False
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._resumed and (self.group or self.batch):
+            # The previous iteration was abandoned, for example after Lightning's sanity check.
+            self.epoch, self.group, self.batch = self.epoch + 1, 0, 0
+        self._resumed = False
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.groups))
@@ -63,6 +68,7 @@ class ParquetBatches(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.group, self.batch = state["epoch"], state["group"], state["batch"]
+        self._resumed = True
 
 
 def loader(batches: ParquetBatches, workers: int = 0) -> StatefulDataLoader:

@@ -46,3 +46,12 @@ def test_a_run_continues_within_an_epoch_to_the_bit(
     rows = FILES * GROUPS * ROWS
     first, second = check(run_ranks(seen_by_runs, ranks, partial(read, files, workers), rows, 7, tmp_path), rows)
     assert first != second  # another order in each epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_left_is_followed_by_a_whole_one(files: list[Path], workers: int) -> None:
+    rows = read(files, workers, 0, 1)
+    left = next(iter(rows))
+    users = [user for batch in rows for user in batch.sparse_features["user"].values().tolist()]
+    assert sorted(users) == list(range(FILES * GROUPS * ROWS))
+    assert left.sparse_features["user"].values().tolist() != users[:8]  # in another order
