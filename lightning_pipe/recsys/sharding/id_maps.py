@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe._compat.managed_collision import NO_ID, ManagedMap, id_maps_in
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import from_rank, gather
 
 __all__ = ["IdMaps"]
 
@@ -48,6 +48,18 @@ class IdMaps:
 
     def __bool__(self) -> bool:
         return bool(self._maps)
+
+    def take_over(self, unsharded: Mapping[str, dict[str, Tensor]]) -> None:
+        """Fill the maps with the ids of an unsharded module on rank 0. Every rank calls it, after rows are filled.
+
+        Args:
+            unsharded: entries of each map and its number of batches, by the map's name; only read on rank 0.
+        """
+        for _, one in self._maps:
+            values = unsharded[one.name]
+            if from_rank(lambda: bool((values[one.names[0]] != NO_ID).any()), "", self._group):  # noqa: B023
+                whole = from_rank(lambda: values, "", self._group)  # noqa: B023
+                self.redistribute(one, [0], lambda _: whole)  # noqa: B023
 
     def windows(self) -> dict[str, dict[str, Tensor]]:
         """What state dicts leave out of this rank's maps, under names that no other rank uses."""

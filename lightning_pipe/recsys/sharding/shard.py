@@ -20,6 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from lightning_pipe._compat.managed_collision import id_maps_in
 from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
@@ -130,6 +131,10 @@ def shard_model(
         table.planned(optimizer, types[table.name])
         for table, optimizer in zip(found.tables, found.optimizers, strict=True)
     ]
+    maps = [
+        one for name in {table.module_name for table in tables} for one in id_maps_in(name, module.get_submodule(name))
+    ]
+    ids = {one.name: {**one.entries, **dict([one.steps])} for one in maps}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(agreed_seed)
         materialise_dense(module, _table_modules(module, tables), device)
@@ -151,6 +156,7 @@ def shard_model(
         model = ShardedModel(dmp, tables, group, device, replicas)
         held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
+    model.id_maps.take_over(ids)
     for name, sharded in model.sharded_modules.items():
         if isinstance(sharded, ShardedDynamicModule):
             own = {table.config.name: table.known_optimizer for table in tables if table.module_name == name}

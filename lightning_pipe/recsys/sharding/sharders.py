@@ -10,6 +10,7 @@ Tested in ``tests/recsys/sharding/test_planning.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,47 +140,32 @@ class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
         return self._bags.sharding_types(compute_device_type)
 
 
-def _uncached(kernels: list[str]) -> list[str]:
-    """Kernels without a cache of rows, which would not see that rows are evicted."""
-    return [kernel for kernel in kernels if kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+class _Managed:
+    """What the sharders of managed-collision modules have in common."""
 
+    kind: type[ManagedCollisionBags | ManagedCollisionSequences]
 
-class _ManagedBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
-    def __init__(self, embeddings: _BagSharder, comms: QuantizedComms) -> None:
+    def __init__(self, embeddings: _BagSharder | _SequenceSharder, comms: QuantizedComms) -> None:
         self._embeddings, self._maps = embeddings, ManagedCollisionCollectionSharder()
-        super().__init__(self._embeddings, self._maps, qcomm_codecs_registry=comms.registry())
+        super().__init__(self._embeddings, self._maps, qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return _uncached(self._embeddings.compute_kernels(sharding_type, compute_device_type))
+        """Kernels without a cache of rows, which would not see that rows are evicted."""
+        kernels = self._embeddings.compute_kernels(sharding_type, compute_device_type)
+        return [kernel for kernel in kernels if kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
 
     def shard(
-        self,
-        module: ManagedCollisionEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ManagedCollisionBags:
-        return ManagedCollisionBags(module, params, self._embeddings, self._maps, env, device)
+        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
+    ) -> Any:
+        return self.kind(module, params, self._embeddings, self._maps, env, device)
 
 
-class _ManagedSequenceSharder(ManagedCollisionEmbeddingCollectionSharder):
-    def __init__(self, embeddings: _SequenceSharder, comms: QuantizedComms) -> None:
-        self._embeddings, self._maps = embeddings, ManagedCollisionCollectionSharder()
-        super().__init__(self._embeddings, self._maps, qcomm_codecs_registry=comms.registry())
+class _ManagedBagSharder(_Managed, ManagedCollisionEmbeddingBagCollectionSharder):
+    kind = ManagedCollisionBags
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return _uncached(self._embeddings.compute_kernels(sharding_type, compute_device_type))
 
-    def shard(
-        self,
-        module: ManagedCollisionEmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ManagedCollisionSequences:
-        return ManagedCollisionSequences(module, params, self._embeddings, self._maps, env, device)
+class _ManagedSequenceSharder(_Managed, ManagedCollisionEmbeddingCollectionSharder):
+    kind = ManagedCollisionSequences
 
 
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:

@@ -36,9 +36,7 @@ class OwnCollision(ManagedCollisionEmbeddingCollection):
 def managed_collision() -> nn.Module:
     config = EmbeddingConfig(name="users", embedding_dim=8, num_embeddings=16, feature_names=["user"])
     managed = MCHManagedCollisionModule(16, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
-    return OwnCollision(
-        EmbeddingCollection(tables=[config]), ManagedCollisionCollection({"users": managed}, [config])
-    )
+    return OwnCollision(EmbeddingCollection(tables=[config]), ManagedCollisionCollection({"users": managed}, [config]))
 
 
 class Bags(EmbeddingBagCollection):

@@ -193,6 +193,32 @@ def test_a_new_run_starts_with_the_ids_of_another_also_in_larger_tables(after: i
                 assert all(torch.equal(*pair) for pair in zip(values, found[table][number], strict=True))
 
 
+def from_unsharded(rank: int, world: int) -> Any:
+    module = Clicks(lambda: Managed(60))
+    values = dict(module.named_parameters())
+    expected: dict[str, dict[int, Tensor]] = {}
+    for name, one in module.named_modules():
+        if isinstance(one, MCHManagedCollisionModule):
+            if rank == 0:  # the first rank's ids are taken
+                one.get_buffer("_mch_sorted_raw_ids")[:20] = torch.arange(4, 24)
+            table = name.rpartition(".")[2]
+            rows = next(rows for parameter, rows in values.items() if f".{table}.weight" in parameter)
+            expected[table] = {number + 4: rows[number].detach().clone() for number in range(20)}
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return expected, rows_of_ids(shard_model(module, device=torch.device("cpu"), group=group, sparse_optimizer=SGD))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ids_of_an_unsharded_module_keep_their_rows(world: int) -> None:
+    results = run_ranks(from_unsharded, world)
+    expected = results[0][0]
+    for _, found in results:
+        for table, rows in expected.items():
+            assert found[table].keys() == rows.keys()
+            assert all(torch.equal(found[table][number][0], row) for number, row in rows.items())
+
+
 def test_a_table_with_a_map_does_not_start_with_rows_of_one_without(tmp_path: Path) -> None:
     used = fit(Clicks(Pooled), recsys(), max_epochs=1)
     used.save_checkpoint(tmp_path / "one.ckpt")
