@@ -6,6 +6,7 @@ A way is ``whole`` (a plain loop with the same micro-batches) or the name of a s
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from benchmarks.llm_step_time import Decoder, Language, batches_of
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.strategies import LLMPipelineStrategy
 from scripts.gpu.devices import backend, device_of, parser, recorded_kernels, save, tensors
+from scripts.gpu.staged_messages import staged_messages
 from scripts.gpu.trainers import fit
 
 __all__: list[str] = []
@@ -63,23 +65,30 @@ def main() -> None:
     options = argparse.Namespace(rows=8, length=16, steps=given.steps - 1)
     data = batches_of(options)
     results: dict[str, Any] = {}
-    for way in given.ways:
-        name, _, variant = way.partition(":")
-        if name == "whole":
-            results[way] = whole(data, device_of(given.device))
-        else:
-            folder = given.save.parent / way.replace(":", "-")
-            arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
-            results[way], _ = fit(
-                variant,
-                given.device,
-                folder,
-                lambda: Momentum(_WIDTH, _LAYERS),
-                lambda: LLMPipelineStrategy(name, **arguments),  # noqa: B023  # called before the next way
-                data,
-                state,
-            )
-        save(results, given.save)
+    shared = given.device == "cuda" and backend(given.device) == "gloo"
+    with staged_messages() if shared else nullcontext():
+        for way in given.ways:
+            results[way] = trained(way, given, data)
+            save(results, given.save)
+
+
+def trained(way: str, given: argparse.Namespace, data: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Losses and values of one way."""
+    name, _, variant = way.partition(":")
+    if name == "whole":
+        return whole(data, device_of(given.device))
+    folder = given.save.parent / way.replace(":", "-")
+    arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
+    results, _ = fit(
+        variant,
+        given.device,
+        folder,
+        lambda: Momentum(_WIDTH, _LAYERS),
+        lambda: LLMPipelineStrategy(name, **arguments),
+        data,
+        state,
+    )
+    return results
 
 
 if __name__ == "__main__":

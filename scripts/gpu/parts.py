@@ -195,7 +195,6 @@ def parts(dry: bool) -> list[Part]:
                 Rule("1f1b", ("1f1b:bf16",), "different"),
             ),
             needs=("stages",),
-            possible=None if dry else probe("send"),  # the first probe shows that probes run
         ),
         Part(
             "blocking",

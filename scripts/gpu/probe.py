@@ -23,30 +23,18 @@ def all_to_all(sent: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def send(sent: torch.Tensor) -> torch.Tensor:
-    received = torch.empty_like(sent)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    works = [dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
-    for work in works:
-        assert work is not None
-        work.wait()
-    return received
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    options.add_argument("collective", choices=("all_to_all", "send"))
+    options.add_argument("collective", choices=("all_to_all",))
     given = options.parse_args()
     device = connect(given.device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone = torch.arange(ranks, device=device)
-    sent, expected = everyone + 10 * rank, everyone + 10 * ((rank - 1) % ranks)
-    if given.collective == "all_to_all":
-        expected = 10 * everyone + rank
+    sent, expected = everyone + 10 * rank, 10 * everyone + rank
     found: object
     try:
-        found = (all_to_all if given.collective == "all_to_all" else send)(sent).tolist()
+        found = all_to_all(sent).tolist()
     except Exception as error:
         found = str(error).splitlines()[0]
     if found != expected.tolist():
