@@ -20,10 +20,10 @@ def exchange(rank: int, world: int) -> list[list[float]]:
             work.wait()
         sent = torch.full((3,), 5.0 + rank)
         operations = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received[1], other)]
-        works = dist.batch_isend_irecv(operations)
+        batch = dist.batch_isend_irecv(operations)
         sent.zero_()  # the message is a copy
-        for work in works:
-            work.wait()
+        for one in batch:
+            one.wait()
     assert (dist.isend, dist.irecv) == before
     return [one.tolist() for one in received]
 
