@@ -40,7 +40,7 @@ class ClickMetrics(nn.Module):
         )
         self._computations = [one for one in self.metrics.modules() if isinstance(one, Metric)]
         for one in self._computations:
-            # A state_dict has the states of one rank, but each rank has states of its own.
+            # A checkpoint has the state_dict of one rank, but the states differ between ranks.
             one.persistent(False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:

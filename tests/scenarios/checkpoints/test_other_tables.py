@@ -1,4 +1,4 @@
-"""Checkpoints of a module with fewer or more tables: what is continued, what begins, and what is refused."""
+"""Checkpoints of a module with fewer or more tables: old tables continue, new ones begin, other sizes are refused."""
 
 from __future__ import annotations
 
