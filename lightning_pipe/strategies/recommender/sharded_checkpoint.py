@@ -101,6 +101,8 @@ def load_sharded_checkpoint(
     problems = misfits(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
+    if not strict and (left_out := misfits(saved, state, True)):
+        rank_zero_info(f"strict_loading is False; checkpoint {str(path)!r} has other values: {'; '.join(left_out)}")
     maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only)
     maps.leave_out(state["model"])
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,13 @@ def test_other_tables_continue_and_new_ones_begin_if_loading_is_not_strict(size:
         assert "unexpected in it: " in refused["fewer"]
         assert "tables.embedding_bags.friend.weight" in refused["fewer"]
         assert "of another size: " in refused["larger"]
+
+
+def test_a_log_line_lists_what_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Sums(["friend", "item"]), tmp_path, None, "two")
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        fit(Sums(["item", "user"], strict=False), tmp_path, "two-step=2")
+    (line,) = [text for text in caplog.messages if "strict_loading is False" in text]
+    missing, _, unexpected = line.partition("unexpected in it: ")
+    assert "tables.embedding_bags.user.weight" in missing
+    assert "tables.embedding_bags.friend.weight" in unexpected
