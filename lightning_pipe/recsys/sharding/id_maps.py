@@ -58,7 +58,7 @@ class IdMaps:
         for _, one in self._maps:
             values = unsharded[one.name]
             if from_rank(lambda: bool((values[one.names[0]] != NO_ID).any()), "", self._group):  # noqa: B023
-                whole = from_rank(lambda: values, "", self._group)  # noqa: B023
+                whole = from_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
                 self.redistribute(one, [0], lambda _: whole)  # noqa: B023
 
     def windows(self) -> dict[str, dict[str, Tensor]]:
