@@ -231,10 +231,6 @@ class ShardedModel:
         """Return a state dict, by names of parameters, without the entries of dynamic tables, which are caches."""
         return {name: value for name, value in state.items() if name not in self._dynamic_names}
 
-    def values(self) -> dict[str, Any]:
-        """State dict of the model, with this rank's parts, without the entries of dynamic tables."""
-        return self.without_dynamic(self.dmp.state_dict())
-
     @property
     def _dynamic_names(self) -> set[str]:
         return {table.name for table in self.tables.values() if table.is_dynamic}

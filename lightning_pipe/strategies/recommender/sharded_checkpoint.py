@@ -95,7 +95,7 @@ def load_sharded_checkpoint(
     """
     folder, saved, rest = _open(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
-    state: dict[str, Any] = {"model": sharded.values()}
+    state: dict[str, Any] = {"model": _values(sharded)}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
     problems = misfits(saved, state, strict)
@@ -127,7 +127,7 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     """
     folder, saved, rest = _open(options.path, weights_only)
     keep = options.optimizer_states == "keep"
-    model = {name: value for name, value in sharded.values().items() if not is_of_map(name)}
+    model = {name: value for name, value in _values(sharded).items() if not is_of_map(name)}
     states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
     sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
     world, failed = dist.group.WORLD, "init_from cannot be used"
@@ -177,6 +177,11 @@ def _read_rows(folder: Folder, committed: Any, sharded: ShardedModel, *, with_op
             failed = f"the checkpoint {str(folder)!r} cannot be read"
             local = on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
             sharded.read_rows(local, committed, with_optimizers=with_optimizers)
+
+
+def _values(sharded: ShardedModel) -> dict[str, Any]:
+    """State dict of the model, with this rank's parts, without the entries of dynamic tables."""
+    return sharded.without_dynamic(sharded.dmp.state_dict())
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
