@@ -97,7 +97,7 @@ class JoinedCall(KernelCall):
     ) -> KernelCall:
         """Return *call* with other indices, offsets and weights."""
         arguments = {**call.arguments, "indices": indices, "offsets": offsets, "per_sample_weights": weights}
-        output = call.output.detach()[:0]  # has_present_rate makes sure that it is not used
+        output = call.output.new_empty(0)  # not used; the call's own output holds a graph
         return cls(call.kernel, indices, offsets, weights, output, arguments, call.learning_rate, call.count)
 
     @property

@@ -96,7 +96,8 @@ class TableWindow:
             on_eviction(module, None)
 
     def _take(self, left: KernelGradients) -> None:
-        self._pairs += zip(left.calls, left.gradients, strict=True)
+        for call, gradient in zip(left.calls, left.gradients, strict=True):
+            self._pairs.append((JoinedCall.of(call, call.indices, call.offsets, call.weights), gradient))
         for weights in left.replicated:
             assert weights.grad is not None
             before = self._replicated.get(weights)
