@@ -132,6 +132,11 @@ def duration(name: str, cost: TaskCost) -> float:
     return cost.seconds + (cost.background if cost.waited_by == name else 0.0)
 
 
+def held(name: str, cost: TaskCost, machine: Machine) -> float:
+    """Seconds for which one run of task *name* holds its thread."""
+    return cost.launch if machine.by_device(cost) else duration(name, cost)
+
+
 class Load(NamedTuple):
     """Work on one resource."""
 
@@ -146,6 +151,15 @@ def loads(cost: TaskCost, machine: Machine) -> list[Load]:
     if machine.by_device(cost):
         found.append(Load("host", cost.launch))
     return [load for load in found if load.seconds > 0]
+
+
+def used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
+    """Seconds per iteration for which each resource is in use, averaged over its lanes."""
+    found: dict[Resource, float] = {}
+    for cost in costs.values():
+        for load in loads(cost, machine):
+            found[load.resource] = found.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
+    return found
 
 
 def checked_costs(

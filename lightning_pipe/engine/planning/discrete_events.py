@@ -13,6 +13,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 
 
 class Signal:
@@ -25,24 +27,20 @@ class Signal:
         self.waiting: list[Process] = []
 
 
+@dataclass(slots=True, eq=False)
 class ResourceUse:
     """Use of a resource, in seconds at full speed."""
 
-    __slots__ = ("resource", "seconds")
-
-    def __init__(self, resource: SharedResource, seconds: float) -> None:
-        self.resource = resource
-        self.seconds = seconds
+    resource: SharedResource
+    seconds: float
 
 
+@dataclass(slots=True, eq=False)
 class Process:
     """Generator that a :class:`Clock` runs."""
 
-    __slots__ = ("body", "name")
-
-    def __init__(self, name: Hashable) -> None:
-        self.name = name
-        self.body: Generator[Signal | ResourceUse, None, None] | None = None
+    name: Hashable
+    body: Generator[Signal | ResourceUse, None, None]
 
 
 class SharedResource:
@@ -103,9 +101,8 @@ class Clock:
         self.resources = list(resources)
         self._ready: deque[Process] = deque()
 
-    def start(self, process: Process, body: Generator[Signal | ResourceUse, None, None]) -> None:
-        """Let *process* run *body*, after the processes that are already ready."""
-        process.body = body
+    def start(self, process: Process) -> None:
+        """Run *process*, after the processes that are already ready."""
         self._ready.append(process)
 
     def set(self, signal: Signal) -> None:
@@ -119,14 +116,13 @@ class Clock:
         while True:
             while self._ready:
                 self._step(self._ready.popleft())
-            resource = min(self.resources, key=_due)
+            resource = min(self.resources, key=attrgetter("due"))
             if resource.due == math.inf:
                 return
             self.now = resource.due
             self._ready.append(resource.done())
 
     def _step(self, process: Process) -> None:
-        assert process.body is not None
         for wanted in process.body:
             if isinstance(wanted, ResourceUse):
                 wanted.resource.add(process, wanted.seconds, self.now)
@@ -134,7 +130,3 @@ class Clock:
             if not wanted.is_set:
                 wanted.waiting.append(process)
                 return
-
-
-def _due(resource: SharedResource) -> float:
-    return resource.due

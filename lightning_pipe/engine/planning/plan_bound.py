@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.planning.costs import Machine, TaskCost, awaited, checked_costs, duration, loads
+from lightning_pipe.engine.planning.costs import Machine, TaskCost, awaited, checked_costs, duration, held, used
 from lightning_pipe.engine.planning.cycle_ratio import Cycle, Edge, maximum_cycle_ratio
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.task import PipelineTask
@@ -102,26 +102,19 @@ def iteration_edges(
         assert isinstance(background, float | int)
         edges.append(Edge(submitter, waiter, costs[submitter].seconds + background, 0))
     for name, cost in costs.items():
-        held = cost.launch if machine.by_device(cost) else duration(name, cost)
         edges.append(Edge(name, name, duration(name, cost), 1))
-        edges.append(Edge(name, _RETIRED, held, 0))
+        edges.append(Edge(name, _RETIRED, held(name, cost, machine), 0))
         edges.append(Edge(_RETIRED, name, machine.between_periods, depth))
     return edges
 
 
 def _busy(costs: Mapping[str, TaskCost], machine: Machine, on_main: Collection[str]) -> dict[str, float]:
     busy: dict[str, float] = {}
-    for cost in costs.values():
-        for load in loads(cost, machine):
-            lanes = machine.lanes_of(load.resource)
-            what = load.resource if lanes == 1 else f"{load.resource} ({lanes:g} lanes)"
-            busy[what] = busy.get(what, 0.0) + load.seconds / lanes
-    held = [
-        cost.launch if machine.by_device(cost) else duration(name, cost)
-        for name, cost in costs.items()
-        if name in on_main
-    ]
-    busy["the main thread"] = machine.between_periods + sum(held)
+    for resource, seconds in used(costs, machine).items():
+        lanes = machine.lanes_of(resource)
+        busy[resource if lanes == 1 else f"{resource} ({lanes:g} lanes)"] = seconds
+    on_main_thread = [held(name, cost, machine) for name, cost in costs.items() if name in on_main]
+    busy["the main thread"] = machine.between_periods + sum(on_main_thread)
     return busy
 
 

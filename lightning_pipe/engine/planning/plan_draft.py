@@ -9,15 +9,15 @@ Tested in ``tests/engine/planning/test_planner.py``.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from lightning_pipe.engine.planning.costs import Machine, TaskCost, checked_costs, duration
+from lightning_pipe.engine.planning.costs import Machine, TaskCost, checked_costs, held
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.plans.order import sorted_by_rank
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
@@ -90,7 +90,8 @@ class PlanSpace:
         before += self.first
         # First find the order within each thread, then submit the tasks of workers as early as this order allows.
         rank = {task: place for place, task in enumerate(wanted)}
-        once = _sorted(len(self.names), before, rank.__getitem__)
+        every = range(len(self.names))
+        once = sorted_by_rank(every, before, rank.__getitem__)
         if once is None:
             return None
         threads = _renumbered(threads)
@@ -100,9 +101,7 @@ class PlanSpace:
             if threads[task] in in_thread:
                 before.append((in_thread[threads[task]], task))
             in_thread[threads[task]] = task
-        order = _sorted(
-            len(self.names), before, lambda task: (threads[task] == MAIN_THREAD, threads[task], place[task])
-        )
+        order = sorted_by_rank(every, before, lambda task: (threads[task] == MAIN_THREAD, threads[task], place[task]))
         assert order is not None  # the constraints agree with the order found above
         return Draft(tuple(stages), threads, tuple(order))
 
@@ -159,8 +158,7 @@ class PlanSpace:
 
     def held(self, task: int) -> float:
         """Seconds for which one run of *task* holds its thread."""
-        cost = self.costs[self.names[task]]
-        return cost.launch if self.machine.by_device(cost) else duration(self.names[task], cost)
+        return held(self.names[task], self.costs[self.names[task]], self.machine)
 
     def busiest_thread(self, threads: Sequence[int]) -> float:
         """Seconds per iteration for which tasks hold the busiest thread."""
@@ -198,23 +196,3 @@ class PlanSpace:
 def _renumbered(threads: Sequence[int]) -> tuple[int, ...]:
     numbers = {MAIN_THREAD: MAIN_THREAD}
     return tuple(numbers.setdefault(thread, len(numbers)) for thread in threads)
-
-
-def _sorted(count: int, before: Iterable[tuple[int, int]], rank: Callable[[int], Any]) -> list[int] | None:
-    """Tasks in topological order, with the lowest rank first among those that are ready; None if there is a cycle."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    for up, down in before:
-        after[up].append(down)
-        missing[down] += 1
-    ready = [(rank(task), task) for task in range(count) if not missing[task]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        task = heapq.heappop(ready)[1]
-        order.append(task)
-        for other in after[task]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (rank(other), other))
-    return order if len(order) == count else None

@@ -90,12 +90,12 @@ class SimulatedThreads:
         for group in plan.thread_groups:
             if group != MAIN:
                 self.queues[group] = _Queue(sum(op.group == group for op in ops))
-                self.clock.start(Process(group), self._worker(group))
+                self.clock.start(Process(group, self._worker(group)))
         if machine.device_streams:
             for name in (None, *plan.streams):
                 key = ("stream", name)
                 self.queues[key] = _Queue(sum(op.stream == name for op in ops) + (name is None))
-                self.clock.start(Process(key), self._stream(key))
+                self.clock.start(Process(key, self._stream(key)))
         self.tickets = {op.turns: itertools.count() for op in ops if op.turns is not None}
 
         self.work: list[Bar] = []
@@ -106,7 +106,7 @@ class SimulatedThreads:
 
     def run(self, at_least: int, at_most: int) -> None:
         """Run until the state repeats, for *at_least* to *at_most* iterations."""
-        self.clock.start(Process(MAIN), self._main(at_least, at_most))
+        self.clock.start(Process(MAIN, self._main(at_least, at_most)))
         self.clock.run()
 
     # ------------------------------------------------------------------ threads and streams
@@ -194,7 +194,7 @@ class SimulatedThreads:
         if waits and kind == TASK and entry.ticket is not None:
             self._set("submitted", op.turns, entry.ticket)  # the turn passes to the next task before this wait
         if cost.background:
-            self.clock.start(Process((op.name, entry.iteration)), self._background(entry, op))
+            self.clock.start(Process((op.name, entry.iteration), self._background(entry, op)))
         if waits:
             yield from self._wait("background", op.name, entry.iteration)
         self._note(entry, op, kind, lane, start)

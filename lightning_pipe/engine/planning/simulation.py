@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, loads
+from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, used
 from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
 from lightning_pipe.engine.plans.plan import PipelinePlan
 
@@ -39,8 +39,8 @@ class SimulatedRun:
     @property
     def busy(self) -> dict[Resource, float]:
         """Utilisation of each resource in the steady state, averaged over its lanes, from 0 to 1."""
-        used = _used(self.costs, self.machine)
-        return {resource: seconds / self.seconds_per_iteration for resource, seconds in used.items()}
+        in_use = used(self.costs, self.machine)
+        return {resource: seconds / self.seconds_per_iteration for resource, seconds in in_use.items()}
 
     @cached_property
     def exposed(self) -> dict[str, float]:
@@ -94,14 +94,5 @@ def simulate(
     count = threads.repeats_after or len(retired) // 2
     seconds = (retired[-1] - retired[-1 - count]) / count
     # In the long run, an iteration cannot take less time than the work that no task waits for.
-    seconds = max(seconds, *_used(costs, machine).values(), 0.0)
+    seconds = max(seconds, *used(costs, machine).values(), 0.0)
     return SimulatedRun(plan, costs, machine, seconds, bool(threads.repeats_after), tuple(retired), tuple(threads.work))
-
-
-def _used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
-    """Seconds per iteration for which each resource is in use, averaged over its lanes."""
-    used: dict[Resource, float] = {}
-    for cost in costs.values():
-        for load in loads(cost, machine):
-            used[load.resource] = used.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
-    return used

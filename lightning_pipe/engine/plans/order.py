@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from typing import Any, TypeVar
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.dependencies import Dependency
+
+T = TypeVar("T", str, int)
 
 
 def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_period: Iterable[Dependency]) -> None:
@@ -46,29 +49,38 @@ def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: I
     only distances of 0, and :func:`find_cycle` would have found it.
     """
     rank = {task: (-stages[task], index) for index, task in enumerate(tasks)}
-    sorter = _sorter(tasks, same_period)
-    sorter.prepare()
-    ready: list[tuple[tuple[int, int], str]] = []
-    order: list[str] = []
-    while sorter.is_active():
-        for task in sorter.get_ready():
-            heapq.heappush(ready, (rank[task], task))
-        order.append(heapq.heappop(ready)[1])
-        sorter.done(order[-1])
+    order = sorted_by_rank(tasks, ((one.upstream, one.downstream) for one in same_period), rank.__getitem__)
+    assert order is not None
     return tuple(order)
+
+
+def sorted_by_rank(tasks: Iterable[T], before: Iterable[tuple[T, T]], rank: Callable[[T], Any]) -> list[T] | None:
+    """Tasks in topological order, with the lowest rank first among those that are ready; None if there is a cycle."""
+    missing = dict.fromkeys(tasks, 0)
+    after: dict[T, list[T]] = {task: [] for task in missing}
+    for up, down in before:
+        after[up].append(down)
+        missing[down] += 1
+    ready = [(rank(task), task) for task, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        task = heapq.heappop(ready)[1]
+        order.append(task)
+        for other in after[task]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (rank(other), other))
+    return order if len(order) == len(missing) else None
 
 
 def find_cycle(tasks: Sequence[str], dependencies: Iterable[Dependency]) -> list[str]:
     """Tasks along one cycle of *dependencies*, with the first task repeated at the end; empty without a cycle."""
-    try:
-        _sorter(tasks, dependencies).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-def _sorter(tasks: Sequence[str], dependencies: Iterable[Dependency]) -> TopologicalSorter[str]:
     sorter = TopologicalSorter[str](dict.fromkeys(tasks, ()))
     for dependency in dependencies:
         sorter.add(dependency.downstream, dependency.upstream)
-    return sorter
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []

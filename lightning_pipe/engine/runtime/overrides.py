@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
@@ -71,7 +72,7 @@ class Overrides:
         functions = [op.fn for op in watched]
         try:
             for op in watched:
-                op.fn = _WatchedTask(op.name, op.fn, read, found)
+                op.fn = _watching(op.fn, partial(read, op.name), found)
             yield found
         finally:
             for op, fn in zip(watched, functions, strict=True):
@@ -83,18 +84,13 @@ class Overrides:
                 raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(self._tasks)}")
 
 
-class _WatchedTask:
+def _watching(
+    fn: Callable[[IterContext], None], read: Callable[[IterContext], Mapping[K, V]], found: dict[K, V]
+) -> Callable[[IterContext], None]:
     """Task function that reads the context after each run."""
 
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[[IterContext], None],
-        read: Callable[[str, IterContext], Mapping[Any, Any]],
-        found: dict[Any, Any],
-    ) -> None:
-        self._name, self._fn, self._read, self._found = name, fn, read, found
+    def run(ctx: IterContext) -> None:
+        fn(ctx)
+        found.update(read(ctx))
 
-    def __call__(self, ctx: IterContext) -> None:
-        self._fn(ctx)
-        self._found.update(self._read(self._name, ctx))
+    return run

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Shortcut:
 
     def _replay(self, ctx: IterContext, run: _TaskRun) -> None:
         upstream = self._upstream(ctx) if torch.is_grad_enabled() else None
-        give = None if upstream is None else _Grafts(upstream)
+        give = None if upstream is None else partial(graft, upstream=upstream)
         # Fields are set first and deleted last, because restore() may use fields that the task sets or deletes.
         vars(ctx).update(run.produced.give(give))
         for io, effect in run.effects:
@@ -100,14 +101,6 @@ class Shortcut:
                 if tensor.requires_grad:
                     found[id(tensor)] = tensor
         return list(found.values())
-
-
-class _Grafts:
-    def __init__(self, upstream: list[Tensor]) -> None:
-        self._upstream = upstream
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return graft(value, self._upstream)
 
 
 def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
