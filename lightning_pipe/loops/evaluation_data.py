@@ -62,12 +62,14 @@ class EvaluationData(Iterator[Any]):
     Args:
         trainer: trainer with the loaders, hooks and strategy.
         what: kind of evaluation, for errors: ``validation``, ``test`` or ``prediction``.
+        ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every rank at
+            the same point (default None).
 
     Attributes:
         uneven: True if ranks have, or may have, different numbers of batches.
     """
 
-    def __init__(self, trainer: pl.Trainer, what: str) -> None:
+    def __init__(self, trainer: pl.Trainer, what: str, ended: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
         self._what = what
         self.uneven = False
@@ -75,7 +77,7 @@ class EvaluationData(Iterator[Any]):
         self._all_are_empty: bool | None = None
         self._fetcher: DataFetcher | None = None
         self._step = ""
-        self._ended: Callable[[int], None] | None = None
+        self._ended = ended
         self._streams: RandomStreams | None = None
         self._hooks: BatchHooks | None = None
         self._source: PeekingSource | None = None
@@ -108,26 +110,18 @@ class EvaluationData(Iterator[Any]):
         """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
         return otherwise if self._all_are_empty is None else self._all_are_empty
 
-    def begin(
-        self,
-        fetcher: DataFetcher,
-        batches: Sequence[int | float],
-        step: str,
-        ended: Callable[[int], None] | None = None,
-    ) -> None:
+    def begin(self, fetcher: DataFetcher, batches: Sequence[int | float], step: str) -> None:
         """Begin a run. Reads no batch yet.
 
         Args:
             fetcher: Lightning's fetcher of this run.
             batches: number of batches of each dataloader; infinite if it is unknown.
             step: name of the module's method that evaluates a batch.
-            ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every
-                rank at the same point (default None).
         """
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._hooks = BatchHooks(self._trainer, self._streams)
-        self._fetcher, self._step, self._ended = fetcher, step, ended
+        self._fetcher, self._step = fetcher, step
         self._batches_of = list(batches)
         self._source = self._loader = self._own = None
 

@@ -29,7 +29,53 @@ __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluati
 _KEY = "lightning_pipe"
 
 
-class PipelineEvaluationLoop(EvaluationLoop):
+class _FromPipeline:
+    """Part that the pipelined loops of evaluation and of prediction share, in front of Lightning's class."""
+
+    trainer: pl.Trainer
+    max_batches: Any
+    _data_fetcher: Any
+    _ahead: EvaluationData
+    _step_name: str
+    # Profiles use the same name for a fetch as with Lightning's loop.
+    _fetch_name: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        if not isinstance(self._data_fetcher, DataLoaderIterDataFetcher):
+            self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name)
+            self._data_fetcher = self._ahead
+        elif self._ahead.uneven:
+            raise InputError(
+                f"{self._step_name} takes a dataloader_iter, but ranks have, or may have, different numbers of batches,"
+                " and other ranks cannot know how many batches such a step fetches. Let it take a batch, or give all"
+                " ranks loaders of the same length"
+            )
+
+    @property
+    def skip(self) -> bool:
+        return self._ahead.skips(super().skip)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Close the programs and release the dataloaders' iterators."""
+        self._ahead.close()
+        super().teardown()  # type: ignore[misc]
+
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(self._fetch_name)  # type: ignore[attr-defined]
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(self._fetch_name)  # type: ignore[attr-defined]
+
+
+class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
     """Drop-in replacement of Lightning's validation or test loop that takes its batches from a pipeline.
 
     Every hook, callback and logger sees the same state as in Lightning's loop, for the batch being evaluated. Only the
@@ -38,12 +84,9 @@ class PipelineEvaluationLoop(EvaluationLoop):
     Takes the same arguments as Lightning's loop.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._prepare()
-
     def _prepare(self) -> None:
-        self._ahead = EvaluationData(self.trainer, "test" if self._stage.value == "test" else "validation")
+        what = "test" if self._stage.value == "test" else "validation"
+        self._ahead = EvaluationData(self.trainer, what, self._store_outputs_of)
         # States of the generators at the start of a running validation of a fit.
         self.begun_with: States | None = None
         # One flag per loader, True if its workers were waiting: at that time, and when the checkpoint was written.
@@ -96,15 +139,6 @@ class PipelineEvaluationLoop(EvaluationLoop):
         super().on_load_checkpoint(state_dict)
         self._waited_at_save = state_dict.get(_KEY)
 
-    def reset(self) -> None:
-        super().reset()
-        if not isinstance(self._data_fetcher, DataLoaderIterDataFetcher):
-            assert self._data_fetcher is not None
-            self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name, self._store_outputs_of)
-            self._data_fetcher = self._ahead  # type: ignore[assignment]
-        elif self._ahead.uneven:
-            raise _reads_for_itself(self._step_name)
-
     def run(self) -> Any:
         """Evaluate all dataloaders, and return what Lightning's loop returns."""
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
@@ -112,10 +146,6 @@ class PipelineEvaluationLoop(EvaluationLoop):
         self._waited = self._workers_waiting()
         with self._ahead.ending():
             return super().run()
-
-    @property
-    def skip(self) -> bool:
-        return self._ahead.skips(super().skip)
 
     def _store_dataloader_outputs(self) -> None:
         # Lightning's loop calls this when this rank starts another dataloader; uneven ranks start it at other times.
@@ -136,13 +166,8 @@ class PipelineEvaluationLoop(EvaluationLoop):
         self.begun_with = None
         super()._on_evaluation_end(*args, **kwargs)
 
-    def teardown(self) -> None:
-        """Close the programs and release the dataloaders' iterators."""
-        self._ahead.close()
-        super().teardown()
-
     @property
-    def _step_name(self) -> str:
+    def _step_name(self) -> str:  # type: ignore[override]
         return "test_step" if self.trainer.testing else "validation_step"
 
     def _evaluation_step(
@@ -178,19 +203,12 @@ class PipelineEvaluationLoop(EvaluationLoop):
         if not self.batch_progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
 
-    def _on_before_fetch(self) -> None:
-        self.trainer.profiler.start(self._fetch_name)  # type: ignore[attr-defined]
-
-    def _on_after_fetch(self) -> None:
-        self.trainer.profiler.stop(self._fetch_name)  # type: ignore[attr-defined]
-
     @property
-    def _fetch_name(self) -> str:
-        # Profiles use the same name for a fetch as with Lightning's loop.
+    def _fetch_name(self) -> str:  # type: ignore[override]
         return f"[{EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
 
 
-class PipelinePredictionLoop(PredictionLoop):
+class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
     """Drop-in replacement of Lightning's prediction loop that takes its batches from a pipeline.
 
     Every hook and callback sees the same state as in Lightning's loop, for the batch being predicted. Only the
@@ -199,9 +217,8 @@ class PipelinePredictionLoop(PredictionLoop):
     Takes the same arguments as Lightning's loop.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._prepare()
+    _step_name = "predict_step"
+    _fetch_name = f"[{PredictionLoop.__name__}].predict_next"
 
     def _prepare(self) -> None:
         self._ahead = EvaluationData(self.trainer, "prediction")
@@ -219,28 +236,10 @@ class PipelinePredictionLoop(PredictionLoop):
             assert self._combined_loader is not None
             self._ahead.agree(self._combined_loader, self.max_batches, failed, predicting=True)
 
-    def reset(self) -> None:
-        super().reset()
-        if not isinstance(self._data_fetcher, DataLoaderIterDataFetcher):
-            assert self._data_fetcher is not None
-            self._ahead.begin(self._data_fetcher, self.max_batches, "predict_step")
-            self._data_fetcher = self._ahead  # type: ignore[assignment]
-        elif self._ahead.uneven:
-            raise _reads_for_itself("predict_step")
-
-    @property
-    def skip(self) -> bool:
-        return self._ahead.skips(super().skip)
-
     def run(self) -> Any:
         """Predict all dataloaders, and return what Lightning's loop returns."""
         with self._ahead.ending():
             return super().run()
-
-    def teardown(self) -> None:
-        """Close the programs and release the dataloaders' iterators."""
-        self._ahead.close()
-        super().teardown()
 
     def _predict_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
@@ -274,23 +273,6 @@ class PipelinePredictionLoop(PredictionLoop):
     def _predict(self, hook_kwargs: Any) -> Any:
         arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
         return call_strategy_hook(self.trainer, "predict_step", *arguments)
-
-    def _on_before_fetch(self) -> None:
-        self.trainer.profiler.start(_PREDICT_FETCH)  # type: ignore[attr-defined]
-
-    def _on_after_fetch(self) -> None:
-        self.trainer.profiler.stop(_PREDICT_FETCH)  # type: ignore[attr-defined]
-
-
-def _reads_for_itself(step: str) -> InputError:
-    return InputError(
-        f"{step} takes a dataloader_iter, but ranks have, or may have, different numbers of batches, and other ranks"
-        " cannot know how many batches such a step fetches. Let it take a batch, or give all ranks loaders of the same"
-        " length"
-    )
-
-
-_PREDICT_FETCH = f"[{PredictionLoop.__name__}].predict_next"
 
 
 def install_evaluation_loops(trainer: pl.Trainer) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import reduce
 from math import prod
 from typing import Any, Literal
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -220,11 +221,8 @@ def recorded_logs(
             logged.append(Logged(key, of, meta.sync.should, shared, kept, weight))
         update(key, value, batch_size)
 
-    results.update_metrics = update_and_record
-    try:
+    with patch.object(results, "update_metrics", update_and_record):
         yield
-    finally:
-        del results.update_metrics
 
 
 def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Sequence[Logged], unsynced: bool) -> None:

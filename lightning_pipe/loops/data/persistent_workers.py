@@ -12,18 +12,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["forget_workers", "starting_without_a_draw", "workers_wait"]
+__all__ = ["starting_without_a_draw", "workers_wait"]
 
 
 def workers_wait(loader: Any) -> bool:
     """Return True if a loader's persistent workers have been started and wait for its next iteration."""
     return isinstance(loader, DataLoader) and loader._iterator is not None
-
-
-def forget_workers(loader: Any) -> None:
-    """Make the next iteration of a loader start new workers, as with a new loader."""
-    if isinstance(loader, DataLoader):
-        loader._iterator = None
 
 
 def starting_without_a_draw(loader: Any) -> Any:

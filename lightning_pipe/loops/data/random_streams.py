@@ -28,6 +28,7 @@ from lightning_pipe.engine.common.safe_text import printable, shown
 Stream = Literal["fetch", "prepare", "transfer"]
 # Maximum number of characters of packed states. The states of all libraries together take 35,000.
 _LONGEST = 2**18
+_STATES = "states of random generators are"
 T = TypeVar("T")
 # State of each library's generator, by library name, in the format of that library.
 States = dict[str, Any]
@@ -143,7 +144,7 @@ def unpack_states(packed: str) -> States:
         SetupError: If *packed* is anything else. This includes positions outside NumPy's state, which NumPy would not
             check.
     """
-    with _refused():
+    with damage_named(_STATES):
         found = json.loads(_short(packed))
         version, numbers, gauss = found["python"]
         states: States = {"python": (version, tuple(numbers), None if gauss is None else float(gauss))}
@@ -160,17 +161,15 @@ def unpack_states(packed: str) -> States:
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
+def damage_named(what: str) -> Iterator[None]:
+    """Convert errors of reading a part of a checkpoint to a SetupError. *what* is the part, with its verb."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, SetupError):
-            raise
-        said = printable(str(error)[:200])
-        raise SetupError(
-            f"The checkpoint's states of random generators are damaged ({type(error).__name__}: {said}). Resume from"
-            " another checkpoint."
-        ) from error
+    except SetupError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {printable(str(error)[:200])}"
+        raise SetupError(f"The checkpoint's {what} damaged ({said}). Resume from another checkpoint.") from error
 
 
 def _short(packed: str) -> str:
@@ -190,7 +189,7 @@ def unpack_bytes(packed: str) -> Tensor:
     Raises:
         SetupError: If *packed* is anything else.
     """
-    with _refused():
+    with damage_named(_STATES):
         return torch.tensor(list(base64.b64decode(_short(packed), validate=True)), dtype=torch.uint8)
 
 

@@ -31,8 +31,8 @@ from torch.utils.data import (
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable, shown
-from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
+from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.loops.data.random_streams import damage_named, get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.shared_order import MOST, batches_left, order_of
 
@@ -41,6 +41,7 @@ __all__ = [
     "can_resume",
     "draws_nothing",
     "end_of_epoch",
+    "fixed",
     "is_resumable",
     "load_states",
     "resumable",
@@ -144,7 +145,11 @@ def snapshot(loader: Any) -> Callable[[], State]:
     if isinstance(loader, _Resumable):
         return loader._indices.snapshot()
     # The loader may return an object that it modifies later.
-    state: State = copy.deepcopy(loader.state_dict())
+    return fixed(copy.deepcopy(loader.state_dict()))
+
+
+def fixed(state: State) -> Callable[[], State]:
+    """Return a function that gives *state*, in place of a loader that would give its state."""
     return lambda: state
 
 
@@ -277,16 +282,9 @@ class _Indices:
         return {"ended": self.held.get(at_end=True)}
 
     def resume(self, state: State) -> None:
-        try:
+        with damage_named("state of a train dataloader is"):
             for own in _check(state):
                 self.held.check(own)
-        except SetupError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {printable(str(error)[:200])}"
-            raise SetupError(
-                f"The checkpoint's state of a train dataloader is damaged ({said}). Resume from another checkpoint."
-            ) from error
         self._resume = state or None
 
     def _where(self) -> State:

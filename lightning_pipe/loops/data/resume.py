@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
-from lightning_pipe.loops.data.resumable_loader import load_states
+from lightning_pipe.loops.data.resumable_loader import fixed, load_states
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterators
 
 # Random streams of work that can run ahead of training.
@@ -65,7 +64,7 @@ class ResumePoint:
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of loaders and their iterators in the format of a ledger's entries."""
-        loaders = [None if state is None else partial(_same, state) for state in self.loaders]
+        loaders = [None if state is None else fixed(state) for state in self.loaders]
         return {"loaders": loaders, "iterators": self.iterators}
 
     def put_generators(self, device: torch.device) -> None:
@@ -119,10 +118,6 @@ class ResumePoint:
             raise SetupError(f"expected a list with one iterator state for each loader, got {shown(iterators)}")
         states = [None if one is None else IteratorState.unpacked(one) for one in iterators]
         return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams, states)
-
-
-def _same(state: Any) -> Any:
-    return state
 
 
 def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:

@@ -13,15 +13,14 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable, shown
-from lightning_pipe.loops.data.random_streams import pack_bytes, unpack_bytes
+from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.loops.data.random_streams import damage_named, pack_bytes, unpack_bytes
 
 __all__ = ["SamplerState"]
 
@@ -63,7 +62,7 @@ class SamplerState:
     def check(self, states: list[str]) -> list[dict[str, Any]]:
         """Return the counters of each sampler in the states of :meth:`get`. Raises the errors of :meth:`put`."""
         count = len(self._generators)
-        with _refused():
+        with damage_named("states of samplers are"):
             return [
                 _checked(sampler, json.loads(state))
                 for sampler, state in zip(self._samplers, states[count:], strict=False)
@@ -79,7 +78,7 @@ class SamplerState:
             SetupError: If *states* is anything else, or has counters that these samplers do not have.
         """
         changed = self.check(states)
-        with _refused():
+        with damage_named("states of samplers are"):
             for generator, state in zip(self._generators, states, strict=False):
                 _unpack(generator, state)
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
@@ -95,19 +94,6 @@ class SamplerState:
     def _stateful(self) -> list[Any]:
         """Return the generators, and the samplers that may have counters, which excludes PyTorch's and Lightning's."""
         return [*self._generators, *(one for one in self._samplers if not _is_librarys(one))]
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    try:
-        yield
-    except SetupError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise SetupError(
-            f"The checkpoint's states of samplers are damaged ({type(error).__name__}:"
-            f" {printable(str(error)[:200])}). Resume from another checkpoint."
-        ) from error
 
 
 def _reached(loader: DataLoader[Any]) -> Iterator[Any]:

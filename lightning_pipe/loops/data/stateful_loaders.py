@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from lightning_pipe.loops.data.random_streams import (
     unpack_bytes,
     unpack_states,
 )
-from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, is_resumable, snapshot
+from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, fixed, is_resumable, snapshot
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.torchdata_samplers import is_from
 
@@ -133,7 +133,7 @@ def loader_states(combined: CombinedLoader) -> list[Callable[[], State] | None]:
     found: list[Callable[[], State] | None] = []
     for one, loader in zip(watched, combined.flattened, strict=True):
         if one is not None and one.is_loaded:  # until its next batch, litdata's loader gives the state of a first epoch
-            found.append(partial(_same, one.loaded))
+            found.append(fixed(one.loaded))
         else:
             found.append(snapshot(loader) if hasattr(loader, "state_dict") else None)
     return found
@@ -196,7 +196,7 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     """Return the states of the iterators that will be created next, in the format of a ledger's entries."""
     found = [None if one is None else one.peek() for one in _watched(combined)] or [None] * len(combined.flattened)
     return {
-        "loaders": [None if one is None else partial(_same, one[0]) for one in found],
+        "loaders": [None if one is None else fixed(one[0]) for one in found],
         "iterators": [None if one is None else one[1] for one in found],
     }
 
@@ -351,10 +351,6 @@ def _drawing_from(states: States | None) -> Iterator[None]:
         yield
     finally:
         set_states(before, _CPU)
-
-
-def _same(state: Any) -> Any:
-    return state
 
 
 def _generator(loader: Any) -> torch.Generator | None:

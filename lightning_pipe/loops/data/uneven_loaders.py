@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
@@ -63,19 +63,9 @@ def uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
         return sized_len(loader) is not None
 
     with ExitStack() as replaced:
-        replaced.enter_context(_replaced(data_connector, _get_distributed_sampler=without_repeated_rows))
+        replaced.enter_context(patch.multiple(data_connector, _get_distributed_sampler=without_repeated_rows))
         for loop in (evaluation_loop, prediction_loop):
-            replaced.enter_context(_replaced(loop, has_len_all_ranks=has_length, _parse_num_batches=parse_or_note))
+            replaced.enter_context(patch.multiple(loop, has_len_all_ranks=has_length, _parse_num_batches=parse_or_note))
         replaced.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_WARNING)  # not true here: no row is repeated
         yield failed
-
-
-@contextmanager
-def _replaced(module: ModuleType, **functions: Any) -> Iterator[None]:
-    kept = {name: getattr(module, name) for name in functions}
-    vars(module).update(functions)
-    try:
-        yield
-    finally:
-        vars(module).update(kept)

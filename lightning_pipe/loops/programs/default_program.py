@@ -20,8 +20,6 @@ _STREAM = "memcpy"
 # Schedule of the transfer, keyed by the name of the plan. The batch is trained by the caller.
 PLANS = {"serial": TaskSchedule(), "copy_ahead": TaskSchedule(stage=1, stream=_STREAM)}
 
-_COUNTED = "the loop counts transferred batches, and a replay transfers none"
-
 
 def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
     """Return two tasks: ``H2D`` moves a batch to the device, ``TrainBatch`` is Lightning's training of a batch.
@@ -29,23 +27,28 @@ def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
     Args:
         transfer: moves a batch to the device.
     """
-
-    def copy(ctx: IterContext) -> None:
-        ctx.batch = transfer(ctx.batch)
-
-    def train(ctx: IterContext) -> None:
-        """Do nothing: Lightning trains the batch between begin_step and end_step, unless the batch is skipped."""
-
     return [
-        PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=_COUNTED),
+        _transfer_task(transfer),
         PipelineTask(
             TRAIN,
-            train,
+            _by_caller,
             reads=("batch",),
             writes=(State("model"),),
             not_replayable="Lightning trains the batch, with all hooks, outside the task's function",
         ),
     ]
+
+
+def _transfer_task(transfer: Callable[[Any], Any]) -> PipelineTask:
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = transfer(ctx.batch)
+
+    counted = "the loop counts transferred batches, and a replay transfers none"
+    return PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=counted)
+
+
+def _by_caller(ctx: IterContext) -> None:
+    """Do nothing: Lightning works on the batch between begin_step and end_step, unless the batch is skipped."""
 
 
 def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead") -> PipelinePlan:
@@ -128,19 +131,12 @@ def default_evaluation(
         step: name of the module's method, which the caller calls.
         ahead: number of batches that are moved ahead (default 1); with 0, each batch is moved when its turn comes.
     """
-
-    def copy(ctx: IterContext) -> None:
-        ctx.batch = transfer(ctx.batch)
-
-    def evaluate(ctx: IterContext) -> None:
-        """Do nothing: the caller evaluates the batch between begin_step and end_step."""
-
     where = TaskSchedule(stage=ahead, stream=_STREAM) if ahead else TaskSchedule()
     tasks = {
-        PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=_COUNTED): where,
+        _transfer_task(transfer): where,
         PipelineTask(
             "EvaluateBatch",
-            evaluate,
+            _by_caller,
             reads=("batch", State("model")),
             not_replayable="Lightning evaluates the batch, with all hooks, outside the task's function",
         ): TaskSchedule(),
