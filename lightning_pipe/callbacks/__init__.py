@@ -4,6 +4,7 @@ A callback queries its strategy through ``strategies/running_work`` and imports 
 Functions that several callbacks need are in ``common``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,27 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["BubbleMonitor", "PipelineMonitor", "PipelineProfiler", "PipelineTrace"]
 
+# Modules that are imported on first access: importing this package imports neither Rich nor other slow packages.
+_MODULES = {
+    "BubbleMonitor": "lightning_pipe.callbacks.bubble",
+    "PipelineMonitor": "lightning_pipe.callbacks.monitor",
+    "PipelineProfiler": "lightning_pipe.callbacks.profiler",
+    "PipelineTrace": "lightning_pipe.callbacks.trace",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand, because it requires a newer torch than the other callbacks.
-    if name == "BubbleMonitor":
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "BubbleMonitor":  # requires a newer torch than the other callbacks
         from lightning_pipe.environment import require_torch, stacks
 
         require_torch(stacks().language_models, "language models in pipeline stages")
-        from lightning_pipe.callbacks.bubble import BubbleMonitor
-
-        return BubbleMonitor
-    # Imported on demand, so that importing this package does not import Rich and other slow packages.
-    if name == "PipelineMonitor":
-        from lightning_pipe.callbacks.monitor import PipelineMonitor
-
-        return PipelineMonitor
-    if name == "PipelineProfiler":
-        from lightning_pipe.callbacks.profiler import PipelineProfiler
-
-        return PipelineProfiler
-    if name == "PipelineTrace":
-        from lightning_pipe.callbacks.trace import PipelineTrace
-
-        return PipelineTrace
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -16,9 +16,8 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = [
+    "CallbackWithGroup",
     "checked_path",
-    "group_of_its_own",
-    "leave_group",
     "log_values",
     "loop_of",
     "numbered",
@@ -49,16 +48,23 @@ def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
     return program.pipeline
 
 
-def group_of_its_own() -> dist.ProcessGroup | None:
-    """Create a CPU process group of all ranks, independent of collectives in other groups; None with one rank."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return new_group(backend="gloo") if several else None
+class CallbackWithGroup(pl.Callback):
+    """Callback that has a CPU process group of all ranks during a fit, independent of collectives in other groups."""
 
+    _group: dist.ProcessGroup | None = None  # None with one rank
 
-def leave_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy *group*, unless it is None or ``torch.distributed`` is no longer initialized."""
-    if group is not None and dist.is_initialized():
-        dist.destroy_process_group(group)
+    def _make_group(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = new_group(backend="gloo") if several else None
+
+    def _leave_group(self) -> None:
+        """Destroy the group, unless ``torch.distributed`` is no longer initialized."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_group()
 
 
 def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:

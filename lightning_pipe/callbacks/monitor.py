@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_pipe._compat.lightning import batch_sizes
-from lightning_pipe.callbacks.common import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
+from lightning_pipe.callbacks.common import CallbackWithGroup, log_values, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import (
     StepUse,
     Straggler,
@@ -90,7 +89,7 @@ class _Sum:
         )
 
 
-class PipelineMonitor(pl.Callback):
+class PipelineMonitor(CallbackWithGroup):
     """Log a breakdown of the step time and print the bottleneck.
 
     For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. Means over the latest steps
@@ -128,7 +127,6 @@ class PipelineMonitor(pl.Callback):
         check_whole_number("every_n_steps", every_n_steps, 1, optional=True)
         self._every = every_n_steps
         self._prog_bar = prog_bar
-        self._group: dist.ProcessGroup | None = None
         self._one_host = False
         self._trained = 0
         self._use: list[StepUse] = []
@@ -175,7 +173,7 @@ class PipelineMonitor(pl.Callback):
                 " PipelineMonitor."
             )
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
-        self._group = group_of_its_own()
+        self._make_group()
         self._one_host = self._group is not None and shares_host(self._group)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -244,9 +242,6 @@ class PipelineMonitor(pl.Callback):
             self._print(trainer)
         self._leave_group()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave_group()
-
     # ------------------------------------------------------------------ helpers
 
     def _log(self, trainer: pl.Trainer, use: StepUse) -> None:
@@ -270,10 +265,6 @@ class PipelineMonitor(pl.Callback):
         assert self._verdict is not None
         if trainer.is_global_zero:
             print_report(self._verdict.text, soft_wrap=True)  # a single line, also on a narrow terminal
-
-    def _leave_group(self) -> None:
-        leave_group(self._group)
-        self._group = None
 
 
 def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:

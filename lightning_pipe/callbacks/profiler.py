@@ -11,18 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import (
-    checked_path,
-    group_of_its_own,
-    leave_group,
-    loop_of,
-    numbered,
-    pipeline_of,
-)
+from lightning_pipe.callbacks.common import CallbackWithGroup, checked_path, loop_of, numbered, pipeline_of
 from lightning_pipe.callbacks.cost_figure import log_figure
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.report import require_plotly, write_report
@@ -43,7 +35,7 @@ _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
 _TRACED = 6  # batches traced before a profile, for the report's timeline
 
 
-class PipelineProfiler(pl.Callback):
+class PipelineProfiler(CallbackWithGroup):
     """Measure the cost of each task after chosen optimizer steps. For the strategies ``recsys_*``.
 
     The cost of a task is its exposed time: the time by which a step is shorter if the task is replayed
@@ -127,7 +119,6 @@ class PipelineProfiler(pl.Callback):
         self._wanted: int | None = None  # optimizer step after which to profile next
         self._stepped = 0
         self._trace: Trace | None = None
-        self._group: dist.ProcessGroup | None = None
         self._one_host = False
         self._folder = Path()
         self._warned = False
@@ -158,7 +149,7 @@ class PipelineProfiler(pl.Callback):
         self._stepped = trainer.global_step
         self._wanted = self._next(self._stepped)
         self._trace, self._warned = None, False
-        self._group = group_of_its_own()
+        self._make_group()
         self._one_host = self._group is not None and shares_host(self._group)
         asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
         # Ranks that profiled at different steps would deadlock.
@@ -208,9 +199,6 @@ class PipelineProfiler(pl.Callback):
                 f" at_steps={tuple(self._at)} and every_n_steps={self._every}. Profile at earlier steps, or train"
                 " longer."
             )
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave_group()
 
     def _next(self, step: int) -> int | None:
         """First step after *step* at which to profile; None if no profile is left."""
@@ -290,10 +278,6 @@ class PipelineProfiler(pl.Callback):
                 rank_zero_warn(
                     f"PipelineProfiler could not write a file ({error}). Training continues; check `path` and `report`."
                 )
-
-    def _leave_group(self) -> None:
-        leave_group(self._group)
-        self._group = None
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:

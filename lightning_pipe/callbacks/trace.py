@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import (
-    checked_path,
-    group_of_its_own,
-    leave_group,
-    loop_of,
-    numbered,
-    pipeline_of,
-)
+from lightning_pipe.callbacks.common import CallbackWithGroup, checked_path, loop_of, numbered, pipeline_of
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
@@ -36,7 +28,7 @@ __all__ = ["PipelineTrace"]
 _DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
 
 
-class PipelineTrace(pl.Callback):
+class PipelineTrace(CallbackWithGroup):
     """Record start and end of every task on every thread and stream, over some batches of a fit.
 
     For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. For ``llm_*`` strategies the
@@ -109,7 +101,6 @@ class PipelineTrace(pl.Callback):
         self._keep = keep
         self._trained = 0
         self._recording: Recording | None = None
-        self._group: dist.ProcessGroup | None = None
         self._folder = Path()
         self._warned = False
         self._evaluation_began: float | None = None
@@ -124,7 +115,7 @@ class PipelineTrace(pl.Callback):
             )
         _check_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
-        self._group = group_of_its_own()
+        self._make_group()
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,8 +153,7 @@ class PipelineTrace(pl.Callback):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        leave_group(self._group)
-        self._group = None
+        self._leave_group()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluation_began = time.perf_counter()

@@ -8,6 +8,7 @@ Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -147,9 +148,7 @@ def _values(kind: Any, shape: Any, raw: Any, order: Any = False) -> np.ndarray[A
     if not isinstance(kind, np.dtype) or type(raw) is not bytes or type(order) not in (bool, int):
         raise _Refused(f"an array of {described(kind)} is made of {described(raw)}, expected a dtype and bytes")
     shape = whole_size("an array's shape", shape)
-    count = 1
-    for one in shape:
-        count *= one
+    count = math.prod(shape)
     # An item size of 0 is allowed for one element only: more elements would take time without taking bytes.
     if len(shape) > 32 or count * kind.itemsize != len(raw) or count > max(len(raw), 1):
         raise _Refused(

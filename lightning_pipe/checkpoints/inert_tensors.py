@@ -7,6 +7,7 @@ Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,7 @@ def _view(
         raise _Refused(f"a tensor of size {size} has the stride {stride} and the offset {described(offset)}")
     if type(requires_grad) is not bool or hooks or type(metadata) not in (dict, type(None)):
         raise _Refused("a tensor has hooks, a requires_grad that is not a bool, or metadata that is not a dict")
-    bytes_there, count = content.nbytes(), 1
-    for one in size:
-        count *= one
+    bytes_there, count = content.nbytes(), math.prod(size)
     needed = offset + 1 + sum((one - 1) * step for one, step in zip(size, stride, strict=True)) if count else 0
     if needed * dtype.itemsize > bytes_there:
         raise _Refused(

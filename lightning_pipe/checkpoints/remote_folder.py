@@ -115,18 +115,16 @@ class RemotePath:
 
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of the folder's files, by name. Empty if the folder does not exist."""
-        with self.errors(), suppress(FileNotFoundError):
-            found = self.fs.ls(self._path, detail=True)
-            return {one["name"].rpartition("/")[2]: one["size"] or 0 for one in found if one["type"] == "file"}
-        return {}
+        return {one["name"].rpartition("/")[2]: one["size"] or 0 for one in self._listed("file")}
 
     def folders(self, pattern: re.Pattern[str]) -> list[RemotePath]:
         """Folders below this one whose names match *pattern*."""
+        names = (one["name"].rstrip("/").rpartition("/")[2] for one in self._listed("directory"))
+        return [self / name for name in names if pattern.fullmatch(name)]
+
+    def _listed(self, kind: str) -> list[dict[str, Any]]:
         with self.errors(), suppress(FileNotFoundError):
-            found = [
-                one["name"].rstrip("/") for one in self.fs.ls(self._path, detail=True) if one["type"] == "directory"
-            ]
-            return [self / name for name in (one.rpartition("/")[2] for one in found) if pattern.fullmatch(name)]
+            return [one for one in self.fs.ls(self._path, detail=True) if one["type"] == kind]
         return []
 
     def open(self) -> IO[bytes]:

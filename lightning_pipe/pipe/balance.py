@@ -162,18 +162,19 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        inputs = pytree.tree_map(_leaf, value)
-        with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+        inputs = _leaves(value)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             _wait(inputs)
             begin = time.perf_counter()
-            output = layer(pytree.tree_map(_not_a_leaf, inputs))
+            # Copies, which layers may change in place.
+            output = layer(pytree.tree_map_only(Tensor, Tensor.clone, inputs))
         ends = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
         starts = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.requires_grad]
         if ends and starts + parameters:
             torch.autograd.grad(ends, starts + parameters, [torch.ones_like(one) for one in ends], allow_unused=True)
         _wait(output)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times), sum(kept.values()), pytree.tree_map(_leaf, output)
+    return statistics.median(times), sum(kept.values()), _leaves(output)
 
 
 @contextmanager
@@ -195,28 +196,18 @@ class _KeptSkips(Skips):
     """Skips that can be stashed and popped several times, for repeated measurements."""
 
     def leave(self, key: SkipKey, value: Any) -> None:
-        self.values[key] = pytree.tree_map(_leaf, value)
+        self.values[key] = _leaves(value)
 
     def take(self, key: SkipKey) -> Any:
-        taken = super().take(key)
-        self.values[key] = taken
+        self.values[key] = taken = super().take(key)
         return taken
 
 
-def _leaf(value: Any) -> Any:
-    """Detach a tensor, and let it require a gradient if its dtype allows one."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
-
-
-def _not_a_leaf(value: Any) -> Any:
-    """Copy a tensor, so that layers may change it in place."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same(value: Any) -> Any:
-    return value
+def _leaves(value: Any) -> Any:
+    """Detach all tensors, and let them require gradients if their dtype allows one."""
+    return pytree.tree_map_only(
+        Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point() or one.is_complex()), value
+    )
 
 
 def _wait(value: Any) -> None:

@@ -81,6 +81,9 @@ class Cell:
         checkpointed: True to keep only the inputs, and to run the layers again before backward (default False).
         loss: loss function, called with the last layer's output; the cell then returns the loss instead of the output
             (default None).
+
+    Attributes:
+        checkpointed: True if :meth:`recompute` must run before :meth:`backward`.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Cell:
         self.partition = partition
         self._of = of
         self._micro_batch = micro_batch
-        self._checkpointed = checkpointed and of.grad
+        self.checkpointed = checkpointed and of.grad
         self._loss = loss
         self._inputs: _Flat | None = None  # leaves of the graph
         self._outputs: _Flat | None = None  # outputs with their graph
@@ -103,15 +106,10 @@ class Cell:
         self._parameters: list[int] = []  # versions of the parameters
         self._buffers: list[NamedBuffer] = []  # copies from before the first run
 
-    @property
-    def checkpointed(self) -> bool:
-        """True if :meth:`recompute` must run before :meth:`backward`."""
-        return self._checkpointed
-
     def forward(self, passed: Passed) -> Passed:
         """Run the layers and return their outputs, detached from the graph."""
         leaves = _Flat.of(passed).map(self._leaf)
-        if not self._checkpointed:
+        if not self.checkpointed:
             outputs = self._run(leaves, recomputing=False)
             if self._of.grad:
                 self._inputs, self._outputs = leaves, outputs

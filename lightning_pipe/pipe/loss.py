@@ -149,17 +149,14 @@ class MicroLoss:
                 f"loss_fn returned {found}; expected a tensor without dimensions. Return a mean or a sum over rows"
             )
         if self._keep:
-            self.kept = (pytree.tree_map(_detached, output), self._target, float(loss.detach()), loss.dtype)
+            detached = pytree.tree_map_only(Tensor, Tensor.detach, output)
+            self.kept = detached, self._target, float(loss.detach()), loss.dtype
         if self._total is not None:
             loss = loss / self._total
         if self._weight != 1.0:
             loss = loss * self._weight
         self.value = loss.detach()
         return loss if self._scale == 1.0 else loss * self._scale
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_known(loss_fn: Any) -> bool:
@@ -216,7 +213,4 @@ def _rounding(output: Any, dtype: torch.dtype) -> float:
 
 def total_of(losses: Sequence[MicroLoss]) -> Tensor:
     """Return the loss of the mini-batch."""
-    total = losses[0].value
-    for one in losses[1:]:
-        total = total + one.value
-    return total
+    return sum((one.value for one in losses[1:]), losses[0].value)

@@ -181,7 +181,7 @@ class Partition:
         The first micro-batch itself must run compiled: later compiled micro-batches may change tensors that an
         uncompiled one has saved for its backward.
         """
-        given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        given = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
         with (
             torch.no_grad(),
             at(where._replace(recomputing=True)),

@@ -30,8 +30,7 @@ class Position(NamedTuple):
 
 
 class _CurrentPosition(threading.local):
-    def __init__(self) -> None:
-        self.position: Position | None = None
+    position: Position | None = None
 
 
 _current = _CurrentPosition()

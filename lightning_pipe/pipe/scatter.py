@@ -82,7 +82,7 @@ def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
 
 def to_device(value: Any, device: torch.device | str) -> Any:
     """Move every tensor of *value* to *device*."""
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), value)
 
 
 def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:

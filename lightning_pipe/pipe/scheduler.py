@@ -117,9 +117,9 @@ class _Tasks:
             if index == 0:
                 value, micro.inputs = micro.inputs, None
             else:
-                value = (self._copier.receive(_take(ctx, value_field(index)), index),)
+                value = (self._copier.receive(ctx.take(value_field(index)), index),)
             skips = {
-                route.key: self._copier.receive(_take(ctx, skip_field(number)), index)
+                route.key: self._copier.receive(ctx.take(skip_field(number)), index)
                 for number, route in enumerate(self._routes)
                 if route.target == index
             }
@@ -146,12 +146,12 @@ class _Tasks:
         with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
-                gradients[None] = self._copier.receive(_take(ctx, gradient_field(index + 1)), index)
+                gradients[None] = self._copier.receive(ctx.take(gradient_field(index + 1)), index)
             elif micro.given is not None:
                 gradients[None] = micro.given
             for number, route in enumerate(self._routes):
                 if route.source == index:
-                    gradients[route.key] = self._copier.receive(_take(ctx, skip_gradient_field(number)), index)
+                    gradients[route.key] = self._copier.receive(ctx.take(skip_gradient_field(number)), index)
             found = micro.cells[index].backward(gradients, micro.sums[index].add)
             sent = self._copier.send(found[None], index, index - 1, micro.index) if index else Sent(found[None])
             setattr(ctx, gradient_field(index), sent)
@@ -160,8 +160,28 @@ class _Tasks:
                     back = self._copier.send(found[route.key], index, route.source, micro.index)
                     setattr(ctx, skip_gradient_field(number), back)
 
-    def _at(self, micro: MicroBatch, index: int, what: str) -> _PartitionContext:
-        return _PartitionContext(self._partitions[index], micro, what, index)
+    @contextmanager
+    def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
+        """Context on a partition's device and the caller's streams, in a range of the profiler as torchgpipe names it.
+
+        Adds partition and micro-batch as a note to errors.
+        """
+        partition = self._partitions[index]
+        with ExitStack() as stack:
+            stack.callback(setattr, _current, "schedulers", _current.schedulers)
+            _current.schedulers = micro.schedulers
+            for stream in micro.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            if partition.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(partition.device))
+            traced = micro.schedulers[-1].is_tracing
+            stack.enter_context(task_range(f"chunk{micro.index}-part{index}", traced))
+            try:
+                yield
+            except BaseException as error:
+                rows = f" ({micro.rows} row{'s' if micro.rows > 1 else ''})"
+                error.add_note(f"In the {what} of {partition.name}, micro-batch {micro.index} of {micro.of}{rows}.")
+                raise
 
 
 class Scheduler:
@@ -173,6 +193,7 @@ class Scheduler:
 
     Attributes:
         plans: plans, keyed by name.
+        is_tracing: True while a trace is recorded.
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
@@ -187,7 +208,7 @@ class Scheduler:
         self._running = threading.Lock()  # serialises callers in several threads
         self._process = os.getpid()
         self._lost: list[Any] = []  # pipelines of the parent process, whose threads do not exist after a fork
-        self._tracing = False
+        self.is_tracing = False
         self._keep: int | None = None
         # For each traced plan: the first iteration of each mini-batch, and its micro-batches.
         self._traced: dict[str, deque[tuple[int, list[_Traced]]]] = {}
@@ -233,9 +254,9 @@ class Scheduler:
         pipeline = self._pipelines.get(plan)
         if pipeline is None:
             pipeline = self._pipelines[plan] = SWPipeline(self.plans[plan])
-            if self._tracing:
+            if self.is_tracing:
                 pipeline.start_trace(self._keep)
-        if self._tracing:
+        if self.is_tracing:
             of_plan = self._traced.setdefault(plan, deque(maxlen=self._keep))
             of_plan.append((pipeline.started, [_Traced.of(micro) for micro in micro_batches]))
         source = iter(micro_batches)
@@ -249,25 +270,20 @@ class Scheduler:
                 raise error.__cause__ from None
             raise
 
-    @property
-    def is_tracing(self) -> bool:
-        """True while a trace is recorded."""
-        return self._tracing
-
     def start_trace(self, keep: int | None = None) -> None:
         """Record start and end of each task.
 
         Args:
             keep: number of most recent spans to keep for each plan (default None: all).
         """
-        self._tracing, self._keep = True, keep
+        self.is_tracing, self._keep = True, keep
         self._traced.clear()
         for pipeline in self._pipelines.values():
             pipeline.start_trace(keep)
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording and return the spans, sorted by end time. Their *iteration* is the micro-batch's index."""
-        self._tracing = False
+        self.is_tracing = False
         spans = []
         for plan, pipeline in self._pipelines.items():
             # The engine numbers iterations over all mini-batches, and backward starts with the last micro-batch.
@@ -295,38 +311,6 @@ class Scheduler:
             self._pipelines.popitem()[1].close()
 
 
-class _PartitionContext(ExitStack):
-    """Context on a partition's device and the caller's streams, in a range of the profiler named after torchgpipe's.
-
-    Adds partition and micro-batch as a note to errors.
-    """
-
-    def __init__(self, partition: Partition, micro: MicroBatch, what: str, index: int) -> None:
-        super().__init__()
-        self._partition, self._micro, self._what, self._index = partition, micro, what, index
-
-    def __enter__(self) -> _PartitionContext:
-        super().__enter__()
-        self.callback(setattr, _current, "schedulers", _current.schedulers)
-        _current.schedulers = self._micro.schedulers
-        for stream in self._micro.streams:
-            self.enter_context(torch.cuda.stream(stream))
-        if self._partition.device.type == "cuda":
-            self.enter_context(torch.cuda.device(self._partition.device))
-        traced = self._micro.schedulers[-1].is_tracing
-        self.enter_context(task_range(f"chunk{self._micro.index}-part{self._index}", traced))
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
-        if error is not None:
-            micro = self._micro
-            rows = f" ({micro.rows} row{'s' if micro.rows > 1 else ''})"
-            error.add_note(
-                f"In the {self._what} of {self._partition.name}, micro-batch {micro.index} of {micro.of}{rows}."
-            )
-        return super().__exit__(kind, error, traceback)
-
-
 @contextmanager
 def _without_autocast() -> Iterator[None]:
     with ExitStack() as stack:
@@ -334,10 +318,3 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-def _take(ctx: IterContext, field: str) -> Sent:
-    """Remove a field from the context and return its value."""
-    value: Sent = getattr(ctx, field)
-    delattr(ctx, field)
-    return value
