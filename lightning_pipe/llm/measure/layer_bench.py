@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.shapes import signature
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage, replace_tensors, shallow_copy
 
 __all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "fill_with_placeholders"]
 
@@ -74,6 +75,7 @@ class Pieces(Generic[T]):
         )
 
 
+@dataclass(frozen=True)
 class LayerBench:
     """Builds and measures the pieces of a model.
 
@@ -90,25 +92,14 @@ class LayerBench:
             while the model is cut.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: ModuleConfig,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device: torch.device,
-        prepare: Callable[[StageModule], object] = lambda stage: None,
-        varies: Callable[[int], Any] = lambda index: None,
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._model = model
-        self._config = config
-        self._args = args
-        self._kwargs = dict(kwargs)
-        self._device = device
-        self._prepare = prepare
-        self._varies = varies
-        self._within = within
+    model: nn.Module
+    config: ModuleConfig
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device
+    prepare: Callable[[StageModule], object] = lambda stage: None
+    varies: Callable[[int], Any] = lambda index: None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
         """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once.
@@ -118,17 +109,17 @@ class LayerBench:
                 scalar.
             question: measurement of a piece.
         """
-        config = self._config
-        inputs, first = self._args, None
+        config = self.config
+        inputs, first = self.args, None
         if config.input_fqns:
             first, output = self._ask(self._piece(config.input_fqns, 0, inputs), question)
             inputs = (output,)
         empty, _ = self._ask(self._piece((), 1, inputs), question)
         layers: list[T] = []
         known: dict[Any, tuple[T, Tensor]] = {}
-        described = _described([self._model.get_submodule(name) for name in config.layers])
+        described = _described([self.model.get_submodule(name) for name in config.layers])
         for index, (name, description) in enumerate(zip(config.layers, described, strict=True)):
-            alike = (description, _signature(inputs), self._varies(index))
+            alike = (description, tuple(map(signature, inputs)), self.varies(index))
             if alike not in known:
                 known[alike] = self._ask(self._piece((name,), 1, inputs), question)
             found, output = known[alike]
@@ -139,7 +130,7 @@ class LayerBench:
 
     def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, Tensor]:
         """Measurement of a piece, and a placeholder of its output."""
-        with self._within():
+        with self.within():
             return question(piece), _hidden_like(piece.run(*piece.inputs))
 
     def _piece(
@@ -150,37 +141,29 @@ class LayerBench:
         loss_of: LossOf | None = None,
     ) -> LayerPiece:
         """Build one of three stages, which holds the input modules, a layer, or the output modules."""
-        stage = make_stage(shallow_copy(self._model), self._config, names, stage_index, 3).train()
-        with self._within():
-            fill_with_placeholders(stage, self._device)
-        self._prepare(stage)
+        stage = make_stage(shallow_copy(self.model), self.config, names, stage_index, 3).train()
+        with self.within():
+            fill_with_placeholders(stage, self.device)
+        self.prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
         def run(*given: Any) -> Tensor:
-            output: Tensor = stage(*given, result_of=result_of, **self._kwargs)
+            output: Tensor = stage(*given, result_of=result_of, **self.kwargs)
             return output
 
         modules = tuple(map(stage.module.get_submodule, names))
-        batch = tuple(one for one in tree_leaves((self._args, self._kwargs)) if isinstance(one, Tensor))
+        batch = tuple(one for one in tree_leaves((self.args, dict(self.kwargs))) if isinstance(one, Tensor))
         return LayerPiece(stage, modules, run, inputs, batch)
 
 
 def fill_with_placeholders(stage: nn.Module, device: torch.device) -> None:
     """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
-    made: dict[int, Any] = {}
 
     def like(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            # Tensors that are not parameters may be variances or frequencies, so their values are positive.
-            bare = _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
-            made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-        found: Tensor = made[id(tensor)]
-        return found
+        # Tensors that are not parameters may be variances or frequencies, so their values are positive.
+        return _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
 
-    for module in stage.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for values in held:
-            values.update({name: like(value) for name, value in values.items() if isinstance(value, Tensor)})
+    replace_tensors(stage, like)
 
 
 def _some_values(like: Tensor, device: torch.device, low: float, high: float) -> Tensor:
@@ -217,7 +200,3 @@ def _described(layers: Sequence[nn.Module]) -> list[Any]:
         )
         for layer, own in zip(layers, plain, strict=True)
     ]
-
-
-def _signature(inputs: tuple[Any, ...]) -> Any:
-    return tuple((tuple(one.shape), one.dtype) if isinstance(one, Tensor) else repr(one) for one in inputs)

@@ -218,9 +218,9 @@ def _weigh(piece: LayerPiece) -> Footprint:
     if _has_parts(piece, piece.inputs):
         held, in_first, in_second, first, second = _run_parts(piece)
     return Footprint(
-        sum(map(_bytes, parameters)),
-        sum(_bytes(one) for one in parameters if one.requires_grad),
-        sum(map(_bytes, buffers)),
+        sum(one.nbytes for one in parameters),
+        sum(one.nbytes for one in parameters if one.requires_grad),
+        sum(one.nbytes for one in buffers),
         output_bytes,
         kept,
         held,
@@ -238,7 +238,7 @@ def _run_whole(piece: LayerPiece) -> tuple[int, int, int, int, tuple[float, floa
         forward, kept, in_forward = operations(), live.now, live.peak
         live.peak = live.now
         _backward(output)
-        return kept, in_forward, live.peak - kept, _bytes(output), (forward, operations() - forward)
+        return kept, in_forward, live.peak - kept, output.nbytes, (forward, operations() - forward)
 
 
 def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
@@ -308,7 +308,3 @@ def _input_backward(piece: LayerPiece, output: Tensor, inputs: tuple[Any, ...]) 
 
 def _weight_backward(piece: LayerPiece, groups: list[dict[str, Any]]) -> None:
     stage_backward_weight(piece.stage.parameters(), groups)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -110,13 +110,9 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
             not depend on the split.
 
     Raises:
-        SetupError: the mode is unknown, or ``every`` is below 1. In the backward: a layer ran other operations when it
-            was recomputed, or its arguments were changed in place after its forward.
+        SetupError: in the backward, if a layer ran other operations when it was recomputed, or if its arguments were
+            changed in place after its forward.
     """
-    if mode not in ("full", "selective"):
-        raise SetupError(f"the mode of activation checkpointing is {mode!r}; expected 'full' or 'selective'")
-    if every < 1:
-        raise SetupError(f"activation checkpointing is for every {every} layers; expected 1 (all layers) or more")
     for name in layers[::every]:
         layer: Any = stage.module.get_submodule(name)
         if not isinstance(layer, PassThrough):
@@ -229,7 +225,7 @@ class _Region:
                 for context in self._contexts:
                     stack.enter_context(context)
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(saved_tensors_hooks(fill, _as_it_is))
+                stack.enter_context(saved_tensors_hooks(fill, lambda tensor: tensor))
                 self._run()
             except _Filled:
                 pass
@@ -243,10 +239,6 @@ def _unequal(what: str) -> SetupError:
         f"a layer under activation checkpointing, recomputed for its backward, {what}; expected the same operations for"
         " the same arguments. Make the layer deterministic, or disable activation checkpointing"
     )
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # ---------------------------------------------------------------------- what was there in the forward

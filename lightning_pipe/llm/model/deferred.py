@@ -255,7 +255,9 @@ class _Recorder(TorchDispatchMode):
                     f"{func} uses a tensor of another deferred_init() or fake mode, expected one of this block."
                     " Materialise the tensor first"
                 )
-            if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or _wraps(value)):
+            if isinstance(value, Tensor) and (
+                value.layout is not torch.strided or value.is_quantized or is_traceable_wrapper_subclass(value)
+            ):
                 raise SetupError(
                     f"{func} uses a {type(value).__name__} of layout {value.layout} inside deferred_init();"
                     " expected plain dense tensors. Make a dense tensor before deferred_init() instead"
@@ -348,10 +350,6 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _wraps(tensor: Tensor) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _some(names: list[str]) -> str:

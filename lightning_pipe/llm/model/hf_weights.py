@@ -37,6 +37,7 @@ from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import tensors_are_fake
 from lightning_pipe.llm.model.hf_files import check_header, read_bounded_config, read_index
+from lightning_pipe.llm.model.stage_module import registered_tensors
 
 __all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", "pretrained_causal_lm"]
 
@@ -144,7 +145,7 @@ class PretrainedWeights:
                 listed by the model's names.
         """
         conversions, unexpected = _conversions(model, self.tensors)
-        saved, tensors = model.state_dict().keys(), _tensors(model)
+        saved, tensors = model.state_dict().keys(), dict(registered_tensors(model))
         results: dict[str, StoredTensor] = {}
         matched: list[tuple[Conversion, list[str]]] = []
         failed: dict[str, str] = {}
@@ -294,7 +295,7 @@ def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
             same files; a file cannot be read; the files have two values for a tied parameter; or the model is on the
             meta device.
     """
-    tensors = _tensors(model)
+    tensors = dict(registered_tensors(model))
     wanted = [
         (conversion, own)
         for conversion, given in weights.match(model)
@@ -382,14 +383,6 @@ def _import(module: str) -> Any:
 
 
 # ---------------------------------------------------------------------- names
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names, in the order of the model."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _conversions(model: nn.Module, names: Iterable[str]) -> tuple[list[Conversion], list[str]]:

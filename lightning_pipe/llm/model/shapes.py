@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = ["NoConditions", "StageShape", "StageShapes"]
+__all__ = ["NoConditions", "StageShape", "StageShapes", "signature"]
 
 _REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
 
@@ -75,7 +75,7 @@ class StageShapes:
                 than a tensor or a tuple of tensors; or an error raised by ``check``.
         """
         leaves = tree_leaves((args, dict(kwargs)))
-        key = (*map(_signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
+        key = (*map(signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
         if key not in self._known:
             self._known[key] = self._ask(args, dict(kwargs))
             if len(self._known) > _REMEMBERED:
@@ -156,5 +156,6 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-def _signature(value: Any) -> Any:
+def signature(value: Any) -> Any:
+    """Description of a value that determines shapes: a tensor's shape and dtype, or the text of any other value."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ __all__ = [
     "is_causal_lm",
     "make_stage",
     "prune",
+    "registered_tensors",
+    "replace_tensors",
     "run_empty",
     "shallow_copy",
     "tied_parameters",
@@ -247,7 +249,8 @@ def _run_shell(
 
     for name, placeholder in _replace(shell, config, (), as_tuple).items():
         placeholder.register_forward_pre_hook(record(name))
-    _empty_tensors(shell)
+    # Tensors of the shell, such as rotary frequencies, may have no memory yet.
+    replace_tensors(shell, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         if is_causal_lm(shell):
             # Run as the first of two stages, so that no logits are computed.
@@ -301,12 +304,21 @@ def _some_hidden_states(model: nn.Module) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, 6 * width, dtype=torch.float32, device="cpu").view(2, 3, width)
 
 
-def _empty_tensors(shell: nn.Module) -> None:
-    """Replace tensors of a pruned copy (rotary frequencies) by zeros on the CPU: the model's may have no memory yet."""
-    for module in shell.modules():
+def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace a model's parameters, buffers and plain attributes, in place; *make* is called once for each tensor."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for values in held:
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    zeros = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-                    values[name] = nn.Parameter(zeros, False) if isinstance(value, nn.Parameter) else zeros
+                    if id(value) not in made:
+                        bare, is_parameter = make(value), isinstance(value, nn.Parameter)
+                        made[id(value)] = nn.Parameter(bare, value.requires_grad) if is_parameter else bare
+                    values[name] = made[id(value)]
+
+
+def registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, under all their names, in the order of the model."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

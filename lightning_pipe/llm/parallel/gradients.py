@@ -18,9 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.ranks.together import communicating_device
 
-__all__ = ["GradientNorm", "clip_by_norm", "force_sum_reduction", "scale_gradients"]
+__all__ = ["GradientNorm", "alike", "clip_by_norm", "force_sum_reduction", "local_part", "scale_gradients"]
 
+_CPU = torch.device("cpu")
 # Types of gradients, sent to other stages as 1 + index. 0 means no gradient.
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -53,7 +55,7 @@ class GradientNorm:
     ) -> None:
         self._group = group
         self._count = len(order)
-        self._device = _communication_device(group)
+        self._device = _CPU if group is None else communicating_device(group, _CPU)
         positions = {name: position for position, name in enumerate(order)}
         unknown = sorted(set(parameters) - set(positions))
         self._check_orders(order, unknown)
@@ -134,14 +136,14 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
         total_norm: total norm over all stages and shards, from :class:`GradientNorm`; scalar.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for gradients in _alike(_local(parameters)):
+    for gradients in alike(_local(parameters)):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place, once each; bitwise equal to ``grad.mul_(factor)``."""
-    for gradients in _alike(_local(parameters)):
+    for gradients in alike(_local(parameters)):
         if gradients[0].device.type == "cpu":
             # The CPU's foreach kernel is also a loop, and in addition rounds the factor to half precision first.
             for gradient in gradients:
@@ -171,7 +173,7 @@ def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int
         position: _reduced(parameter.grad) for position, parameter in parameters.items() if parameter.grad is not None
     }
     norms = dict(
-        zip(gradients, _part_norms([_part(gradient) for gradient in gradients.values()], norm_type), strict=True)
+        zip(gradients, _part_norms([local_part(gradient) for gradient in gradients.values()], norm_type), strict=True)
     )
     sharded: defaultdict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for position, gradient in gradients.items():
@@ -188,8 +190,8 @@ def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int
 def _part_norms(parts: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
-    for alike in _alike([part for part in parts if part.numel()]):
-        norms |= zip(map(id, alike), torch._foreach_norm(alike, norm_type), strict=True)
+    for same in alike([part for part in parts if part.numel()]):
+        norms |= zip(map(id, same), torch._foreach_norm(same, norm_type), strict=True)
     return [norms[id(part)] for part in parts]
 
 
@@ -221,23 +223,19 @@ def _reduced(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _part(gradient: Tensor) -> Tensor:
+def local_part(gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, sharing its memory."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's parts of the existing gradients."""
-    return [_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Groups of one device and dtype, each of which a foreach operation handles in one kernel."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)
     return groups.values()
-
-
-def _communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    return torch.device("cuda" if group is not None and dist.get_backend(group) == "nccl" else "cpu")

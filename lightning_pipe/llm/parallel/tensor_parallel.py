@@ -17,7 +17,6 @@ Sources: Megatron-LM (arXiv 1909.08053), ``torch.distributed.tensor.parallel``, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -30,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
+from lightning_pipe.llm.parallel.gradients import alike, local_part
 from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
 
 __all__ = ["TensorGradients", "parallelise_tensors"]
@@ -119,17 +119,13 @@ class TensorGradients:
                 # A user's own ParallelStyle may leave a partial sum.
                 gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
                 parameter.grad = gradient
-            found = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            (incomplete if is_partial else whole)[name] = found
+            (incomplete if is_partial else whole)[name] = local_part(gradient)
         if not self._checked:
             self._checked = self._compare(whole, incomplete)
-        groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for gradient in incomplete.values():
-            groups[gradient.device, gradient.dtype].append(gradient)
-        for alike in groups.values():
-            flat = torch.cat([gradient.flatten() for gradient in alike])
+        for gradients in alike(incomplete.values()):
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self._group)
-            for gradient, summed in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
+            for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
     def _uncut(self) -> Iterator[tuple[str, nn.Parameter, bool]]:

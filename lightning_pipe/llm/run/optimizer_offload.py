@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.parallel.gradients import local_part
 
 __all__ = ["OffloadedState"]
 
@@ -112,7 +112,7 @@ class OffloadedState:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                size = _local_bytes(parameter)
+                size = local_part(parameter).nbytes
                 if bucket and taken + size > self._bucket_bytes:
                     yield bucket
                     bucket, taken = [], 0
@@ -179,8 +179,3 @@ def _home(value: Any, before: Tensor | None) -> Tensor | None:
     if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
         before = torch.empty_like(value, device="cpu", pin_memory=torch.accelerator.is_available())
     return before.copy_(value, non_blocking=True)
-
-
-def _local_bytes(parameter: Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.element_size()

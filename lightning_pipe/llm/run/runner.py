@@ -187,7 +187,8 @@ class PipelineRunner:
         else:
             schedule = build_evaluation(self._spec, stages, count, _output)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
-        largest = max(sum(map(_bytes, shape.inputs)) + train * sum(map(_bytes, shape.outputs)) for shape in shapes)
+        exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
+        largest = max(sum(one.nbytes for one in tensors) for tensors in exchanged)
         return _Made(schedule, count * largest * len(stages))
 
     def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
@@ -240,7 +241,3 @@ def _check_result(result: Any) -> Any:
 
 def _shapes(values: Any) -> tuple[Any, ...]:
     return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(values) if isinstance(one, Tensor))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

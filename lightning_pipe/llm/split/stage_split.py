@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,27 +166,6 @@ def _fill(
         on_all_ranks(lambda: load_into(model, pretrained), failed, dist.group.WORLD)
 
 
-class _Cut(Protocol):
-    """Assignment of a model's modules and tensors to stages."""
-
-    tied: tuple[TiedParameter, ...]
-
-    def shapes(self, model: nn.Module) -> StageShapes:
-        """Shapes of the tensors that stages exchange."""
-
-    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
-        """Predicate that is True for names of parameters and buffers that any of these stages needs."""
-
-    def stage(self, model: nn.Module, index: int) -> StageModule:
-        """Build a stage over the model's tensors."""
-
-    def parallelise(self, stage: StageModule) -> None:
-        """Apply the parallelism to a stage."""
-
-    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
-        """Join stages into one module with the model's names."""
-
-
 def _cut(
     model: nn.Module,
     config: ModuleConfig | None,
@@ -194,7 +173,8 @@ def _cut(
     options: SplitOptions,
     parallelism: StageParallelism,
     example: Callable[[], Example] | None,
-) -> _Cut:
+) -> _LayerCut | _TracedCut:
+    """Assign a model's modules and tensors to stages."""
     if config is None and not options.traces:
         try:
             config = derive_config(model)
@@ -232,6 +212,7 @@ class _LayerCut:
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
 
     def shapes(self, model: nn.Module) -> StageShapes:
+        """Shapes of the tensors that stages exchange."""
         fake, mode = fake_copy(model)
         skip_experts(fake)
 
@@ -248,6 +229,7 @@ class _LayerCut:
         return StageShapes([CheckedAttention(stage, self._config.layers, *how) for stage in stages], mode, check)
 
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
+        """Predicate that is True for names of parameters and buffers that any of these stages needs."""
         kept = [name for index in mine for name in self._fqns[index]]
         prefixes = tuple(f"{name}." for name in [*kept, *self._config.always_keep_fqns])
         return lambda name: name.startswith(prefixes)
@@ -260,6 +242,7 @@ class _LayerCut:
         self._parallelism.apply(stage, self._config, self._plan)
 
     def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
+        """Join stages into one module with the model's names."""
         if len(stages) == 1:
             (only,) = (stage.module for stage in stages.values())
             return only

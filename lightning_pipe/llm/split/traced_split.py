@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from lightning_pipe._compat.torch import tree_leaves, tree_map, tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
-from lightning_pipe.llm.model.stage_module import StageModule
+from lightning_pipe.llm.model.stage_module import StageModule, registered_tensors, replace_tensors
 from lightning_pipe.llm.model.tied import TiedParameter
 from lightning_pipe.llm.split.traced_graph import CutGraph, cut, whole_layers
 from lightning_pipe.llm.split.traced_stage import (
@@ -37,7 +37,6 @@ from lightning_pipe.llm.split.traced_stage import (
     TraceInputs,
     find_tensor,
     join_parts,
-    registered_tensors,
 )
 
 __all__ = ["SplitPoint", "TracedSplit", "join_stages", "pipe_split", "split_into_equal_size", "trace_split"]
@@ -279,6 +278,9 @@ def _export(
         copied.train(training)
     annotate_split_points(copied, dict(split_spec))
 
+    def moved(value: Tensor) -> Tensor:  # Module.to refuses models without memory
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+
     def example(value: Tensor) -> Tensor:
         return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
 
@@ -288,7 +290,7 @@ def _export(
 
     with mode:
         if device is not None:
-            _move(copied, device)
+            replace_tensors(copied, moved)
         args, kwargs = tree_map_only(Tensor, example, (args, kwargs))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -299,21 +301,6 @@ def _export(
             f"{type(model).__name__} cannot be traced{'' if training else ' in evaluation'}, so it cannot be cut at"
             f" split points: {type(error).__name__}: {reason}\nChange this in the model's forward. {_BY_LAYERS}"
         ) from error
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move a model without memory to a device, which ``Module.to`` refuses."""
-    moved: dict[int, Tensor] = {}
-    for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for values in held:
-            for name, value in values.items():
-                if isinstance(value, Tensor) and id(value) not in moved:
-                    bare = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-                    is_parameter = isinstance(value, nn.Parameter)
-                    moved[id(value)] = nn.Parameter(bare, value.requires_grad) if is_parameter else bare
-                if isinstance(value, Tensor):
-                    values[name] = moved[id(value)]
 
 
 def _graph(

@@ -5,7 +5,7 @@ Tested in ``tests/llm/split/test_traced_split.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,9 +16,10 @@ from torch.export import ExportedProgram
 
 from lightning_pipe._compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.model.stage_module import registered_tensors
 from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 
-__all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]
+__all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts"]
 
 _MADE_WITH = "the model's trace was made with"
 _AGAIN = "Make the example micro-batch like those of training"
@@ -54,10 +55,13 @@ class TracedPart(nn.Module):
         persistent: Collection[str],
     ) -> None:
         super().__init__()
-        pieces = {training: trace.graph.stages[stage_index].pieces for training, trace in traces.items()}
+        pieces = {
+            training: {piece.layer: piece for piece in trace.graph.stages[stage_index].pieces}
+            for training, trace in traces.items()
+        }
         layers = {
-            name: _TracedLayer({training: _piece_of(name, pieces[training]) for training in pieces})
-            for name in dict.fromkeys(piece.layer for piece in pieces[True])
+            name: _TracedLayer({training: of_layers[name] for training, of_layers in pieces.items()})
+            for name in pieces[True]
             if name is not None
         }
         self.layer_names = tuple(layers)
@@ -221,12 +225,6 @@ def join_parts(parts: Sequence[TracedPart]) -> nn.Module:
     return whole.train(parts[0].training)
 
 
-def registered_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def find_tensor(module: nn.Module, name: str) -> Tensor:
     """Tensor with the given FQN: a parameter, a buffer or a plain attribute."""
     tensor: Tensor = attrgetter(name)(module)
@@ -255,7 +253,3 @@ def _fill(
             holder.register_buffer(leaf, tensor, name in persistent)
     for name in layers:
         inner(name)
-
-
-def _piece_of(layer: str, pieces: Sequence[GraphPiece]) -> GraphPiece:
-    return next(piece for piece in pieces if piece.layer == layer)

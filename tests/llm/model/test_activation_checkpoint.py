@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.activation_checkpoint import _policy, checkpoint_layers
+from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, _policy, checkpoint_layers
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import (
@@ -285,10 +285,11 @@ def test_a_layer_that_cannot_be_computed_again_is_an_error(what: str, says: str)
 
 
 def test_another_mode_or_no_layers_at_all_are_refused() -> None:
-    with pytest.raises(SetupError, match="is 'some'; expected 'full' or 'selective'"):
-        checkpointed("some")
-    with pytest.raises(SetupError, match="every 0 layers; expected 1"):
-        checkpointed(every=0)
+    mode: Any = "some"
+    with pytest.raises(SetupError, match="is 'some'; expected one of 'full', 'selective'"):
+        ActivationCheckpoint(mode)
+    with pytest.raises(SetupError, match="is 0; expected a whole number, 1 or more"):
+        ActivationCheckpoint(every=0)
 
 
 # ---------------------------------------------------------------------- schedules, on two ranks
