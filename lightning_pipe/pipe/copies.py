@@ -77,11 +77,7 @@ class Copier:
             for stream in ends:
                 stack.enter_context(torch.cuda.stream(stream))
             moved = [leaf.to(there, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            events = []
-            for stream in ends:
-                event = torch.cuda.Event()
-                event.record(stream)
-                events.append(event)
+            events = [stream.record_event() for stream in ends]
         if self._on_gpu(source):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:

@@ -15,7 +15,7 @@ Tested in ``tests/engine/planning/test_simulation.py``.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Hashable, Mapping
 from typing import NamedTuple
 
@@ -85,7 +85,7 @@ class SimulatedThreads:
         self.resources = {name: SharedResource(name, machine.lanes_of(name)) for name in used}
         self.caller = SharedResource("caller", 1)
         self.clock = Clock([*self.resources.values(), self.caller])
-        self.signals: dict[Hashable, Signal] = {}
+        self.signals: dict[Hashable, Signal] = defaultdict(Signal)
         self.queues: dict[Hashable, _Queue] = {}
         for group in plan.thread_groups:
             if group != MAIN:
@@ -212,20 +212,14 @@ class SimulatedThreads:
         return ResourceUse(self.resources[resource], seconds)
 
     def _wait(self, *key: Hashable) -> Body:
-        signal = self._signal(key)
+        signal = self.signals[key]
         if not signal.is_set:
             yield signal
 
     def _set(self, *key: Hashable) -> None:
-        signal = self._signal(key)
+        signal = self.signals[key]
         if not signal.is_set:
             self.clock.set(signal)
-
-    def _signal(self, key: Hashable) -> Signal:
-        signal = self.signals.get(key)
-        if signal is None:
-            signal = self.signals[key] = Signal()
-        return signal
 
     def _put(self, queue: Hashable, entry: _QueueEntry) -> None:
         self.queues[queue].entries.append(entry)

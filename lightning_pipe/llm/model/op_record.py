@@ -15,8 +15,8 @@ Tested in ``tests/llm/model/test_deferred.py``.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +196,7 @@ class OpRecord:
         advance a generator.
         """
         wanted = {view.storage for view in views}
-        with unset_fake_temporarily(), self._generators_restored():
+        with unset_fake_temporarily():
             storages = self._run(self._plan(wanted, []), wanted, torch.device("cpu"))
             return [view.of(storages[view.storage]) for view in views]
 
@@ -217,8 +217,7 @@ class OpRecord:
             SetupError: a real tensor used while the model was built has changed since; or the memory layout of a
                 result differs from that of the fake kernel.
         """
-        with self._generators_restored():
-            storages = self._run(self._plan(wanted, self._ends), wanted, device)
+        storages = self._run(self._plan(wanted, self._ends), wanted, device)
         for track, number in self._ends:
             track.generator.set_state(track.states[number])
         return storages
@@ -229,15 +228,6 @@ class OpRecord:
         self._sizes.append(storage.nbytes())
         number = self._numbers[storage_key(storage)] = len(self._sizes) - 1
         return number
-
-    @contextlib.contextmanager
-    def _generators_restored(self) -> Iterator[None]:
-        states = [(track.generator, track.generator.get_state()) for track in self._tracks.values()]
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
 
     def _data_flow(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DataFlow:
         name = schema_of(func).name
@@ -293,7 +283,10 @@ class OpRecord:
 
     def _run(self, steps: list[_Step], wanted: set[int], device: torch.device) -> dict[int, torch.UntypedStorage]:
         live: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), _default_dtype_restored():
+        with torch.no_grad(), ExitStack() as restored:
+            restored.callback(torch.set_default_dtype, torch.get_default_dtype())
+            for track in self._tracks.values():
+                restored.callback(track.generator.set_state, track.generator.get_state())
             for step in steps:
                 draw = step.operation.draw
                 if draw is not None:
@@ -351,12 +344,3 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
     if storage.device == device:
         return storage
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to(device).untyped_storage()
-
-
-@contextlib.contextmanager
-def _default_dtype_restored() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -14,8 +14,8 @@ gradients and state are on the host already, and offloading has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -94,12 +94,12 @@ class OffloadedState:
         step = getattr(step, "__wrapped__", step)  # without the hooks, which run around the called step
         try:
             for bucket in list(self._buckets()):
-                with self._only(bucket):
+                with ExitStack() as after:
+                    self._show(bucket)
+                    after.callback(self._show_all)
                     self._move(bucket, self._to_device)
-                    try:
-                        step(optimizer)
-                    finally:
-                        self._move(bucket, self._to_host)
+                    after.callback(self._move, bucket, self._to_host)
+                    step(optimizer)
         finally:
             self._finish_copies()
         self._show([])
@@ -120,14 +120,6 @@ class OffloadedState:
                 taken += size
         if bucket:
             yield bucket
-
-    @contextmanager
-    def _only(self, bucket: Sequence[Tensor]) -> Generator[None, None, None]:
-        self._show(bucket)
-        try:
-            yield
-        finally:
-            self._show_all()
 
     def _show(self, shown: Sequence[Tensor]) -> None:
         """Restrict the optimiser's groups to these parameters."""

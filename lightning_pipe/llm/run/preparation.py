@@ -96,6 +96,7 @@ class StepInputs:
     lengths: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
 class BatchPreparation:
     """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
 
@@ -116,35 +117,18 @@ class BatchPreparation:
             to leave documents to the model.
     """
 
-    def __init__(
-        self,
-        model_inputs: Callable[[MicroBatch], tuple[tuple[Any, ...], dict[str, Any]]],
-        loss_tokens: Callable[[MicroBatch], int],
-        group: dist.ProcessGroup,
-        pipelines: Sequence[Sequence[int]],
-        num_microbatches: int,
-        *,
-        lengths: Lengths,
-        keys: SequenceKeys,
-        strict: bool = False,
-        ignore_index: int = -100,
-        context: ContextRanks | None = None,
-        compare: bool = False,
-        documents: HFDocuments | None = None,
-    ) -> None:
-        self._model_inputs = model_inputs
-        self._loss_tokens = loss_tokens
-        self._group = group
-        self._pipelines = [list(ranks) for ranks in pipelines]
-        self._mine = next(ranks for ranks in self._pipelines if group.rank() in ranks)
-        self._num_microbatches = num_microbatches
-        self._lengths = lengths
-        self._keys = keys
-        self._strict = strict
-        self._ignore_index = ignore_index
-        self._context = context
-        self._compare = compare
-        self._documents = documents
+    model_inputs: Callable[[MicroBatch], tuple[tuple[Any, ...], dict[str, Any]]]
+    loss_tokens: Callable[[MicroBatch], int]
+    group: dist.ProcessGroup
+    pipelines: Sequence[Sequence[int]]
+    num_microbatches: int
+    lengths: Lengths
+    keys: SequenceKeys
+    strict: bool = False
+    ignore_index: int = -100
+    context: ContextRanks | None = None
+    compare: bool = False
+    documents: HFDocuments | None = None
 
     def begin(self, batch: Any, *, counts: bool = True) -> PreparedBatch:
         """Cut a batch and start gathering its numbers.
@@ -156,28 +140,28 @@ class BatchPreparation:
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0]
         try:
-            cut = split_batch(batch, self._num_microbatches, ignore_index=self._ignore_index, strict=self._strict)
+            cut = split_batch(batch, self.num_microbatches, ignore_index=self.ignore_index, strict=self.strict)
             tokens = sum(map(self._count, cut.items))
             self._check_added_rows(cut)
             sizes = [self._size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
                 # The result is discarded: this only refuses values that cannot be padded or cut.
-                padded = pad_microbatch(item, length, self._keys)
-                if self._context is not None:
-                    self._context.check(padded, self._keys)
-                elif self._documents is not None:
-                    self._documents.check(padded)
-            digest = _digest(cut.items) if self._compare else 0
+                padded = pad_microbatch(item, length, self.keys)
+                if self.context is not None:
+                    self.context.check(padded, self.keys)
+                elif self.documents is not None:
+                    self.documents.check(padded)
+            digest = _digest(cut.items) if self.compare else 0
             longest = max(length for _, length in sizes)
             numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest]
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
-        gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
-        work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
+        gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
+        work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self.group, async_op=True)
         return PreparedBatch(batch, cut, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:
-        tokens = self._loss_tokens(micro_batch)
+        tokens = self.loss_tokens(micro_batch)
         if not isinstance(tokens, int):
             raise InputError(
                 f"loss_tokens gave {tokens!r}; expected an int. Return the number of tokens that the loss sums over"
@@ -199,14 +183,14 @@ class BatchPreparation:
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
-                    f" tokens in the copied rows that fill them: only 'labels' are set to {self._ignore_index} there."
+                    f" tokens in the copied rows that fill them: only 'labels' are set to {self.ignore_index} there."
                     " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
             left -= added
 
     def _size(self, micro_batch: MicroBatch) -> tuple[int, int]:
         """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
-        sequences = (micro_batch.get(key) for key in self._keys.values())
+        sequences = (micro_batch.get(key) for key in self.keys.values())
         shape = next((tuple(value.shape) for value in sequences if isinstance(value, Tensor)), ())
         return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
@@ -226,7 +210,7 @@ class BatchPreparation:
             raise InputError(
                 f"rank(s) {', '.join(map(str, failed))} could not use their batch. See the errors of these ranks"
             )
-        for ranks in self._pipelines:
+        for ranks in self.pipelines:
             found = {rank: table[rank][1:] for rank in ranks}
             if len({(rows, *rest) for rows, _, *rest in found.values()}) > 1:
                 raise InputError(
@@ -236,24 +220,24 @@ class BatchPreparation:
                     " data with the strategy's distributed_sampler_kwargs"
                 )
         assert prepared.cut is not None
-        longest = [max(table[rank][2] for rank in ranks) for ranks in self._pipelines]
+        longest = [max(table[rank][2] for rank in ranks) for ranks in self.pipelines]
         # For all pipelines, so that a sequence that is too long raises on every rank.
-        targets = [self._lengths.of(length) for length in longest]
-        length = targets[self._pipelines.index(self._mine)]
-        padded = [pad_microbatch(item, length, self._keys) for item in prepared.cut.items]
+        targets = [self.lengths.of(length) for length in longest]
+        length = next(to for to, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks)
+        padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
         lengths = tuple(self._size(item)[1] for item in prepared.cut.items)
-        tokens = sum(table[ranks[0]][3] for ranks in self._pipelines)
+        tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
         return StepInputs(inputs, tokens, prepared.cut, length, lengths)
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
-        if self._context is None:
-            arguments, keywords = self._model_inputs(micro_batch)
-            if self._documents is not None:
-                keywords = self._documents.keywords(micro_batch, keywords)
+        if self.context is None:
+            arguments, keywords = self.model_inputs(micro_batch)
+            if self.documents is not None:
+                keywords = self.documents.keywords(micro_batch, keywords)
             return StageInputs(arguments, keywords, target=micro_batch)
-        part, within = self._context.cut(micro_batch, self._keys)
-        return StageInputs(*self._context.inputs(part, self._model_inputs), target=part, contexts=(within,))
+        part, within = self.context.cut(micro_batch, self.keys)
+        return StageInputs(*self.context.inputs(part, self.model_inputs), target=part, contexts=(within,))
 
 
 def _contents(batch: Any) -> list[tuple[Any, int]]:

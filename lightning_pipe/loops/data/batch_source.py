@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -43,18 +43,6 @@ _ADVICE = (
 )
 
 
-class Source(Protocol):
-    """Source that returns batches in order."""
-
-    def __call__(self) -> Fetched:
-        """Return the next batch. Raises ``StopIteration`` after the last one."""
-        ...
-
-    def unread(self) -> list[Callable[[], Fetched]]:
-        """Return functions that give the batches that were read but not returned, in order."""
-        ...
-
-
 class BatchSource:
     """Source of one rank's batches.
 
@@ -68,9 +56,11 @@ class BatchSource:
         self._kept = deque(kept)
 
     def __call__(self) -> Fetched:
+        """Return the next batch. Raises ``StopIteration`` after the last one."""
         return self._kept.popleft()() if self._kept else self._fetch()
 
     def unread(self) -> list[Callable[[], Fetched]]:
+        """Return functions that give the batches that were read but not returned, in order."""
         return list(self._kept)
 
 
@@ -198,6 +188,9 @@ class AgreedSource:
         if self._uneven == "error":
             raise InputError(f"{said}. {self._advice}")
         rank_zero_info(f"{said}. The epoch ends after {had} batches on every rank.")
+
+
+Source = BatchSource | AgreedSource
 
 
 def given_again(fetched: Fetched) -> Fetched:

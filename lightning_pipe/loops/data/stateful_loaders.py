@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -234,7 +234,10 @@ class _WatchedLoader:
         """Create the iterator of the checkpoint again, without changes to the random generators."""
         if due.samplers and is_from("torchdata", self.loader):
             SamplerState(self.loader).put(due.samplers)
-        with _drawing_from(due.made_with):
+        with ExitStack() as restored:
+            restored.callback(set_states, get_states(_CPU), _CPU)
+            if due.made_with is not None:
+                set_states(due.made_with, _CPU)
             continued = self._loaded_iterator()
             # The batch is fetched again, so that its changes to the dataset are made before the next epoch.
             if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
@@ -339,18 +342,6 @@ def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
 
 def _has_own_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_resumable(loader)
-
-
-@contextmanager
-def _drawing_from(states: States | None) -> Iterator[None]:
-    """Context in which the shared generators have other states. Their previous states are restored afterwards."""
-    before = get_states(_CPU)
-    if states is not None:
-        set_states(states, _CPU)
-    try:
-        yield
-    finally:
-        set_states(before, _CPU)
 
 
 def _generator(loader: Any) -> torch.Generator | None:
