@@ -52,6 +52,8 @@ class ParquetBatches(IterableDataset[Any]):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.groups))
         own = order[self.rank * workers + number :: self.ranks * workers]
+        if not len(own):
+            raise ValueError(f"{len(order)} row groups do not suffice for {self.ranks} ranks x {workers} workers")
         while self.group < len(own):
             file, group = self.groups[own[self.group]]
             table = pq.ParquetFile(file).read_row_group(group, self.columns)

@@ -46,6 +46,10 @@ class StreamBatches(IterableDataset[Any]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         own = range(self.rank * workers + number, len(self.offsets), self.ranks * workers)
+        if not own:
+            raise ValueError(
+                f"{len(self.offsets)} partitions do not suffice for {self.ranks} ranks x {workers} workers"
+            )
         while True:
             partition = own[self.turn % len(own)]
             rows = self.read(partition, self.offsets[partition], self.batch_size)

@@ -95,6 +95,11 @@ class ManagedMap:
         """Full name of the number of batches that have passed the map, and its buffer."""
         return f"{self.name}.{_STEPS}", self._module.get_buffer(_STEPS)
 
+    @property
+    def filters(self) -> bool:
+        """True if a function selects the ids that may have a row, possibly at random."""
+        return self._module._eviction_policy._threshold_filtering_func is not None
+
     def seed(self) -> int:
         """Seed for the values of rows that the map evicts now, the same in a resumed run."""
         digest = hashlib.sha256(f"{self.table}/{int(self.steps[1])}/{self.begin}".encode()).digest()
@@ -136,6 +141,11 @@ class ManagedMap:
         numbers = [module._input_history_buffer_size, module._last_eviction_iter]
         found = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
         return found | {name: values[:filled] for name, values in module._history_metadata.items()}
+
+    def open_window(self) -> None:
+        """Let the next batch size the window if no batch has had ids yet; else it would stay without room."""
+        if self._module._input_history_buffer_size == 0:
+            self._module._input_history_buffer_size = -1
 
     def set_window(self, window: Mapping[str, Tensor]) -> None:
         """Continue from a result of :meth:`window`, after the buffers are loaded. Empty: with a new window."""

@@ -111,8 +111,11 @@ def _flat(name: str, given: Any, default: Default | None) -> tuple[Array, Array,
     if isinstance(given, JaggedTensor):
         return given.values().numpy(), given.lengths().numpy(), None, None
     if isinstance(given, torch.Tensor):
+        given = given.detach().float() if given.dtype == torch.bfloat16 else given.detach()
         if given.is_nested:
             nested: Any = given.contiguous()
+            if given.layout != torch.jagged:
+                raise InputError(f"column {name!r} is a strided nested tensor. Make it with layout=torch.jagged")
             return nested.values().numpy(), nested.offsets().diff().numpy(), None, None
         given = given.numpy()
     if isinstance(given, np.ndarray) and given.dtype != object:
@@ -137,6 +140,8 @@ def _of_arrow(array: Any, default: Default | None) -> tuple[Array, Array, int | 
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if pa.types.is_null(array.type):  # Arrow knows no type if all values are missing
+        array = array.cast(pa.float64() if default is None or np.ndim(default) == 0 else pa.list_(pa.float64()))
     lengths: Array = np.ones(len(array), int)
     width: int | None = 1
     no_row: Array | None = None
@@ -145,6 +150,7 @@ def _of_arrow(array: Any, default: Default | None) -> tuple[Array, Array, int | 
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
         width = array.type.list_size if pa.types.is_fixed_size_list(array.type) and no_row is None else None
         array = array.flatten()  # without the values of missing lists
+        array = array.cast(pa.float64()) if pa.types.is_null(array.type) else array  # all lists are empty
     if array.null_count and default is not None and np.ndim(default) == 0:
         array = array.fill_null(default)  # NumPy's integers have no missing values
     return array.to_numpy(zero_copy_only=False), lengths, width, no_row

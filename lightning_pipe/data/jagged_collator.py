@@ -62,6 +62,9 @@ class JaggedCollator:
             )
         if unknown := sorted(self._defaults.keys() - set(named)):
             raise SetupError(f"defaults has columns that are not collated: {', '.join(unknown)}. Remove them")
+        for name in self.sparse:
+            if np.any(np.mod(self._defaults.get(name, 0), 1)):
+                raise SetupError(f"defaults[{name!r}] is {self._defaults[name]}, but ids are whole numbers. Use one")
 
     def __call__(self, rows: Any) -> Any:
         """Collate *rows*.
@@ -122,7 +125,8 @@ def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: type, axis: int = 0) -
 def _checked(column: Column) -> np.ndarray[Any, Any]:
     ids = column.values
     if ids.dtype.kind == "f":  # Arrow, NumPy and pandas give floats if a value is missing
-        column.check((ids != np.floor(ids)) | (np.abs(ids) > 2**53), "{} is no id", "Ids are whole numbers")
+        exact = 2.0 ** (np.finfo(ids.dtype).nmant + 1)  # larger whole numbers are rounded
+        column.check((ids != np.floor(ids)) | (np.abs(ids) > exact), "{} is no id", "Ids are whole numbers")
         ids = ids.astype(np.int64)
     elif ids.dtype.kind == "u" and ids.dtype.itemsize == 8:
         column.check(ids > np.iinfo(np.int64).max, "the id {} does not fit into 64 bits with a sign", "Hash or map it")

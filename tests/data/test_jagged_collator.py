@@ -112,6 +112,30 @@ def test_missing_values_get_their_columns_default() -> None:
     assert (two.lengths().tolist(), two.values().tolist()) == ([2, 2, 2], [8, 9, 3, 4, 8, 9])
 
 
+@pytest.mark.parametrize("rows", [lambda column: column, lambda column: pa.table(column)], ids=["lists", "table"])
+def test_columns_without_any_value_are_collated(rows: Callable[[Any], Any]) -> None:
+    given: dict[str, Any] = {"user": [None, None], "genres": [[], []], "strength": [[], []], "age": [None, None]}
+    given |= {"label": [0, 1], "tags": [None, None]}
+    defaults: dict[str, Any] = {"user": 4, "age": -1.0, "tags": ()}
+    batch = JaggedCollator(["user", "genres", "tags"], ["age"], defaults=defaults)(rows(given))
+    assert batch.sparse_features.values().tolist() == [4, 4]
+    assert batch.sparse_features.lengths().tolist() == [1, 1, 0, 0, 0, 0]
+    assert batch.dense_features.tolist() == [[-1.0], [-1.0]]
+    weighted = JaggedCollator(["genres"], weights={"genres": "strength"})(rows(given)).sparse_features
+    assert (weighted.weights().tolist(), weighted.lengths().tolist()) == ([], [0, 0])
+
+
+def test_tensors_of_a_graph_and_of_half_precision_are_numbers() -> None:
+    given = {
+        "user": [1, 2],
+        "age": torch.tensor([0.5, 2.0], dtype=torch.bfloat16),
+        "label": torch.ones(2).requires_grad_(),
+    }
+    batch = JaggedCollator(["user"], ["age"])(given)
+    assert batch.dense_features.tolist() == [[0.5], [2.0]]
+    assert batch.labels.tolist() == [1.0, 1.0]
+
+
 def with_rows(**columns: Any) -> dict[str, Any]:
     return {**ROWS, **columns}
 
@@ -129,6 +153,9 @@ def with_rows(**columns: Any) -> dict[str, Any]:
         (with_rows(age=[1.0, None, 2.0]), "column 'age', row 1: the value is missing"),
         (with_rows(age=[[1.0], [1.0, 2.0], [3.0]]), "column 'age', row 1: 2 numbers, but row 0 has 1"),
         (with_rows(user=["a", "b", "c"]), "column 'user' holds object, expected numbers"),
+        (with_rows(user=np.array([1, 2, 2**24 + 2], np.float32)), "row 2: 16777218.0 is no id"),
+        (with_rows(user=[None, None, None]), "column 'user', row 0: the value is missing"),
+        (with_rows(genres=torch.nested.nested_tensor([torch.ones(1)] * 3)), "'genres' is a strided nested tensor"),
         (with_rows(user=[1, [2], 3]), "column 'user' cannot be read"),
         (with_rows(user=np.zeros((3, 1, 1), int)), "column 'user' has the shape"),
         (with_rows(user=[1, 2]), "columns must have the same number of rows"),
@@ -158,6 +185,7 @@ def test_weights_of_another_number_than_ids_are_refused() -> None:
         ({"sparse": ["user", "user"]}, "named twice: user"),
         ({"sparse": ["user", "genres"], "weights": {"genres": "strength"}}, "expected all columns of ids or none"),
         ({"sparse": ["user"], "defaults": {"age": 0}}, "not collated: age"),
+        ({"sparse": ["user"], "defaults": {"user": 0.5}}, "ids are whole numbers"),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ from torchrec.modules.mc_modules import (
     LRU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
+    probabilistic_threshold_filter,
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -208,8 +209,12 @@ def mapped(configs: Any, policy: Callable[[], Any], slots: int = SLOTS) -> Manag
     return ManagedCollisionCollection(maps, configs)
 
 
+def _by_chance(counts: Tensor) -> Any:
+    return probabilistic_threshold_filter(counts, 0.6)
+
+
 class Managed(nn.Module):
-    """Ids are mapped to the rows of smaller tables; pooled and sequences, with three ways to evict."""
+    """Ids are mapped to the rows of smaller tables; pooled and sequences, with three ways to evict, one with draws."""
 
     def __init__(self, slots: int = SLOTS) -> None:
         super().__init__()
@@ -219,7 +224,7 @@ class Managed(nn.Module):
         past = EmbeddingConfig(name="past", embedding_dim=WIDTH, num_embeddings=slots, feature_names=["past"])
         maps = {
             "people": mapped(pooled[:1], DistanceLFU_EvictionPolicy, slots),
-            "things": mapped(pooled[1:], LFU_EvictionPolicy, slots),
+            "things": mapped(pooled[1:], lambda: LFU_EvictionPolicy(threshold_filtering_func=_by_chance), slots),
         }
         both = ManagedCollisionCollection(
             {name: one._managed_collision_modules[name] for name, one in maps.items()}, pooled
@@ -236,7 +241,7 @@ class Managed(nn.Module):
         assert slots is not None
         assert slots["past"].values().numel() == sequences["past"].values().shape[0]
         recent = torch.stack([row.sum(0) for row in sequences["past"].to_dense()])
-        parts = [batch.dense, recent, self.bags(batch.sparse)[0].values()]
+        parts = [batch.dense, self.drop(recent), self.bags(batch.sparse)[0].values()]  # draws between the lookups
         return self.over(self.drop(torch.cat(parts, dim=1)))[:, 0]
 
 

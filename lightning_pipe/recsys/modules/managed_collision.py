@@ -8,7 +8,8 @@ Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCo
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.managed_collision import id_maps_in
-from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs
+from lightning_pipe._compat.managed_collision import ManagedMap, id_maps_in
+from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs, with_tensors
 
 __all__ = ["ManagedCollisionBags", "ManagedCollisionSequences", "on_eviction"]
 
@@ -38,26 +39,43 @@ def on_eviction(module: nn.Module, told: Callable[[Any, int, torch.Tensor], None
         module.__dict__[_TOLD] = told
 
 
-class ManagedCollisionBags(ShardedManagedCollisionEmbeddingBagCollection):
+class _Maps:
+    """What both kinds of modules do in another way than TorchRec."""
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """TorchRec's input dist, of features in the form of the first batch, with ids of 64 bits."""
+        features = embeddings_in(self).begin(ctx, features)
+        if features.values().dtype != torch.int64:
+            features = with_tensors(features, values=features.values().long())
+        return super().input_dist(ctx, features)  # type: ignore[misc]
+
+    def compute(self, ctx: Any, dist_input: Any) -> Any:
+        """TorchRec's remapping, eviction and lookup; a filter of ids draws the same numbers in every run."""
+        maps = list(id_maps_in("", self))  # type: ignore[arg-type]
+        with _draws_of(maps[0]) if any(one.filters for one in maps) else nullcontext():
+            found = super().compute(ctx, dist_input)  # type: ignore[misc]
+        for one in maps:
+            one.open_window()
+        return found
+
+    def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
+        _reset_rows(self, evictions_per_table)  # type: ignore[arg-type]
+
+
+class ManagedCollisionBags(_Maps, ShardedManagedCollisionEmbeddingBagCollection):
     """Pooled embeddings of remapped ids, with correct means."""
 
-    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
-        """TorchRec's input dist, of features in the form of the first batch."""
-        return super().input_dist(ctx, embeddings_in(self).begin(ctx, features))
 
-    def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
-        _reset_rows(self, evictions_per_table)
-
-
-class ManagedCollisionSequences(ShardedManagedCollisionEmbeddingCollection):
+class ManagedCollisionSequences(_Maps, ShardedManagedCollisionEmbeddingCollection):
     """Sequence embeddings of remapped ids."""
 
-    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
-        """TorchRec's input dist, of features in the form of the first batch."""
-        return super().input_dist(ctx, embeddings_in(self).begin(ctx, features))
 
-    def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
-        _reset_rows(self, evictions_per_table)
+@contextmanager
+def _draws_of(one: ManagedMap) -> Iterator[None]:
+    """Context in which random numbers depend only on a map and its number of batches, and are no one else's."""
+    with torch.random.fork_rng(devices=[one.steps[1].device] if one.steps[1].is_cuda else []):
+        torch.manual_seed(one.seed())
+        yield
 
 
 @torch.no_grad()
@@ -80,13 +98,13 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
             if rows is None or not rows.numel():
                 continue
             fresh = weights.new_empty((len(rows), weights.shape[1]))
-            with torch.random.fork_rng(devices=[fresh.device] if fresh.is_cuda else []):
-                torch.manual_seed(maps[table.name].seed())
+            with _draws_of(maps[table.name]):
                 config = configs[table.name]  # the kernel's own config has another init_fn
                 if config.init_fn is None:
                     fresh.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
                 else:
-                    config.init_fn(fresh)
+                    filled = config.init_fn(fresh)
+                    fresh = fresh if filled is None else filled
             weights[rows] = fresh
             if (told := module.__dict__.get(_TOLD)) is not None:
                 told(kernel, index, rows)

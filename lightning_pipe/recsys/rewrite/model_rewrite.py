@@ -380,8 +380,9 @@ class ModelRewrite(ReplacedForwards):
         call = entry.prepare(call)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
-                f"sharded module {entry.name!r} got features with a batch size per feature, for which the norm of its"
-                " tables' gradients cannot be computed. Use one batch size, or train without gradient clipping."
+                f"sharded module {entry.name!r} got features with a batch size per feature, for which the gradients of"
+                " its tables cannot be kept. Use one batch size, or train without gradient clipping and without"
+                " accumulate_tables='window'."
             )
         return call
 

@@ -53,11 +53,16 @@ class IdMaps:
         """Fill the maps with the ids of an unsharded module on rank 0. Every rank calls it, after rows are filled.
 
         Args:
-            unsharded: entries of each map and its number of batches, by the map's name; only read on rank 0.
+            unsharded: entries of each map and its number of batches, by the map's name; only read on rank 0. Those on
+                the meta device have no ids.
         """
+
+        def has_ids(ids: Tensor) -> bool:
+            return not ids.is_meta and bool((ids != NO_ID).any())
+
         for _, one in self._maps:
             values = unsharded[one.name]
-            if from_rank(lambda: bool((values[one.names[0]] != NO_ID).any()), "", self._group):  # noqa: B023
+            if from_rank(lambda: has_ids(values[one.names[0]]), "", self._group):  # noqa: B023
                 whole = from_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
                 self.redistribute(one, [0], lambda _: whole)  # noqa: B023
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -21,7 +20,7 @@ from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCol
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -77,58 +76,41 @@ ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
 }
 
 
-class _BagSharder(EmbeddingBagCollectionSharder):
+class _Ordered:
+    """What the sharders of pooled embeddings and of sequences have in common."""
+
+    kind: type[OrderedEmbeddingBagCollection | OrderedEmbeddingCollection]
+
     def __init__(self, comms: QuantizedComms) -> None:
-        super().__init__(qcomm_codecs_registry=comms.registry())
+        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]
         self._comms = comms
+
+    def shard(
+        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
+    ) -> Any:
+        return self.kind(
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,  # type: ignore[attr-defined]
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
+        )
+
+
+class _BagSharder(_Ordered, EmbeddingBagCollectionSharder):
+    kind = OrderedEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> OrderedEmbeddingBagCollection:
-        return OrderedEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
-        )
 
-
-class _SequenceSharder(EmbeddingCollectionSharder):
-    def __init__(self, comms: QuantizedComms) -> None:
-        super().__init__(qcomm_codecs_registry=comms.registry())
-        self._comms = comms
+class _SequenceSharder(_Ordered, EmbeddingCollectionSharder):
+    kind = OrderedEmbeddingCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> OrderedEmbeddingCollection:
-        return OrderedEmbeddingCollection(
-            module,
-            params,
-            env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
-        )
 
 
 class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):

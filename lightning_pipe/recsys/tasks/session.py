@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.engine import PipelinePlan, PipelineTask, SWPipeline
+from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused import prefetches_suspended
+from lightning_pipe.recsys.kernels.fused import fused_kernels, prefetches_suspended
 from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
@@ -141,6 +142,7 @@ class RecsysSession:
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
         if accumulates:
+            self._refuse_caches(self.rewrite)
             self.window = TableWindow(self.rewrite.modules)
         if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
@@ -149,6 +151,15 @@ class RecsysSession:
             self.rewrite, window=self.window, transfer=transfer, agree_overflow=loss_scaled, **actions
         )
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
+
+    def _refuse_caches(self, rewrite: ModelRewrite) -> None:
+        """Refuse windows of tables with a cache: their repeated lookups would move rows that are prefetched already."""
+        kernels = (kernel for module in rewrite.modules.values() for kernel in fused_kernels(module))
+        if any_of([any(kernel.lxu_cache_weights.numel() for kernel in kernels)], self.world)[0]:
+            raise SetupError(
+                "accumulate_tables is 'window', but tables have the compute kernel fused_uvm_caching, whose rows a"
+                " repeated lookup would move. Use 'micro_batch', or the compute kernel fused or fused_uvm"
+            )
 
     def abandon(self, contexts: Any) -> None:
         """Undo the lookups of batches that will not be trained."""

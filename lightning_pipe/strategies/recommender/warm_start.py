@@ -110,6 +110,10 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     stored = {path: getattr(saved.state_dict_metadata[key], "size", None) for path, key in keys.items()}
     theirs, ours = _shapes(stored, "model"), _shapes(sizes, "model")
     their_states, our_states = _shapes(stored, "tables", "state"), _shapes(sizes, "tables", "state")
+    if options.optimizer_states == "keep" and our_states and not their_states and optimizers is None:
+        raise SetupError(
+            f"init_from: the checkpoint {options.path!r} has no states of the tables' optimisers. {_RESET}."
+        )
     names = _names(theirs, ours, tables)
     problems: dict[str, list[str]] = defaultdict(list)  # by their fix
     resized: dict[str, tuple[torch.Size, int, int]] = {}

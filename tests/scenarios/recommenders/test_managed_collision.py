@@ -288,6 +288,28 @@ def test_bags_are_means_of_the_mapped_rows(one_rank: Any) -> None:
     )  # none has a row of its own: three times the last
 
 
+def test_a_first_batch_without_ids_leaves_room_for_later_ones(one_rank: Any) -> None:
+    model = Small()
+    sharded = shard_model(model, device=torch.device("cpu"), group=one_rank, sparse_optimizer=SGD)
+    model.bags(KeyedJaggedTensor(["f"], torch.empty(0, dtype=torch.int64), lengths=torch.tensor([0, 0])))
+    assert rows_of_ids(sharded) == {"few": {}}
+    model.bags(KeyedJaggedTensor(["f"], torch.tensor([7, 8]), lengths=torch.tensor([2, 0])))
+    assert rows_of_ids(sharded)["few"].keys() == {7, 8}
+
+
+def test_ids_of_32_bits_and_maps_on_the_meta_device_are_taken(one_rank: Any) -> None:
+    model = Small()
+    config = model.bags.get_submodule("_embedding_module").embedding_bag_configs()[0]
+    with torch.device("meta"):
+        maps = {"few": MCHManagedCollisionModule(4, torch.device("meta"), LRU_EvictionPolicy(), 1, input_hash_size=100)}
+        bags = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    model.bags = ManagedCollisionEmbeddingBagCollection(bags, ManagedCollisionCollection(maps, [config]))
+    sharded = shard_model(model, device=torch.device("cpu"), group=one_rank, sparse_optimizer=SGD)
+    features = KeyedJaggedTensor(["f"], torch.tensor([7, 8], dtype=torch.int32), lengths=torch.tensor([2, 0]))
+    assert torch.equal(model.bags(features)[0].values().detach(), torch.tensor([[1.0], [0.0]]).expand(2, 4))
+    assert rows_of_ids(sharded)["few"].keys() == {7, 8}
+
+
 # ---------------------------------------------------------------------- refusals
 
 
