@@ -65,6 +65,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", read_as_on_a_forge)
     app.connect("missing-reference", link_by_public_name)
     app.connect("warn-missing-reference", is_forgiven)
+    app.connect("autodoc-process-bases", show_public_bases)
 
 
 def read_as_on_a_forge(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -114,6 +115,21 @@ def link_by_public_name(app: Sphinx, env: Any, node: Any, content: Any) -> nodes
         if f"{found.__module__}.{found.__qualname__}" == target:
             return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
     return None
+
+
+def show_public_bases(app: Sphinx, name: str, shown: type, options: Any, bases: list[Any]) -> None:
+    """Show the bases of a base class that only this project uses, in its place."""
+
+    def public(base: Any) -> list[Any]:
+        module = getattr(base, "__module__", "")
+        rooms = [importlib.import_module(f"lightning_pipe.{room}") for room in ROOMS]
+        if not module.startswith("lightning_pipe.") or any(
+            getattr(room, base.__name__, None) is base for room in rooms
+        ):
+            return [] if base is object else [base]
+        return [one for other in base.__bases__ for one in public(other)]
+
+    bases[:] = [one for base in bases for one in public(base)] or [object]
 
 
 def is_forgiven(app: Sphinx, domain: Any, node: Any) -> bool | None:

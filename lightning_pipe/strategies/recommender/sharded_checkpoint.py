@@ -37,7 +37,10 @@ from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, m
 # Key of Lightning's dictionary for the class of each table's optimiser.
 TABLE_OPTIMIZERS = "table_optimizers"
 _KIND = "under a recsys plan. Use the path of such a folder, or load the module's state before it is sharded"
-_FIX = "Build the module and shard its tables as in the run that wrote it"
+_FIX = (
+    "Build the module as in the run that wrote it. If its tables have changed, set strict_loading = False in the module"
+    " to continue with other tables, or start a new run with the strategy's init_from"
+)
 
 
 def save_sharded_checkpoint(
