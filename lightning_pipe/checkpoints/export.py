@@ -39,7 +39,7 @@ __all__ = ["export_checkpoint"]
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
 # Entries of a sharded model that are left out of the file: its optimisers hold no tables, those of one device do.
-_ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler", DYNAMIC_ROWS)
+_ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler", "table_optimizers", DYNAMIC_ROWS)
 
 
 def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
