@@ -380,9 +380,8 @@ class ModelRewrite(ReplacedForwards):
         call = entry.prepare(call)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
-                f"sharded module {entry.name!r} got features with a batch size per feature, for which the gradients of"
-                " its tables cannot be kept. Use one batch size, or train without gradient clipping and without"
-                " accumulate_tables='window'."
+                f"sharded module {entry.name!r} got features with a batch size per feature, for which gradients of its"
+                " tables cannot be kept. Use one batch size, without clipping and accumulate_tables='window'."
             )
         return call
 
