@@ -52,6 +52,10 @@ def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
             yield ManagedMap(".".join(part for part in (name, inner) if part), child)
 
 
+# Entries of a map in a state dict, after the map's name: ids and rows.
+entries_of_map = (_IDS, _ROWS)
+
+
 def is_of_map(name: str) -> bool:
     """Return True if a state dict's entry belongs to the maps of a module."""
     return f".{_MAPS}." in f".{name}"

@@ -222,6 +222,11 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return key
 
 
+def compile_and_package(program: Any, file: str) -> None:
+    """Compile an exported program ahead of time, and write it to a package."""
+    torch._inductor.aoti_compile_and_package(program, package_path=file)
+
+
 def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:
     """Optimizers that ``apply_optimizer_in_backward`` attached to a parameter, as pairs of class and arguments."""
     classes = getattr(parameter, "_optimizer_classes", ())

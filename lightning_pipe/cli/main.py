@@ -55,6 +55,7 @@ examples:
   lightning-pipe bubble --config examples/llm_text/1f1b.yaml
   lightning-pipe llm estimate --config examples/llm_text/1f1b.yaml --memory 80GB --compare
   lightning-pipe checkpoint export FOLDER FILE
+  lightning-pipe export CHECKPOINT --to aoti --config FILE --out model.pt2
   lightning-pipe diagnose FOLDER
 """
 
@@ -126,6 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             llm(given[1:], _train)
         elif given and given[0] == "plan":
             plan(given[1:])
+        elif given and given[0] == "export":
+            from lightning_pipe.cli.export import export  # lazy: rarely needed
+
+            export(given[1:])
         else:
             _look(given)
     except PipelineError as error:
@@ -226,6 +231,9 @@ def _look(arguments: list[str]) -> None:
         "--any-class",
         action="store_true",
         help="allow classes other than tensors and plain types, which can run arbitrary code when they are loaded",
+    )
+    commands.add_parser(
+        "export", help="make an artefact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
     )
     dumps = commands.add_parser(
         "diagnose",

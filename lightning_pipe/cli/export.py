@@ -1,0 +1,107 @@
+"""``lightning-pipe export``: one artefact for a server from a checkpoint folder of sharded tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.cli.training import Parser, PipelineCLI
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.safe_text import printable
+
+__all__ = ["export"]
+
+_KINDS = ("aoti", "torch_export", "quantized", "rows")
+_DESCRIPTION = """\
+Make one artefact for a server from a checkpoint folder of a recsys strategy, on any number of ranks, local or a URL:
+
+  aoti          package that is compiled for this kind of machine, for Python and C++
+  torch_export  program of torch.export
+  quantized     TorchScript program with tables of 8 or 4 bits
+  rows          one Parquet file for each table, with ids
+
+The first three compute predict_step, or forward, of the model of a configuration, for a batch like the first one of
+its val_dataloader. Beside FILE, FILE.inputs.json describes the tensors that the program takes.
+"""
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        SetupError: the checkpoint cannot be read or does not fit the configuration's model, or the model cannot be
+            traced.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe export",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or its URL")
+    parser.add_argument("--to", required=True, choices=_KINDS, help="kind of artefact")
+    parser.add_argument("--out", required=True, help="file to write, or folder for --to rows; must not exist")
+    parser.add_argument("--config", action="append", default=[], help="configuration of the training")
+    parser.add_argument(
+        "--bits", type=int, default=8, help="bits of a value of a table, for --to quantized; default: 8"
+    )
+    options, others = parser.parse_known_args(list(arguments))
+    if os.path.lexists(options.out):
+        raise SetupError(f"--out must be new, but {options.out!r} exists. Give another name, or remove it")
+    if options.to == "rows":
+        from lightning_pipe.recsys.serving.table_files import write_tables  # lazy: needs pyarrow
+
+        for name, count in write_tables(options.checkpoint, options.out).items():
+            print(printable(f"{options.out}/{name}: {count} rows"))
+        return
+    if not options.config:
+        raise SetupError(f"--to {options.to} needs the model: give --config FILE, the configuration of the training")
+    model, batch = _model_and_batch([f"--config={one}" for one in options.config] + others)
+    _load(model, options.checkpoint)
+    from lightning_pipe.recsys.serving import programs  # lazy: needs TorchRec
+
+    if options.to == "quantized":
+        form = programs.write_quantized(model.eval(), batch, options.out, options.bits)
+    else:
+        write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
+        form = write(model.eval(), batch, options.out)
+    Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch), indent=1) + "\n")
+    print(printable(f"Wrote {options.out}, which takes the tensors of {options.out}.inputs.json"))
+
+
+def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:
+    """The model of a configuration, and the first batch of its validation."""
+    cli = PipelineCLI(parser_class=Parser, save_config_callback=None, run=False, args=arguments)
+    model, trainer, data = cli.model, cli.trainer, cli.datamodule
+    model.trainer = trainer
+    trainer.strategy.connect(model)
+    source: Any = model
+    if data is not None:
+        data.trainer = trainer
+        data.prepare_data()
+        data.setup("validate")
+        source = data
+    batch = next(iter(source.val_dataloader()), None)
+    if batch is None:
+        raise SetupError("val_dataloader of the configuration has no batch, which export takes as an example")
+    return model, batch
+
+
+def _load(model: nn.Module, checkpoint: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "one.ckpt"
+        export_checkpoint(checkpoint, file, weights_only=True)
+        state = torch.load(file, mmap=True, weights_only=True)["state_dict"]
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise SetupError(f"the checkpoint does not fit the model of the configuration: {error}") from error

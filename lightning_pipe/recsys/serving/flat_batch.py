@@ -1,0 +1,152 @@
+"""A batch as a list of named tensors, the inputs of an exported program, and back.
+
+Tested in ``tests/recsys/serving/test_programs.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import Dim
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.recsys.batches.pieces import PIECES, walk
+
+__all__ = ["FlatBatch", "Scorer"]
+
+
+class FlatBatch:
+    """Form of a model's batches: which tensors they hold, and where.
+
+    A ``KeyedJaggedTensor`` is given as its values of shape [ids], its lengths of shape [keys, B] and, if it has them,
+    its weights of shape [ids]. Tensors whose first dimension is B can have another batch size; others keep their shape.
+
+    Args:
+        batch: an example: tensors and KeyedJaggedTensors in any nest of mappings, sequences and dataclasses.
+
+    Attributes:
+        names: name of each tensor, such as ``dense`` or ``sparse.values``.
+        rows: batch size B of the example.
+
+    Raises:
+        InputError: the batch has no tensor, or a piece of another kind.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._example = batch
+        self.names: list[str] = []
+        self._keys: dict[str, list[str]] = {}
+        for name, piece in _named(batch):
+            if isinstance(piece, KeyedJaggedTensor):
+                self._keys[name] = piece.keys()
+                weights = ["weights"] if piece.weights_or_none() is not None else []
+                self.names += [f"{name}.{part}" for part in ("values", "lengths", *weights)]
+            elif isinstance(piece, Tensor):
+                self.names.append(name)
+            else:
+                raise InputError(f"{name} is a {type(piece).__name__}; expected tensors and KeyedJaggedTensors")
+        if not self.names:
+            raise InputError(f"expected a batch with tensors, got a {type(batch).__name__} without any")
+        jagged = [piece.stride() for _, piece in _named(batch) if isinstance(piece, KeyedJaggedTensor)]
+        tensors = [piece.shape[0] for _, piece in _named(batch) if isinstance(piece, Tensor) and piece.dim()]
+        self.rows = int((jagged + tensors)[0])
+
+    def tensors(self, batch: Any) -> list[Tensor]:
+        """Return the tensors of a batch of this form, in the order of :attr:`names`."""
+        found: list[Tensor] = []
+        for _, piece in _named(batch):
+            if isinstance(piece, KeyedJaggedTensor):
+                weights = piece.weights_or_none()
+                found += [piece.values(), piece.lengths().view(len(piece.keys()), -1)]
+                found += [] if weights is None else [weights]
+            else:
+                found.append(piece)
+        return found
+
+    def batch(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return a batch with other tensors, in the order of :attr:`names`."""
+        given = dict(zip(self.names, tensors, strict=True))
+
+        def put(name: str, piece: Any) -> Any:
+            if name not in self._keys:
+                return given[name]
+            lengths = given[f"{name}.lengths"].reshape(-1)
+            weights = given.get(f"{name}.weights")
+            return KeyedJaggedTensor(self._keys[name], given[f"{name}.values"], weights, lengths=lengths)
+
+        pieces = (put(name, piece) for name, piece in _named(self._example))
+        return _replaced(self._example, lambda: next(pieces))
+
+    def description(self, batch: Any) -> dict[str, Any]:
+        """Return what a server must know: each tensor's name, type and shape, and the keys of lengths, as plain data.
+
+        Dimensions that can differ are ``"batch"`` (B) or ``"ids"``.
+        """
+        shapes = zip(self.names, self.tensors(batch), self.dynamic_shapes(), strict=True)
+        inputs = []
+        for name, tensor, dynamic in shapes:
+            shape: list[int | str] = list(tensor.shape)
+            for place, dimension in dynamic.items():
+                shape[place] = "ids" if dimension is Dim.DYNAMIC else "batch"
+            inputs.append({"name": name, "type": str(tensor.dtype).removeprefix("torch."), "shape": shape})
+        return {"inputs": inputs, "keys": self._keys}
+
+    def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
+        """Dimensions of each tensor that can differ from the example's, for ``torch.export``."""
+        rows = Dim("batch", min=1)
+        shapes: list[dict[int, Any]] = []
+        for name, tensor in zip(self.names, self.tensors(self._example), strict=True):
+            owner, _, part = name.rpartition(".")
+            if owner in self._keys:
+                shapes.append({1: rows} if part == "lengths" else {0: Dim.DYNAMIC})
+            else:
+                shapes.append({0: rows} if tensor.dim() and tensor.shape[0] == self.rows else {})
+        return tuple(shapes)
+
+
+class Scorer(nn.Module):
+    """A model whose inputs are the tensors of a batch.
+
+    Args:
+        model: model, whose ``predict_step(batch, 0)`` is called if it has one, else its ``forward(batch)``.
+        form: form of its batches.
+    """
+
+    def __init__(self, model: nn.Module, form: FlatBatch) -> None:
+        super().__init__()
+        self.model = model
+        self._form = form
+
+    def forward(self, *tensors: Tensor) -> Any:
+        batch = self._form.batch(tensors)
+        step = getattr(self.model, "predict_step", None)
+        return self.model(batch) if step is None else step(batch, 0)
+
+
+def _named(batch: Any) -> Iterator[tuple[str, Any]]:
+    for path, piece in walk(batch):
+        name = "".join(map(str, path)).lstrip(".").replace("['", ".").replace("']", "").lstrip(".")
+        yield name or "batch", piece
+
+
+def _replaced(value: Any, new: Callable[[], Any]) -> Any:
+    """Return *value* with its pieces replaced in the order of :func:`walk`."""
+    if isinstance(value, PIECES):
+        return new()
+    if isinstance(value, Mapping):
+        return {key: _replaced(one, new) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replaced(one, new) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(one, new) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _replaced(getattr(value, field.name), new))
+        return copied
+    return value

@@ -1,0 +1,118 @@
+"""Artefacts that compute a trained model's scores without its code.
+
+Each takes the tensors of a batch, in the order and shapes of ``flat_batch.FlatBatch``.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_inference_model
+
+from lightning_pipe._compat.torch import compile_and_package
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
+
+__all__ = ["exported", "write_aoti", "write_quantized", "write_torch_export"]
+
+_WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
+
+
+def exported(model: nn.Module, batch: Any) -> ExportedProgram:
+    """Trace a model with ``torch.export``, for any batch size.
+
+    Args:
+        model: unsharded model in evaluation mode.
+        batch: a batch of at least two rows.
+
+    Raises:
+        SetupError: the code of the model cannot be traced, or not for other batch sizes.
+    """
+    form = FlatBatch(batch)
+    if form.rows < 2:
+        raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                Scorer(model, form), tuple(form.tensors(batch)), dynamic_shapes=(form.dynamic_shapes(),), strict=False
+            )
+    except Exception as error:  # of any type: the model's code is run
+        raise SetupError(
+            f"torch.export cannot trace {type(model).__name__} for any batch size: {str(error).strip()[:600]}. Avoid"
+            " Python loops over rows and branches on values in its predict_step or forward, or use --to quantized"
+        ) from error
+
+
+def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
+    """Write a program that ``torch.export.load`` reads; see :func:`exported`.
+
+    Returns:
+        The form of its inputs.
+    """
+    torch.export.save(exported(model, batch), file)
+    return FlatBatch(batch)
+
+
+def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
+    """Compile a program ahead of time to a package for this kind of machine; see :func:`exported`.
+
+    Needs a C++ compiler.
+    ``torch._inductor.aoti_load_package`` loads the package in Python, ``AOTIModelPackageLoader`` in C++.
+
+    Returns:
+        The form of its inputs.
+    """
+    compile_and_package(exported(model, batch), str(file))
+    return FlatBatch(batch)
+
+
+def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 8) -> FlatBatch:
+    """Write a TorchScript program with tables of TorchRec's quantised modules, whose values have 8 or 4 bits.
+
+    ``torch.jit.load`` reads it after ``import fbgemm_gpu``. Each row has a scale and an offset.
+
+    Args:
+        model: unsharded model in evaluation mode.
+        batch: an example.
+        file: file to write.
+        bits: number of bits of a value of a table (default 8).
+
+    Returns:
+        The form of its inputs.
+
+    Raises:
+        SetupError: the model cannot be traced, or *bits* is another number.
+    """
+    if bits not in _WIDTHS:
+        raise SetupError(f"bits must be 8 or 4, got {bits!r}")
+    form = FlatBatch(batch)
+    quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
+    scorer = _with_named_inputs(Scorer(quantized, form).eval(), len(form.names))
+    try:
+        with torch.no_grad():
+            traced = symbolic_trace(scorer, leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"])
+            torch.jit.script(traced).save(str(file))
+    except Exception as error:  # of any type: the model's code is run
+        raise SetupError(
+            f"{type(model).__name__} cannot be traced for TorchScript: {str(error).strip()[:600]}. Avoid branches on"
+            " values and loops over rows in its predict_step or forward"
+        ) from error
+    return form
+
+
+def _with_named_inputs(scorer: Scorer, count: int) -> nn.Module:
+    """Return a module that calls *scorer* with as many arguments: TorchScript knows none with a star."""
+    names = [f"input_{index}" for index in range(count)]
+    space: dict[str, Any] = {}
+    exec(f"def forward(self, {', '.join(names)}):\n    return self.scorer({', '.join(names)})", space)
+    kind = type("NamedInputs", (nn.Module,), {"forward": space["forward"]})
+    module = kind()
+    module.scorer = scorer
+    found: nn.Module = module
+    return found

@@ -1,0 +1,76 @@
+"""``lightning-pipe export``: from a checkpoint folder and a configuration to an artefact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lightning_pipe.cli.main import main
+from tests.strategies.cases import ADAGRAD, Clicks, fit, loader, recsys
+
+CONFIG = """
+model: {class_path: tests.cli.test_export.Served}
+trainer: {accelerator: cpu, devices: 1, logger: false, strategy: recsys_prefetch_pipeline}
+"""
+
+
+class Served(Clicks):
+    def __init__(self) -> None:
+        super().__init__(in_backward=ADAGRAD)
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "config.yaml").write_text(CONFIG)
+    used = fit(Served(), recsys(optimizer=None), max_epochs=1, limit_val_batches=0)
+    used.save_checkpoint(folder / "one.ckpt")
+    used.save_checkpoint(folder / "other.ckpt")
+    return folder / "one.ckpt"
+
+
+def run(checkpoint: Path, kind: str, out: Path, *more: str) -> int:
+    return main(["export", str(checkpoint), "--to", kind, "--out", str(out), *more])
+
+
+def test_a_program_has_the_checkpoints_values_and_a_description_of_its_inputs(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = str(checkpoint.parent / "config.yaml"), tmp_path / "model.pt2"
+    assert run(checkpoint, "torch_export", out, "--config", config) == 0
+    assert "which takes the tensors of" in capsys.readouterr().out
+    names = [one["name"] for one in json.loads((tmp_path / "model.pt2.inputs.json").read_text())["inputs"]]
+    assert names[:3] == ["dense", "sparse.values", "sparse.lengths"]
+    module = Served()
+    main(["checkpoint", "export", str(checkpoint), str(tmp_path / "one.pt")])
+    module.load_state_dict(torch.load(tmp_path / "one.pt")["state_dict"])
+    batch = next(iter(module.val_dataloader()))
+    given = [batch.dense, batch.sparse.values(), batch.sparse.lengths().view(4, -1), batch.tags.values()]
+    given += [batch.tags.lengths().view(1, -1), batch.tags.weights(), batch.label]
+    with torch.no_grad():
+        found = torch.export.load(out).module()(*given)
+        assert torch.allclose(found, module.eval().predict_step(batch, 0), rtol=0, atol=1e-6)
+
+
+def test_quantized_tables_and_rows(checkpoint: Path, tmp_path: Path) -> None:
+    config = str(checkpoint.parent / "config.yaml")
+    assert run(checkpoint, "quantized", tmp_path / "model.pt", "--config", config, "--bits", "4") == 0
+    assert torch.jit.load(tmp_path / "model.pt") is not None
+    assert run(checkpoint, "rows", tmp_path / "tables") == 0
+    assert len(pq.read_table(next((tmp_path / "tables").glob("*people*.parquet")))) == 24
+
+
+def test_wrong_calls_say_what_to_give(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(checkpoint, "aoti", tmp_path / "model.pt2") == 1
+    assert "give --config FILE, the configuration of the training" in capsys.readouterr().err
+    (tmp_path / "there").touch()
+    assert run(checkpoint, "rows", tmp_path / "there") == 1
+    assert "Give another name, or remove it" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Programs of a trained model, in a process that knows neither the model nor this package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
+from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized, write_torch_export
+from tests.patience import HANG
+from tests.strategies.cases import Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
+
+LOADERS = {
+    "torch_export": "import fbgemm_gpu; program = torch.export.load(sys.argv[1]).module()",
+    "aoti": "program = torch._inductor.aoti_load_package(sys.argv[1])",
+    "quantized": "import fbgemm_gpu; program = torch.jit.load(sys.argv[1])",
+}
+_SCORE = """
+import sys, torch
+{load}
+with torch.no_grad():
+    torch.save([program(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
+"""
+
+
+def batches() -> list[Batch]:
+    """An example, and batches of other sizes."""
+    return [collate([Rows()[row] for row in rows]) for rows in (range(4), range(4, 11), range(11, 12))]
+
+
+def scores_in_a_fresh_process(kind: str, file: Path, form: FlatBatch) -> list[Tensor]:
+    given, found = file.with_name("given.pt"), file.with_name("found.pt")
+    torch.save([form.tensors(batch) for batch in batches()], given)
+    program = _SCORE.format(load=LOADERS[kind])
+    subprocess.run([sys.executable, "-c", program, str(file), str(given), str(found)], check=True, timeout=HANG)
+    scores: list[Tensor] = torch.load(found)
+    return scores
+
+
+def trained(network: Callable[[], nn.Module]) -> Clicks:
+    module = Clicks(network)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    return module.eval()
+
+
+def expected(module: Clicks) -> list[Tensor]:
+    with torch.no_grad():
+        return [module.predict_step(batch, 0) for batch in batches()]
+
+
+@pytest.mark.parametrize("network", [Pooled, Mixed, Dlrm, Processed])
+def test_a_program_of_torch_export_gives_the_models_scores(network: Callable[[], nn.Module], tmp_path: Path) -> None:
+    module = trained(network)
+    form = write_torch_export(module, batches()[0], tmp_path / "model.pt2")
+    for found, score in zip(
+        scores_in_a_fresh_process("torch_export", tmp_path / "model.pt2", form), expected(module), strict=True
+    ):
+        assert torch.allclose(found, score, rtol=0, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_package_gives_the_models_scores(tmp_path: Path) -> None:
+    module = trained(Mixed)
+    form = write_aoti(module, batches()[0], tmp_path / "model.pt2")
+    for found, score in zip(
+        scores_in_a_fresh_process("aoti", tmp_path / "model.pt2", form), expected(module), strict=True
+    ):
+        assert torch.allclose(found, score, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_tables_change_scores_by_less_than_their_steps_allow(bits: int, tmp_path: Path) -> None:
+    module = trained(Pooled)
+    form = write_quantized(module, batches()[0], tmp_path / "model.pt", bits)
+    found = scores_in_a_fresh_process("quantized", tmp_path / "model.pt", form)
+    # A row's values are rounded to one of 2^bits - 1 steps between its least and its largest value.
+    step = max(float((w.amax(1) - w.amin(1)).max()) for w in module.table_parameters()) / (2**bits - 1)
+    layers = [
+        parameter for name, parameter in module.named_parameters() if name.endswith("weight") and ".over." in name
+    ]
+    # At most three ids in a bag, half a step each; rows of weights bound what a change of inputs does; a sigmoid has a
+    # slope of at most 1/4. One half for the rounding of scale and offset to half precision, which is far below a step.
+    bound = 3 * step
+    for weights in layers:
+        bound *= float(weights.abs().sum(1).max())
+    differences = [float((one - score).abs().max()) for one, score in zip(found, expected(module), strict=True)]
+    assert 0 < max(differences) <= bound / 4
+
+
+def test_inputs_are_described_for_a_server() -> None:
+    form = FlatBatch(batches()[0])
+    described = form.description(batches()[0])
+    assert described["keys"] == {"sparse": ["friend", "item", "past", "user"], "tags": ["tag"]}
+    shapes = {one["name"]: (one["type"], one["shape"]) for one in described["inputs"]}
+    assert shapes["dense"] == ("float32", ["batch", 3])
+    assert shapes["sparse.values"] == ("int64", ["ids"])
+    assert shapes["sparse.lengths"] == ("int64", [4, "batch"])
+    assert shapes["tags.weights"] == ("float32", ["ids"])
+
+
+@pytest.mark.parametrize("wrap", [lambda batch: {"a": [batch]}, lambda batch: (batch, 5), lambda batch: batch], ids=str)
+def test_a_batch_in_any_nest_is_made_again_from_its_tensors(wrap: Callable[[Any], Any]) -> None:
+    class Reads(nn.Module):
+        def forward(self, batch: Any) -> Tensor:
+            inner = batch["a"][0] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
+            return inner.dense.sum(1) + inner.sparse["item"].lengths()
+
+    form = FlatBatch(wrap(batches()[0]))
+    for batch in batches():
+        assert torch.equal(Scorer(Reads(), form)(*form.tensors(wrap(batch))), Reads()(wrap(batch)))
+
+
+def test_what_cannot_be_exported_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    with pytest.raises(
+        SetupError, match=r"(?s)torch\.export cannot trace Clicks for any batch size.*Python loops over rows"
+    ):
+        write_torch_export(trained(Sequenced), batches()[0], tmp_path / "model.pt2")
+    with pytest.raises(SetupError, match="at least 2 rows"):
+        write_torch_export(trained(Pooled), batches()[2], tmp_path / "model.pt2")
+    with pytest.raises(SetupError, match="bits must be 8 or 4, got 3"):
+        write_quantized(trained(Pooled), batches()[0], tmp_path / "model.pt", 3)
+    with pytest.raises(InputError, match="expected a batch with tensors"):
+        FlatBatch("text")
+    jagged = replace(batches()[0], dense=batches()[0].sparse["item"])
+    with pytest.raises(InputError, match="dense is a JaggedTensor"):
+        FlatBatch(jagged)
