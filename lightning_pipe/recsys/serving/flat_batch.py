@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class FlatBatch:
 
     Args:
         batch: an example: tensors and KeyedJaggedTensors in any nest of mappings, sequences and dataclasses.
+        without: names of tensors that are left out, such as labels: every batch has the example's (default: none).
 
     Attributes:
         names: name of each tensor, such as ``dense`` or ``sparse.values``.
@@ -37,8 +38,8 @@ class FlatBatch:
         InputError: the batch has no tensor, or a piece of another kind.
     """
 
-    def __init__(self, batch: Any) -> None:
-        self._example = batch
+    def __init__(self, batch: Any, without: Collection[str] = ()) -> None:
+        self._example, self._without = batch, frozenset(without)
         self.names: list[str] = []
         self._keys: dict[str, list[str]] = {}
         for name, piece in _named(batch):
@@ -50,6 +51,7 @@ class FlatBatch:
                 self.names.append(name)
             else:
                 raise InputError(f"{name} is a {type(piece).__name__}; expected tensors and KeyedJaggedTensors")
+        self.names = [name for name in self.names if name not in self._without]
         if not self.names:
             raise InputError(f"expected a batch with tensors, got a {type(batch).__name__} without any")
         jagged = [piece.stride() for _, piece in _named(batch) if isinstance(piece, KeyedJaggedTensor)]
@@ -58,19 +60,29 @@ class FlatBatch:
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch of this form, in the order of :attr:`names`."""
-        found: list[Tensor] = []
-        for _, piece in _named(batch):
+        found = self._all(batch)
+        return [found[name] for name in self.names]
+
+    @staticmethod
+    def _all(batch: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, piece in _named(batch):
             if isinstance(piece, KeyedJaggedTensor):
-                weights = piece.weights_or_none()
-                found += [piece.values(), piece.lengths().view(len(piece.keys()), -1)]
-                found += [] if weights is None else [weights]
+                found[f"{name}.values"] = piece.values()
+                found[f"{name}.lengths"] = piece.lengths().view(len(piece.keys()), -1)
+                if (weights := piece.weights_or_none()) is not None:
+                    found[f"{name}.weights"] = weights
             else:
-                found.append(piece)
+                found[name] = piece
         return found
 
-    def batch(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return a batch with other tensors, in the order of :attr:`names`."""
-        given = dict(zip(self.names, tensors, strict=True))
+    def left_out(self) -> dict[str, Tensor]:
+        """Return the example's tensors that are not inputs."""
+        return {name: tensor for name, tensor in self._all(self._example).items() if name in self._without}
+
+    def batch(self, tensors: tuple[Tensor, ...], rest: Mapping[str, Tensor]) -> Any:
+        """Return a batch with other tensors, in the order of :attr:`names`, and *rest* in place of those left out."""
+        given = {**rest, **dict(zip(self.names, tensors, strict=True))}
 
         def put(name: str, piece: Any) -> Any:
             if name not in self._keys:
@@ -121,9 +133,14 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self._form = form
+        self._left_out: list[str] = []
+        for index, (name, tensor) in enumerate(form.left_out().items()):
+            self._left_out.append(name)
+            self.register_buffer(f"left_out_{index}", tensor)
 
     def forward(self, *tensors: Tensor) -> Any:
-        batch = self._form.batch(tensors)
+        rest = {name: self.get_buffer(f"left_out_{index}") for index, name in enumerate(self._left_out)}
+        batch = self._form.batch(tensors, rest)
         step = getattr(self.model, "predict_step", None)
         return self.model(batch) if step is None else step(batch, 0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
 
@@ -24,12 +25,15 @@ __all__ = ["exported", "write_aoti", "write_quantized", "write_torch_export"]
 _WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
 
 
-def exported(model: nn.Module, batch: Any) -> ExportedProgram:
+def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
     """Trace a model with ``torch.export``, for any batch size.
 
     Args:
         model: unsharded model in evaluation mode.
         batch: a batch of at least two rows.
+
+    Returns:
+        The program and the form of its inputs: the tensors of the batch that the model reads.
 
     Raises:
         SetupError: the code of the model cannot be traced, or not for other batch sizes.
@@ -38,15 +42,24 @@ def exported(model: nn.Module, batch: Any) -> ExportedProgram:
     if form.rows < 2:
         raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
     try:
-        with torch.no_grad():
-            return torch.export.export(
-                Scorer(model, form), tuple(form.tensors(batch)), dynamic_shapes=(form.dynamic_shapes(),), strict=False
-            )
+        program = _traced(model, form, batch)
+        nodes = {node.name: node for node in program.graph.nodes}
+        given = zip(form.names, program.graph_signature.user_inputs, strict=True)
+        if unread := [name for name, node in given if not nodes[str(node)].users]:
+            form = FlatBatch(batch, unread)
+            program = _traced(model, form, batch)
     except Exception as error:  # of any type: the model's code is run
         raise SetupError(
             f"torch.export cannot trace {type(model).__name__} for any batch size: {str(error).strip()[:600]}. Avoid"
             " Python loops over rows and branches on values in its predict_step or forward, or use --to quantized"
         ) from error
+    return program, form
+
+
+def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
+    scorer, given = Scorer(model, form), tuple(form.tensors(batch))
+    with torch.no_grad():
+        return torch.export.export(scorer, given, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
 
 
 def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
@@ -55,8 +68,9 @@ def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBa
     Returns:
         The form of its inputs.
     """
-    torch.export.save(exported(model, batch), file)
-    return FlatBatch(batch)
+    program, form = exported(model, batch)
+    torch.export.save(program, file)
+    return form
 
 
 def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
@@ -68,8 +82,9 @@ def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
     Returns:
         The form of its inputs.
     """
-    compile_and_package(exported(model, batch), str(file))
-    return FlatBatch(batch)
+    program, form = exported(model, batch)
+    compile_and_package(program, str(file))
+    return form
 
 
 def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 8) -> FlatBatch:
@@ -93,10 +108,14 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
         raise SetupError(f"bits must be 8 or 4, got {bits!r}")
     form = FlatBatch(batch)
     quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
-    scorer = _with_named_inputs(Scorer(quantized, form).eval(), len(form.names))
     try:
         with torch.no_grad():
-            traced = symbolic_trace(scorer, leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"])
+            traced = _of_fx(copy.deepcopy(quantized), form)  # a module can be traced once
+            traced.graph.eliminate_dead_code()
+            given = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)
+            if unread := [name for name, node in given if not node.users]:
+                form = FlatBatch(batch, unread)
+                traced = _of_fx(quantized, form)
             torch.jit.script(traced).save(str(file))
     except Exception as error:  # of any type: the model's code is run
         raise SetupError(
@@ -106,13 +125,11 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     return form
 
 
-def _with_named_inputs(scorer: Scorer, count: int) -> nn.Module:
-    """Return a module that calls *scorer* with as many arguments: TorchScript knows none with a star."""
-    names = [f"input_{index}" for index in range(count)]
+def _of_fx(model: nn.Module, form: FlatBatch) -> GraphModule:
+    """Trace a quantised model, with an argument for each tensor: TorchScript knows none with a star."""
+    names = ", ".join(f"input_{index}" for index in range(len(form.names)))
     space: dict[str, Any] = {}
-    exec(f"def forward(self, {', '.join(names)}):\n    return self.scorer({', '.join(names)})", space)
-    kind = type("NamedInputs", (nn.Module,), {"forward": space["forward"]})
-    module = kind()
-    module.scorer = scorer
-    found: nn.Module = module
-    return found
+    exec(f"def forward(self, {names}):\n    return self.scorer({names})", space)
+    module = type("NamedInputs", (nn.Module,), {"forward": space["forward"]})()
+    module.scorer = Scorer(model, form).eval()
+    return symbolic_trace(module, leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"])

@@ -63,6 +63,7 @@ def expected(module: Clicks) -> list[Tensor]:
 def test_a_program_of_torch_export_gives_the_models_scores(network: Callable[[], nn.Module], tmp_path: Path) -> None:
     module = trained(network)
     form = write_torch_export(module, batches()[0], tmp_path / "model.pt2")
+    assert "label" not in form.names  # nothing reads it
     for found, score in zip(
         scores_in_a_fresh_process("torch_export", tmp_path / "model.pt2", form), expected(module), strict=True
     ):
@@ -83,6 +84,7 @@ def test_a_compiled_package_gives_the_models_scores(tmp_path: Path) -> None:
 def test_quantized_tables_change_scores_by_less_than_their_steps_allow(bits: int, tmp_path: Path) -> None:
     module = trained(Pooled)
     form = write_quantized(module, batches()[0], tmp_path / "model.pt", bits)
+    assert form.names == ["dense", "sparse.values", "sparse.lengths"]
     found = scores_in_a_fresh_process("quantized", tmp_path / "model.pt", form)
     # A row's values are rounded to one of 2^bits - 1 steps between its least and its largest value.
     step = max(float((w.amax(1) - w.amin(1)).max()) for w in module.table_parameters()) / (2**bits - 1)
