@@ -85,5 +85,10 @@ class CriteoDLRM(pl.LightningModule):
         self.log("val/loss", self.mean_loss, prog_bar=True)
         self.log("val/auroc", self.auroc, prog_bar=True)
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Probabilities of a click, [B]."""
+        logits: torch.Tensor = self.dlrm.model(batch.dense_features, batch.sparse_features)
+        return torch.sigmoid(logits).squeeze(1)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
