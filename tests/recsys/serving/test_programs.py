@@ -111,7 +111,14 @@ def test_inputs_are_described_for_a_server() -> None:
     assert shapes["tags.weights"] == ("float32", ["ids"])
 
 
-@pytest.mark.parametrize("wrap", [lambda batch: {"a": [batch]}, lambda batch: (batch, 5), lambda batch: batch], ids=str)
+NESTS: dict[str, Callable[[Any], Any]] = {
+    "in a mapping": lambda batch: {"a": [batch]},
+    "in a tuple": lambda batch: (batch, 5),
+    "as it is": lambda batch: batch,
+}
+
+
+@pytest.mark.parametrize("wrap", NESTS.values(), ids=NESTS)
 def test_a_batch_in_any_nest_is_made_again_from_its_tensors(wrap: Callable[[Any], Any]) -> None:
     class Reads(nn.Module):
         def forward(self, batch: Any) -> Tensor:
