@@ -381,7 +381,7 @@ class ModelRewrite(ReplacedForwards):
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
                 f"sharded module {entry.name!r} got features with a batch size per feature, for which gradients of its"
-                " tables cannot be kept. Use one batch size, without clipping and accumulate_tables='window'."
+                " tables cannot be kept. Use one batch size, or train without gradient clipping and windows."
             )
         return call
 
