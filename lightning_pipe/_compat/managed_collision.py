@@ -19,10 +19,20 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-__all__ = ["NO_ID", "EnumeratorOfAnyMap", "ManagedMap", "id_maps_in", "maps_before_sharding"]
+__all__ = [
+    "ENTRIES_OF_MAP",
+    "NO_ID",
+    "EnumeratorOfAnyMap",
+    "ManagedMap",
+    "id_maps_in",
+    "is_of_map",
+    "maps_before_sharding",
+    "name_of_map",
+]
 
 NO_ID = torch.iinfo(torch.int64).max
 _IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
+ENTRIES_OF_MAP = (_IDS, _ROWS)  # in a state dict, after the map's name
 _MAPS = "_managed_collision_collection._managed_collision_modules"
 _STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
 
@@ -50,10 +60,6 @@ def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
             yield ManagedMap(".".join(part for part in (name, inner) if part), child)
-
-
-# Entries of a map in a state dict, after the map's name: ids and rows.
-entries_of_map = (_IDS, _ROWS)
 
 
 def is_of_map(name: str) -> bool:
@@ -139,7 +145,7 @@ class ManagedMap:
             Empty before the first batch.
         """
         module = self._module
-        if module._input_history_buffer_size < 0:
+        if module._current_iter < 0:
             return {}
         filled = module._current_history_buffer_offset
         numbers = [module._input_history_buffer_size, module._last_eviction_iter]
@@ -164,7 +170,7 @@ class ManagedMap:
         module._input_history_buffer_size = size
 
         def room(values: Tensor) -> Tensor:
-            made = torch.zeros(size, dtype=torch.int64, device=module.device)
+            made = torch.zeros(max(0, size), dtype=torch.int64, device=module.device)
             made[:filled] = values
             return made
 

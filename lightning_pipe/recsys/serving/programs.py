@@ -76,8 +76,7 @@ def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBa
 def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
     """Compile a program ahead of time to a package for this kind of machine; see :func:`exported`.
 
-    Needs a C++ compiler.
-    ``torch._inductor.aoti_load_package`` loads the package in Python, ``AOTIModelPackageLoader`` in C++.
+    Needs a C++ compiler. ``torch._inductor.aoti_load_package`` loads the package in Python.
 
     Returns:
         The form of its inputs.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.managed_collision import NO_ID, entries_of_map, name_of_map
+from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, name_of_map
 from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
@@ -65,8 +65,8 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
 def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids and rows of a table of fixed size, in chunks."""
     ids, rows = torch.arange(len(table)), torch.arange(len(table))
-    if (of_map := name_of_map(name)) and f"{of_map}.{entries_of_map[0]}" in values:
-        ids, rows = (values[f"{of_map}.{entry}"] for entry in entries_of_map)
+    if (of_map := name_of_map(name)) and f"{of_map}.{ENTRIES_OF_MAP[0]}" in values:
+        ids, rows = (values[f"{of_map}.{entry}"] for entry in ENTRIES_OF_MAP)
         taken = ids != NO_ID
         ids, rows = ids[taken], rows[taken]
     for some_ids, some_rows in zip(ids.split(_CHUNK), rows.split(_CHUNK), strict=True):

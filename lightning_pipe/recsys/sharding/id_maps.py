@@ -124,19 +124,19 @@ class IdMaps:
         self._put(one, {name: (to if name == rows_name else values)[mine] for name, values in held.items()})
         return cut + int((~kept).sum())
 
-    def set_windows(self, windows: Callable[[str], list[dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
+    def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
         """Continue windows of a checkpoint, after everything else is loaded.
 
         Args:
-            windows: reads the windows of a map, of all ranks in order; without any, the map begins a new window.
+            windows: reads the windows of a map by rank, in order; without any, the map begins a new window.
             moved: result of :meth:`moved`.
         """
         rank = self._group.rank()
         for _, one in self._maps:
             found = windows(one.name)
             if one in moved and found:
-                found = [_merged(one, found, rank, self._group.size())] * self._group.size()
-            one.set_window(found[rank] if rank < len(found) else {})
+                found = {rank: _merged(one, list(found.values()), rank, self._group.size())}
+            one.set_window(found.get(rank, {}))
 
     def _parts(self, one: ManagedMap) -> list[tuple[int, int]]:
         return gather((one.begin, one.end), self._group)
@@ -201,6 +201,6 @@ def _merged(one: ManagedMap, windows: Sequence[Mapping[str, Any]], rank: int, ra
     found = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
     mine = one.owners(found["ids"], ranks) == rank
     found = {name: values[mine] for name, values in found.items()}
-    sizes = [int(window["numbers"][0]) for window in windows]
-    size = max(found["ids"].numel(), -(-sum(sizes) // ranks))
+    sizes = [max(0, int(window["numbers"][0])) for window in windows]
+    size = max(found["ids"].numel(), -(-sum(sizes) // ranks)) or -1
     return found | {"numbers": torch.tensor([size, int(windows[0]["numbers"][1])])}

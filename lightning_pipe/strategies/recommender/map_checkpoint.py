@@ -76,7 +76,7 @@ class MapsInFolder:
                     f"{lost} ids of {one.name} have lost their row, because the checkpoint is from another number of"
                     " ranks or of rows, and a rank has more ids than rows. They begin anew when they are seen again"
                 )
-        self._maps.set_windows(self._windows if with_windows else lambda _: [], self._moved)
+        self._maps.set_windows(self._windows if with_windows else lambda _: {}, self._moved)
 
     def _begins(self, name: str) -> list[int] | None:
         stored = self._saved.state_dict_metadata.get(f"model.{self._stored(name)}")
@@ -84,13 +84,13 @@ class MapsInFolder:
             sorted(chunk.offsets[0] for chunk in stored.chunks) if isinstance(stored, TensorStorageMetadata) else None
         )
 
-    def _windows(self, name: str) -> list[dict[str, Tensor]]:
-        """Windows of a map, of each rank of the checkpoint."""
+    def _windows(self, name: str) -> dict[int, dict[str, Tensor]]:
+        """Windows of a map, by rank of the checkpoint."""
         found: dict[int, list[str]] = {}
         for path in (self._saved.planner_data or {}).values():
             if path[0] == WINDOWS and str(path[1]).rpartition("/")[0] == name:
                 found.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
-        return [self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(found.items())]
+        return {rank: self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(found.items())}
 
     def _stored(self, name: str) -> str:
         """Name in the checkpoint of an entry of a map."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from tests.strategies.cases import (
     loader,
     outcome,
     recsys,
+    state_of,
 )
 from tests.tiers import examples, sampled
 
@@ -235,13 +235,17 @@ def test_a_table_with_a_map_does_not_start_with_rows_of_one_without(tmp_path: Pa
 class Small(nn.Module):
     """A table of four rows, one of them for ids without a row, pooled by mean."""
 
-    def __init__(self, policy: Callable[[], Any] = LRU_EvictionPolicy) -> None:
+    def __init__(self, slots: int = 4, interval: int = 1, below: int = 100) -> None:
         super().__init__()
         config = EmbeddingBagConfig(
-            name="few", embedding_dim=4, num_embeddings=4, feature_names=["f"], pooling=PoolingType.MEAN
+            name="few", embedding_dim=4, num_embeddings=slots, feature_names=["f"], pooling=PoolingType.MEAN
         )
         config.init_fn = nn.init.ones_
-        maps = {"few": MCHManagedCollisionModule(4, torch.device("cpu"), policy(), 1, input_hash_size=100)}
+        maps = {
+            "few": MCHManagedCollisionModule(
+                slots, torch.device("cpu"), LRU_EvictionPolicy(), interval, input_hash_size=below
+            )
+        }
         self.bags = ManagedCollisionEmbeddingBagCollection(
             EmbeddingBagCollection(tables=[config]), ManagedCollisionCollection(maps, [config])
         )
@@ -295,6 +299,42 @@ def test_a_first_batch_without_ids_leaves_room_for_later_ones(one_rank: Any) -> 
     assert rows_of_ids(sharded) == {"few": {}}
     model.bags(KeyedJaggedTensor(["f"], torch.tensor([7, 8]), lengths=torch.tensor([2, 0])))
     assert rows_of_ids(sharded)["few"].keys() == {7, 8}
+
+
+def resumed_windows(rank: int, world: int, path: Path) -> list[str]:
+    """What differs in this rank's windows after a resumption, when only the last rank's map has had ids."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+
+    class First(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            ids = torch.tensor([11, 10] if len(self.losses) < 1 else [0, 11])  # of 0 to 11: the last rank's, then both
+            features = KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2]))
+            self.losses.append(0.0)
+            loss: Tensor = self.network.bags(features)[0].values().sum() + self.network.over.weight.sum()  # type: ignore
+            return loss
+
+    class Net(Small):
+        def __init__(self) -> None:
+            super().__init__(slots=12, interval=4, below=12)
+            self.over = nn.Linear(1, 1)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1 and not path.exists():
+                trainer.save_checkpoint(path)
+
+    whole = fit(First(Net), recsys(), loader(24 * world), callbacks=[Saves()], max_epochs=1)
+    used = First(Net)
+    used.losses = [0.0]
+    rest = fit(used, recsys(), loader(24 * world), ckpt_path=path, max_epochs=1)
+    windows = [trainer.strategy.sharded_model.id_maps.windows() for trainer in (whole, rest)]  # type: ignore[attr-defined]
+    ((one,), (other,)) = (list(found.values()) for found in windows)
+    return difference(one, other) + difference(state_of(whole), state_of(rest))
+
+
+def test_each_rank_continues_its_own_window_also_if_others_have_none(tmp_path: Path) -> None:
+    assert run_ranks(resumed_windows, 2, tmp_path / "one.ckpt") == [[], []]
 
 
 def test_ids_of_32_bits_and_maps_on_the_meta_device_are_taken(one_rank: Any) -> None:
