@@ -23,7 +23,6 @@ from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_con
 
 __all__ = ["ManagedCollisionBags", "ManagedCollisionSequences", "on_eviction"]
 
-
 _TOLD = "_lightning_pipe_told_of_evictions"
 
 
