@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -33,6 +32,7 @@ from benchmarks.quiet import QuietRuns
 from lightning_pipe.recsys.dynamic.cache.id_map import IdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
 from lightning_pipe.recsys.kernels import native
 
@@ -139,8 +139,7 @@ def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:
     return RowCache(
         "table",
         columns,
-        _Nothing(2 * width * 4 + 16),
-        store_lock=threading.Lock(),
+        StoredTable(SharedStore(_Nothing(2 * width * 4 + 16)), "table"),
         initial=InitialValues("table", width, Uniform(-0.1, 0.1)),
         state_fill=[0.0],
         policy="lfu" if policy == "lfu" else "lru",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,34 @@ from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
 
-__all__ = ["DYNAMIC_ROWS", "META", "WriteFolder", "WritePart", "reasons", "write_folder", "write_in_background"]
+__all__ = ["DYNAMIC_ROWS", "META", "CheckpointPart", "WriteFolder", "reasons", "write_folder", "write_in_background"]
 
 T = TypeVar("T")
 # Signature of write_folder, whose last argument is optional.
 WriteFolder = Callable[..., None]
-# Writes a rank's additional files into the folder, without communication between ranks.
-WritePart = Callable[[Path], None]
+
+
+class CheckpointPart(Protocol):
+    """Additional files of each rank, with data outside the state."""
+
+    def copy(self) -> None:
+        """Copy the data as they are now, before they are written in the background."""
+
+    def commit(self, group: dist.ProcessGroup | None, *, to_write: bool) -> None:
+        """Make the data durable where they belong, on all ranks together."""
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's files into the checkpoint's folder, without communication between ranks."""
+
 
 META = "meta.pt"
 # Key of Lightning's dictionary for the references to the rows of dynamic tables.
 DYNAMIC_ROWS = "dynamic_rows"
 
 
-def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None) -> None:
+def write_folder(
+    path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None = None
+) -> None:
     """Write a checkpoint to the folder *path*. Every rank must call this.
 
     Args:
@@ -50,7 +64,7 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
             after everything has been written.
         state: this rank's part of the state that ``torch.distributed.checkpoint`` writes.
         rest: all other values. Those of rank 0 are written.
-        part: function that writes this rank's additional files (None: no such files).
+        part: additional files of each rank (default None: no such files).
 
     Raises:
         SetupError: on every rank, if any rank cannot write. An existing checkpoint is then unchanged.
@@ -61,12 +75,21 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
     _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
-def write_in_background(saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
+def write_in_background(
+    saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None
+) -> None:
     """Copy the current values of the arguments and write them as :func:`write_folder` does, in the background."""
     folder = place_of(path)
+
+    def copy() -> tuple[HostCopies, bytes]:
+        found = HostCopies(state), _pack(rest)
+        if part is not None:
+            part.copy()
+        return found
+
     with _lost_ranks_named(folder):
-        copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder), dist.group.WORLD)
-    saves.start(lambda: _write(folder, {}, packed, copies, saves.group))
+        copies, packed = on_all_ranks(copy, _failed(folder), dist.group.WORLD)
+    saves.start(lambda: _write(folder, {}, packed, copies, saves.group, part))
 
 
 def _write(
@@ -75,10 +98,12 @@ def _write(
     packed: bytes,
     planner: dcp.SavePlanner,
     group: dist.ProcessGroup | None,
-    part: WritePart | None = None,
+    part: CheckpointPart | None = None,
 ) -> None:
     failed, first = _failed(folder), dist.get_rank(group) == 0
     with _lost_ranks_named(folder):
+        if part is not None:
+            part.commit(group, to_write=True)
         begun = from_rank(lambda: _begin(folder), failed, group)
         beside: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
         try:
@@ -101,12 +126,12 @@ def _to(beside: Folder) -> dict[str, Any]:
     return {"storage_writer": fsspec_writer(str(beside), sync_files=False, use_listings_cache=False)}
 
 
-def _write_part(part: WritePart, beside: Folder) -> None:
+def _write_part(part: CheckpointPart, beside: Folder) -> None:
     if isinstance(beside, Path):
-        part(beside)
+        part.write(beside)
         return
     with tempfile.TemporaryDirectory(prefix="lightning_pipe_") as local:
-        part(Path(local))
+        part.write(Path(local))
         beside.upload(Path(local))
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precisio
 
 from lightning_pipe._compat.lightning import before_resumption, find_last_at_urls
 from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
+from lightning_pipe.checkpoints.folder_writing import CheckpointPart, write_folder, write_in_background
 from lightning_pipe.checkpoints.remote_folder import place_of, remove_remote
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
@@ -178,19 +178,16 @@ class FolderCheckpointStrategy(DistributedStrategy):
             remove()
 
     def _write_folder(
-        self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None
+        self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None = None
     ) -> None:
-        """Write a checkpoint, in the background with ``async_checkpoints``. The contents are the same in both cases.
-
-        A *part* is always written in the foreground, because training changes the data that it reads.
-        """
+        """Write a checkpoint, in the background with ``async_checkpoints``. The contents are the same in both cases."""
         saves = self._saves
         if saves is not None:
             saves.wait()
-        if saves is None or part is not None:
+        if saves is None:
             write_folder(path, state, rest, part)
         else:
-            write_in_background(saves, path, state, rest)
+            write_in_background(saves, path, state, rest, part)
 
     # ------------------------------------------------------------------ paths
 

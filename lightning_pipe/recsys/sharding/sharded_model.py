@@ -20,6 +20,8 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.dense.dense_optimizer import TableParameters
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
+from lightning_pipe.recsys.dynamic.store.row_files import rows_folder
+from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.gradient_norm import table_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
@@ -235,6 +237,10 @@ class ShardedModel:
     def _dynamic_names(self) -> set[str]:
         return {table.name for table in self.tables.values() if table.is_dynamic}
 
+    def dump_rows(self) -> DumpedRows:
+        """Prepare a commit and a checkpoint of the current rows. All ranks call it together."""
+        return DumpedRows({name: rows.dump() for name, rows in self.dynamic_rows.items()})
+
     def commit_rows(self) -> dict[str, dict[str, Any]]:
         """Commit the current rows, so that all ranks open with them after a crash. All ranks call it together.
 
@@ -244,10 +250,9 @@ class ShardedModel:
         Raises:
             SetupError: a rank cannot write; raised on every rank. The previous commit stays complete.
         """
-        return {
-            name: {"version": rows.commit(), "progress": rows.progress(), "tables": rows.description}
-            for name, rows in self.dynamic_rows.items()
-        }
+        dumped = self.dump_rows()
+        dumped.commit()
+        return dumped.committed
 
     def write_rows(self, folder: str | Path, since: int = 0) -> None:
         """Write this rank's rows of dynamic tables to a folder, for :meth:`read_rows` on any number of ranks.
@@ -260,7 +265,7 @@ class ShardedModel:
                 0).
         """
         for name, rows in self.dynamic_rows.items():
-            rows.write(_rows_folder(Path(folder), name), since)
+            rows.write(rows_folder(Path(folder), name), since)
 
     def close(self) -> None:
         """Close the stores of dynamic tables, so that another module can open them. Uncommitted rows are lost."""
@@ -296,7 +301,7 @@ class ShardedModel:
                     " optimisers as in the checkpoint."
                 )
             rows.read(
-                _rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
+                rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
             )
 
     def _named(self, name: str) -> Table:
@@ -351,7 +356,3 @@ def _check_committed(committed: Any) -> None:
                 "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress"
                 f" and tables, got {shown(found)}. Take another checkpoint."
             )
-
-
-def _rows_folder(folder: Path, name: str) -> Path:
-    return folder / "rows" / (name or "module")

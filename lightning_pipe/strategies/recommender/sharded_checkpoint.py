@@ -66,9 +66,10 @@ def save_sharded_checkpoint(
         rest[TABLE_OPTIMIZERS] = {name: table.known_optimizer.name for name, table in sharded.tables.items()}
         if windows := sharded.id_maps.windows():
             state[WINDOWS] = windows
-    if sharded.dynamic_rows:
-        rest[DYNAMIC_ROWS] = sharded.commit_rows()
-    write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
+    dumped = sharded.dump_rows() if sharded.dynamic_rows else None
+    if dumped is not None:
+        rest[DYNAMIC_ROWS] = dumped.committed
+    write(path, state, rest, dumped)
 
 
 def load_sharded_checkpoint(
@@ -234,6 +235,18 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
         elif self._init_from is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             reason = f"the run resumes from {str(path)!r}" if path else "the module has been used before"
             rank_zero_info(f"init_from={self._init_from.path!r} is not read, since {reason}")
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for rows in self.sharded_model.dynamic_rows.values():
+            rows.saves = self._saves
+
+    def end_saves(self) -> None:
+        try:
+            super().end_saves()
+        finally:
+            for rows in self._sharded.dynamic_rows.values() if self._sharded is not None else ():
+                rows.saves = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint folder, to which every rank writes its own shards (``torch.distributed.checkpoint``)."""

@@ -69,8 +69,7 @@ class MemoryStore(RowStore):
         order = sorted(self.tables[table])
         keys = np.array(order, np.int64)
         records = self.read(table, keys)[0]
-        for first in range(0, len(order), chunk):
-            yield keys[first : first + chunk], records[first : first + chunk]
+        return ((keys[at : at + chunk], records[at : at + chunk]) for at in range(0, len(order), chunk))
 
     def count(self, table: str) -> int:
         return len(self.tables[table])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
 from tests.recsys.dynamic.memory_store import MemoryStore
 
 CAPACITY = 4
@@ -30,8 +30,7 @@ class Table:
         self.cache = RowCache(
             "t",
             [self.weights, self.states],
-            self.store,
-            store_lock=threading.Lock(),
+            StoredTable(SharedStore(self.store), "t"),
             initial=InitialValues("t", 2, initial),
             state_fill=[0.5],
             **options,

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pipe.recsys.dynamic.cache import row_slots
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.store import row_levels
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.reference import OPTIMIZERS, Begun, Reference, columns_of
@@ -66,6 +69,8 @@ class Run:
     store: MemoryStore = field(init=False)
     columns: list[Tensor] = field(init=False)
     cache: RowCache = field(init=False)
+    shared: SharedStore = field(init=False)
+    copied: tuple[list[Change], dict[int, bytes]] | None = None
 
     def __post_init__(self) -> None:
         initial = InitialValues("t", 3, Normal(0.0, 1.0), seed=5)
@@ -80,11 +85,11 @@ class Run:
         if store is None:
             store = MemoryStore({"t": 16 + sum(c[0].numel() * c.element_size() for c in self.columns)})
         self.store = store
+        self.shared = SharedStore(store)
         self.cache = RowCache(
             "t",
             self.columns,
-            store,
-            store_lock=threading.Lock(),
+            StoredTable(self.shared, "t"),
             initial=InitialValues("t", 3, Normal(0.0, 1.0), seed=5),
             state_fill=[fill for fill, _, _ in OPTIMIZERS[one.optimizer][1]],
             policy=one.policy,
@@ -118,7 +123,26 @@ class Run:
         self.looked_up(ids, ticket)
         self.cache.discard(ticket)
 
+    def copy(self) -> None:
+        """Begin a commit in the background; one of earlier rows ends first."""
+        self.keep(1.0)
+        self.copied = self.cache.copy_changes(), self.reference.records()
+        self.shared.hold()
+
+    def keep(self, share: float) -> None:
+        """Write what was copied, or only some of it, as if the store failed then."""
+        if self.copied is None:
+            return
+        (changes, expected), self.copied = self.copied, None
+        for change in changes[: round(share * len(changes))]:
+            self.cache.keep(change)
+        if share == 1.0:
+            assert self.store.tables["t"] == expected
+            self.cache.kept()
+        self.shared.release()
+
     def check_store(self) -> None:
+        self.keep(1.0)
         self.cache.flush()
         assert self.store.tables["t"] == self.reference.records()
 
@@ -135,7 +159,11 @@ def _batch(chance: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), lambda seed: seed < 30))
-def test_any_order_of_calls_trains_as_a_table_without_a_cache(seed: int, way: str) -> None:
+def test_any_order_of_calls_trains_as_a_table_without_a_cache(
+    seed: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (row_levels, row_slots):
+        monkeypatch.setattr(module, "_CHUNK", 5)
     chance = random.Random(seed)
     run = Run(Settings.random(chance))
     to_come: deque[tuple[list[int], Ticket]] = deque()
@@ -169,6 +197,8 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(seed: int, way: st
             last = found.step
         if chance.random() < 0.1:
             _checkpoint(chance, run, to_come, begun)
+        elif chance.random() < 0.1:
+            run.keep(chance.choice([0.0, 0.5, 1.0]))
     while begun:
         run.train(*begun.popleft())
     run.check_store()
@@ -190,8 +220,12 @@ def _checkpoint(
     """The store has what was trained, and training goes on: with the cache, or from the store with another."""
     for _, _, found in reversed(begun):
         run.reference.undo(found)
-    run.check_store()
-    if chance.random() < 0.5:
+    in_background = chance.random() < 0.5
+    if in_background:
+        run.copy()
+    else:
+        run.check_store()
+    if not in_background and chance.random() < 0.5:
         if chance.random() < 0.5:
             run.cache.forget()
         else:
@@ -268,5 +302,9 @@ def test_a_worker_that_prefetches_beside_training_changes_nothing(seed: int, way
                 run.train(ids, ticket, begun)
             if at % 37 == 20:
                 run.check_store()
+            elif at % 11 == 7:
+                run.copy()
+            elif at % 11 == 0:
+                run.keep(chance.choice([0.0, 1.0]))
             worker.room()
     run.check_store()

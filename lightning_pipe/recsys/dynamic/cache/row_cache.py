@@ -29,10 +29,11 @@ from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, RowHeaders
 from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots, headers_of
 from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 __all__ = ["CacheStats", "CachedRows", "RowCache", "Ticket"]
 
@@ -58,12 +59,11 @@ class RowCache:
     """One rank's part of a table.
 
     Args:
-        table: name of the table in the store.
+        table: name of the table.
         columns: weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns the tensors
             and changes only rows of batches that have begun.
-        store: store of all rows that are not cached. A record is a header (count and last step, int64 each) followed by
-            the bytes of the row in each column.
-        store_lock: lock shared by all caches of the store, which is not thread-safe.
+        below: all rows that are not cached. A record is a header (count and last step, int64 each) followed by the
+            bytes of the row in each column.
         initial: initial weights of new rows.
         state_fill: initial values of the optimiser states, one number for each column after the first.
         policy: eviction policy (default ``"lru"``); see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
@@ -89,9 +89,8 @@ class RowCache:
         self,
         table: str,
         columns: Sequence[Tensor],
-        store: RowStore,
+        below: RowLevel,
         *,
-        store_lock: threading.Lock,
         initial: InitialValues,
         state_fill: Sequence[float] = (),
         policy: Policy = "lru",
@@ -109,12 +108,10 @@ class RowCache:
         self._columns = RowColumns(table, columns, state_fill)
         self.capacity = self._columns.capacity
         self.width = BYTES + self._columns.width
-        self._store, self._store_lock = store, store_lock
+        self._below = below
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
         policy = checked_policy(table, policy)
-        self._slots = RowSlots(
-            table, self._columns, self._headers, store, store_lock, initial, policy, check_nan, ids_of
-        )
+        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of)
         self._step: int | None = None
         # Incremented whenever rows or headers change, which invalidates scans.
         self._version = 0
@@ -271,18 +268,50 @@ class RowCache:
             SetupError: The store failed. The next call retries the rows that were not written.
         """
         with self._rows_lock, self._lock:
-            self._bring_up_to_date()
-            # Undo from the last batch to the first, then restore in the opposite order.
-            kept: list[tuple[Slots, npt.NDArray[np.int64]]] = []
-            for batch, begun in reversed(self._open.begun()):
-                kept.append((batch.rows, self._headers.read(batch.rows)))
-                self._headers.undo(batch.rows, begun)
-            try:
-                self._slots.write_back(self._slots.dirty())
-            finally:
-                for rows, headers in reversed(kept):
-                    self._headers.write(rows, headers)
-                    self._headers.dirty[rows] = 1
+            for change in self._changes():
+                self.keep(change)
+            self._kept()
+
+    def copy_changes(self) -> list[Change]:
+        """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
+        with self._rows_lock, self._lock:
+            return list(self._changes())
+
+    def keep(self, change: Change) -> None:
+        """Write a change to the store. May be called on any thread.
+
+        Raises:
+            InputError: ``check_nan`` found NaN in a row.
+            SetupError: The store failed.
+        """
+        self._slots.refuse_nan(change.keys, change.records)
+        self._below.keep(change)
+
+    def kept(self) -> None:
+        """Record that the store has all of the last :meth:`copy_changes`. May be called on any thread."""
+        with self._rows_lock, self._lock:
+            self._kept()
+
+    def _kept(self) -> None:
+        self._headers.dirty[self._headers.dirty == COPIED] = 0
+        self._below.kept()
+
+    def _changes(self) -> Iterator[Change]:
+        self._bring_up_to_date()
+        # Undo from the last batch to the first, then restore in the opposite order.
+        begun: list[tuple[Slots, npt.NDArray[np.int64]]] = []
+        for batch, noted in reversed(self._open.begun()):
+            begun.append((batch.rows, self._headers.read(batch.rows)))
+            self._headers.undo(batch.rows, noted)
+        try:
+            dirty = self._slots.dirty()
+            self._headers.dirty[dirty] = COPIED
+            yield from self._below.changes(self._slots.map.keys_of(dirty))
+            yield from self._slots.changes(dirty)
+        finally:
+            for rows, headers in reversed(begun):
+                self._headers.write(rows, headers)
+                self._headers.dirty[rows] = 1
 
     def forget(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
@@ -291,6 +320,7 @@ class RowCache:
             self._step = None
             self._open.end_all()
             self._slots.clear()
+            self._below.clear()
 
     def purge(self, step: int) -> int:
         """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store.
@@ -308,14 +338,13 @@ class RowCache:
                 self._slots.forget(cached)
                 self._slots.write_back(cached)
             stored: list[Keys] = []
-            for keys, records in self._scan(65536):
+            for keys, records in self._below.scan(65536):
                 ended = keys[self._headers.expired_headers(headers_of(records), step)]
                 # The header of a cached row is newer than the one in the store.
                 stored.append(ended[self._slots.map.find(ended) < 0])
             for keys in stored:
                 if keys.size:
-                    with self._store_lock:
-                        self._store.erase(self.table, keys)
+                    self._below.erase(keys)
             number = sum(map(len, stored))
             self._slots.stats.expired += number
             return number + len(cached)
@@ -333,7 +362,7 @@ class RowCache:
         """
         self.flush()
         version = self._version
-        scan = self._scan(chunk)
+        scan = self._below.scan(chunk)
         while True:
             with self._rows_lock:
                 if self._version != version:
@@ -350,16 +379,9 @@ class RowCache:
             if step is not None:
                 chosen &= ~self._headers.expired_headers(headers, step)
             if chosen.any():
-                counts, last_seen = headers[chosen].T
-                yield CachedRows(keys[chosen], counts, last_seen, self._columns.typed(records[chosen][:, BYTES:]))
+                yield self.decode(keys[chosen], records[chosen])
 
-    def _scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
-        """Scan the store, taking its lock for each chunk."""
-        with self._store_lock:
-            scan = self._store.scan(self.table, chunk)
-        while True:
-            with self._store_lock:
-                found = next(scan, None)
-            if found is None:
-                return
-            yield found
+    def decode(self, keys: Keys, records: Records) -> CachedRows:
+        """Rows of a chunk of records."""
+        counts, last_seen = headers_of(records).T
+        return CachedRows(keys, counts, last_seen, self._columns.typed(records[:, BYTES:]))

@@ -92,15 +92,13 @@ class RowColumns:
         for column, value in zip(states, self._fill, strict=True):
             column.index_fill_(0, at, value)
 
-    def with_nan(self, rows: Slots) -> npt.NDArray[np.bool_]:
-        """Mask of the *rows* that contain NaN."""
-        self._wait()
-        at = torch.from_numpy(rows).to(self.device)
-        found = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
-        for column in self._columns:
+    def with_nan(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Mask of the records, in the format of ``read``, that contain NaN."""
+        found = torch.zeros(len(records), dtype=torch.bool)
+        for column in self.typed(records):
             if column.is_floating_point():
-                found |= _matrix(column.index_select(0, at)).isnan().any(dim=1)
-        result: npt.NDArray[np.bool_] = found.cpu().numpy()
+                found |= _matrix(column).isnan().any(dim=1)
+        result: npt.NDArray[np.bool_] = found.numpy()
         return result
 
     def typed(self, records: Records) -> list[Tensor]:

@@ -15,10 +15,13 @@ import numpy.typing as npt
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["BYTES", "Begun", "RowHeaders"]
+__all__ = ["BYTES", "COPIED", "Begun", "RowHeaders"]
 
 # Size of a header in a record: count and last_seen, int64 each.
 BYTES = 16
+
+# Value of ``dirty`` for a row that was copied for the store, which may not have the copy yet.
+COPIED = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class RowHeaders:
         ttl: maximum number of steps since a row was last seen.
         counts: number of trained batches in which each slot's row has occurred.
         last_seen: step of the last such batch.
-        dirty: 1 if the store does not have the current row.
+        dirty: 0 if the store has the current row, 1 if it does not, and ``COPIED`` if it will have it.
     """
 
     def __init__(self, capacity: int, ttl: int | None, threshold: int) -> None:

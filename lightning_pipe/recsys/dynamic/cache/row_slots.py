@@ -7,8 +7,7 @@ Tested in ``tests/scenarios/recommenders/test_row_cache_equality.py``.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +20,14 @@ from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, 
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 __all__ = ["CacheStats", "RowSlots", "headers_of"]
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
 _EVICTED = 16
-# Maximum number of rows per write to the store.
+# Maximum number of rows that are copied and written at once.
 _CHUNK = 65536
 
 
@@ -60,7 +60,7 @@ class RowSlots:
     """Slots of one table's columns.
 
     Args:
-        table, store, store_lock, initial, policy, check_nan, ids_of: see
+        table, below, initial, policy, check_nan, ids_of: see
             :class:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache`.
         columns: columns of the table.
         headers: headers of the same number of slots.
@@ -76,15 +76,14 @@ class RowSlots:
         table: str,
         columns: RowColumns,
         headers: RowHeaders,
-        store: RowStore,
-        store_lock: threading.Lock,
+        below: RowLevel,
         initial: InitialValues,
         policy: Policy,
         check_nan: bool,
         ids_of: Callable[[Keys], Keys] | None = None,
     ) -> None:
         self._table, self._columns, self.headers = table, columns, headers
-        self._store, self._store_lock = store, store_lock
+        self._below = below
         self._initial, self._policy, self._check_nan = initial, policy, check_nan
         self._ids_of = ids_of
         self.map = IdMap(columns.capacity)
@@ -120,8 +119,7 @@ class RowSlots:
         keys, places = distinct(keys)
         if len(keys) > self._free_count:
             self._evict(len(keys), *pinned())
-        with self._store_lock:
-            records, found = self._store.read(self._table, keys)
+        records, found = self._below.read(keys)
         # Free slots are never read and never dirty, so an error before the insertion into the map changes nothing.
         rows = self._free[self._free_count - len(keys) : self._free_count][::-1].copy()
         known, unseen = rows[found], ~found
@@ -175,27 +173,27 @@ class RowSlots:
         return self.headers.expired(np.flatnonzero(used), step)
 
     def write_back(self, rows: Slots) -> None:
-        """Write dirty *rows* to the store, and erase those with count 0 from it.
+        """Write dirty *rows* to the level below, and erase those with count 0 from it.
 
         Raises:
             InputError: ``check_nan`` found NaN in a row.
         """
+        for change in self.changes(rows):
+            self.refuse_nan(change.keys, change.records)
+            if change.keys.size:
+                self._below.write(change.keys, change.records)
+            if change.gone.size:
+                self._below.erase(change.gone)
+        self.headers.dirty[rows] = 0
+
+    def changes(self, rows: Slots) -> Iterator[Change]:
+        """Copy dirty *rows*, in chunks."""
         for first in range(0, len(rows), _CHUNK):
             part = rows[first : first + _CHUNK]
             there = self.headers.counts[part] > 0
-            kept, gone = part[there], self.map.keys_of(part[~there])
-            keys = self.map.keys_of(kept)
-            if kept.size:
-                if self._check_nan:
-                    self._refuse_nan(keys[self._columns.with_nan(kept)])
-                records = self._records(kept)
-                with self._store_lock:
-                    self._store.write(self._table, keys, records)
-            if gone.size:
-                with self._store_lock:
-                    self._store.erase(self._table, gone)
-            self.headers.dirty[part] = 0
+            kept = part[there]
             self.stats.written += len(kept)
+            yield Change(self.map.keys_of(kept), self._records(kept), self.map.keys_of(part[~there]))
 
     def start(self, rows: Slots) -> None:
         """Set *rows* to their initial values and states."""
@@ -238,11 +236,17 @@ class RowSlots:
         self._free_count = len(self._free)
 
     def _records(self, rows: Slots) -> Records:
+        if not rows.size:
+            return np.empty((0, BYTES + self._columns.width), np.uint8)
         headers = torch.from_numpy(self.headers.read(rows)).view(torch.uint8)
         records: Records = torch.cat([headers, self._columns.read(rows)], dim=1).numpy()
         return records
 
-    def _refuse_nan(self, keys: Keys) -> None:
+    def refuse_nan(self, keys: Keys, records: Records) -> None:
+        """Raise InputError if ``check_nan`` is set and records contain NaN."""
+        if not self._check_nan or not keys.size:
+            return
+        keys = keys[self._columns.with_nan(records[:, BYTES:])]
         if keys.size:
             first = keys[:10] if self._ids_of is None else self._ids_of(keys[:10])
             shown = ", ".join(map(str, first.tolist()))

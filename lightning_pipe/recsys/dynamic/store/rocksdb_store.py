@@ -162,14 +162,18 @@ class RocksDbStore(RowStore):
         last = _first(self._numbers[table])
         items = self._database.items(from_key=last, read_opt=options)
         chunk = min(chunk, max(1, _SCAN_BYTES // width))
-        while part := list(islice(items, chunk)):
-            keys, values = zip(*part, strict=True)
-            last = keys[-1]
-            joined = join_keys(keys), self._joined(values, width)
-            del part, keys, values  # frees memory before the next chunk is read
-            yield joined
-            del joined
-        self._expect_end(options, last)
+
+        def chunks(last: bytes) -> Iterator[tuple[Keys, Records]]:
+            while part := list(islice(items, chunk)):
+                keys, values = zip(*part, strict=True)
+                last = keys[-1]
+                joined = join_keys(keys), self._joined(values, width)
+                del part, keys, values  # frees memory before the next chunk is read
+                yield joined
+                del joined
+            self._expect_end(options, last)
+
+        return chunks(last)
 
     def count(self, table: str) -> int:
         options = self._range(table)

@@ -29,7 +29,7 @@ from lightning_pipe.engine.common.durable_files import sync_name, write_file
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
 
-__all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "write_rows"]
+__all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "rows_folder", "write_rows"]
 
 # Shape of a row in the column, and type of the column.
 Column = tuple[tuple[int, ...], torch.dtype]
@@ -56,6 +56,11 @@ class StoredRows:
     counts: torch.Tensor
     last_seen: torch.Tensor
     columns: list[torch.Tensor]
+
+
+def rows_folder(checkpoint: Path, module: str) -> Path:
+    """Folder of a module's rows in a checkpoint."""
+    return checkpoint / "rows" / (module or "module")
 
 
 def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[StoredRows]) -> int:

@@ -60,8 +60,9 @@ class StoreState:
 class RowStore(ABC):
     """One rank's records of all tables.
 
-    Each table has records of a fixed number of bytes. Keys are any int64, without duplicates in a call. Stores are not
-    thread-safe. Reads return the last write, committed or not.
+    Each table has records of a fixed number of bytes. Keys are any int64, without duplicates in a call. Reads return
+    the last write, committed or not. Stores are not thread-safe, with two exceptions: ``prepare`` and ``commit`` may
+    run beside reads, and a scan beside all other calls except ``close``.
 
     Args:
         path: folder of this rank; created if it does not exist.
@@ -136,7 +137,7 @@ class RowStore(ABC):
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         """Yield all records of a table in a fixed order, such as that of the keys, at most *chunk* at a time.
 
-        The scan sees the records that existed when it began, independent of later writes and erasures.
+        The scan sees the records that existed at the call, independent of later writes and erasures.
         """
 
     @abstractmethod

@@ -6,7 +6,6 @@ Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, Initial
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.store.commit import open_together
+from lightning_pipe.recsys.dynamic.store.row_levels import RowLevel, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
@@ -105,18 +105,18 @@ def open_rows(
     path = storage.path / f"ranks-{ranks}" / f"rank-{group.rank()}"
     widths = {table: record_width(tensors) for table, tensors in columns.items()}
     store = open_together(lambda: open_store(path, widths, description), group)
-    lock = threading.Lock()
+    shared = SharedStore(store)
     try:
         own_seed = seed if storage.seed is None else storage.seed
         values = {table: _initial_values(module.dynamic_tables[table], own_seed) for table in columns}
         caches = {
-            table: _cache(module.dynamic_tables[table], tensors, store, lock, storage, values[table])
+            table: _cache(module.dynamic_tables[table], tensors, StoredTable(shared, table), storage, values[table])
             for table, tensors in columns.items()
         }
         rows = RowTables(
             caches,
             tables_of_keys,
-            store=store,
+            store=shared,
             group=group,
             description=description,
             row_optimizers=row_optimizers,
@@ -172,16 +172,14 @@ def _row_optimizers(
 def _cache(
     table: DynamicTable,
     columns: list[Tensor],
-    store: RowStore,
-    store_lock: threading.Lock,
+    below: RowLevel,
     storage: Storage,
     values: InitialValues,
 ) -> RowCache:
     return RowCache(
         table.name,
         columns,
-        store,
-        store_lock=store_lock,
+        below,
         initial=values,
         state_fill=[0.0] * (len(columns) - 1),
         policy=table.eviction if isinstance(table.eviction, str) else partial(_score_ids, table.eviction),

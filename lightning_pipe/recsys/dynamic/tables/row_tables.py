@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -16,15 +15,16 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
+from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
-from lightning_pipe.recsys.dynamic.store.commit import commit_together
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.store.row_store import RowStore
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
-from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, stored_rows
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 
@@ -37,7 +37,7 @@ class RowTables:
     Args:
         caches: cache of each table.
         tables_of_keys: table of each key of the distributed features, in order.
-        store: this rank's store, opened together with the other ranks' stores.
+        store: this rank's store, opened together with the other ranks' stores, below all caches.
         group: process group of the ranks that share the ids.
         description: description of the tables in plain types, the same on every rank.
         row_optimizers: optimisers that train tables instead of the fused kernels' optimisers (default: none).
@@ -48,6 +48,12 @@ class RowTables:
             seed).
         existing: treatment of rows from an earlier run in the store if no checkpoint is read: ``refuse`` to train,
             ``keep`` the rows (default), or ``forget`` them.
+
+    Attributes:
+        caches: cache of each table.
+        group: the process group.
+        description: description of the tables.
+        saves: writes automatic commits in the background; None: in the foreground.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class RowTables:
         caches: Mapping[str, RowCache],
         tables_of_keys: Sequence[str],
         *,
-        store: RowStore,
+        store: SharedStore,
         group: dist.ProcessGroup,
         description: Mapping[str, Any],
         row_optimizers: Sequence[RowAdam] = (),
@@ -67,20 +73,22 @@ class RowTables:
         self.caches = dict(caches)
         self.group = group
         self.description = dict(description)
+        self.saves: BackgroundSave | None = None
         self._store = store
+        self._dump: RowDump | None = None
         self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
         self._step = self._trained_step = self._uncommitted = 0
         self._own_seed = self._seed = seed
         self._reseed = reseed
-        self._existing: Existing = existing if store.state.committed > 0 else "keep"
+        self._existing: Existing = existing if store.base.state.committed > 0 else "keep"
         # True if the store may differ from the last commit.
         self._changed = False
         # The keys of a table are adjacent, so its ids are one contiguous slice of the values.
         runs = [[position for position, _ in run] for _, run in groupby(enumerate(tables_of_keys), itemgetter(1))]
         self._runs = [(tables_of_keys[run[0]], run[0], run[-1] + 1) for run in runs]
-        self._set_progress(store.notes())
+        self._set_progress(store.base.notes())
 
     # ------------------------------------------------------------------ batches
 
@@ -92,6 +100,7 @@ class RowTables:
     def next_step(self) -> int:
         """Begin a batch and return its number."""
         self._step += 1
+        self._changed = True
         return self._step
 
     @property
@@ -106,8 +115,16 @@ class RowTables:
     def step_ended(self) -> None:
         """Count a training step, and commit after every ``commit_every`` steps, on all ranks together."""
         self._uncommitted += 1
-        if self._uncommitted == self._commit_every:
+        if self._uncommitted != self._commit_every:
+            return
+        saves = self.saves
+        if saves is None:
             self.commit()
+        else:
+            saves.wait()
+            dump = self.dump()
+            self._together(dump.copy)
+            saves.start(lambda: dump.commit(saves.group))
 
     def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate.
@@ -160,7 +177,7 @@ class RowTables:
     @property
     def version(self) -> str:
         """Name of the last commit: a unique text, the same on every rank."""
-        return self._store.notes().get("version", "")
+        return self._store.base.notes().get("version", "")
 
     def commit(self) -> str:
         """Commit the current rows, with which every rank reopens after a crash. Collective.
@@ -173,18 +190,27 @@ class RowTables:
                 flush. The stores of all ranks reopen at the same version.
             InputError: On the other ranks, if the flush of a rank fails; on every rank, if it found NaN in a row.
         """
-        self._together(self._flush)
-        version = gather(secrets.token_hex(8), self.group)[0]
-        notes = {"version": version, **self.progress()}
-        commit_together(self._store, self.group, self._store.state.committed + 1, notes)
-        self._uncommitted = 0
-        self._changed = False
-        return version
+        dump = self.dump()
+        dump.commit(self.group)
+        return self.version
 
-    def _flush(self) -> None:
-        self._settle_existing()
-        for cache in self.caches.values():
-            cache.flush()
+    def dump(self) -> RowDump:
+        """Prepare a commit and a checkpoint of the current rows. Collective. Waits for an earlier one."""
+        self._finish()
+        self._together(self._settle_existing)
+        self._uncommitted = 0
+        self._dump = RowDump(self.caches, self._store, self.group, self.description, self.progress(), self._dumped)
+        return self._dump
+
+    def _dumped(self, complete: bool) -> None:
+        """Called when rows are copied or flushed, and if they could not be written."""
+        self._changed = not complete
+
+    def _finish(self) -> None:
+        """Wait until no commit in the background uses the store. An error of it is raised where the save is awaited."""
+        if self._dump is not None:
+            self._dump.finish()
+            self._dump = None
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch.
@@ -193,10 +219,9 @@ class RowTables:
             table: name of the table.
             since: first batch number; rows last seen before it are skipped (default 0: all rows).
         """
+        self._finish()
         self._settle_existing()
-        for found in self.caches[table].rows(since=since):
-            ids = unmix(torch.from_numpy(found.keys))
-            yield StoredRows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
+        return map(stored_rows, self.caches[table].rows(since=since))
 
     def write(self, folder: Path, since: int = 0) -> None:
         """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
@@ -222,6 +247,7 @@ class RowTables:
             SetupError: On a rank that cannot read or write rows; on every rank, if the commit fails.
             InputError: On the other ranks, if a rank cannot read or write rows.
         """
+        self._finish()
         same = with_states and bool(version) and version == self.version and not self._changed
         if not all(gather(same, self.group)):
             # All files are checked before any row is discarded.
@@ -248,12 +274,14 @@ class RowTables:
 
     def purge(self) -> int:
         """Erase expired rows and return their number. Scans the whole store."""
+        self._finish()
         self._settle_existing()
         self._changed = True
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:
         """Discard all rows. Every rank calls it at the same point of training."""
+        self._finish()
         self._existing = "keep"
         self._changed = True
         for table, cache in self.caches.items():
@@ -263,16 +291,16 @@ class RowTables:
 
     def close(self) -> None:
         """Release the store; uncommitted changes are lost. Garbage collection of the module does the same."""
-        self._store.close()
+        self._finish()
+        self._store.base.close()
 
     def __del__(self) -> None:
-        store = self.__dict__.get("_store")
-        if store is not None:
-            store.close()
+        if "_dump" in self.__dict__:
+            self.close()
 
     def _erase(self, table: str) -> None:
-        for keys, _ in self._store.scan(table):
-            self._store.erase(table, keys)
+        for keys, _ in self._store.base.scan(table):
+            self._store.base.erase(table, keys)
 
     def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
@@ -284,7 +312,7 @@ class RowTables:
             states = [torch.zeros_like(state) for state in states]
         headers = torch.stack([rows.counts[own], rows.last_seen[own]], dim=1)
         records = [part.reshape(len(own), -1).view(torch.uint8) for part in (headers, weights, *states)]
-        self._store.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
+        self._store.base.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         step, seed, steps = self._read_progress(progress)

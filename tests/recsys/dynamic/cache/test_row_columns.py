@@ -56,7 +56,8 @@ def test_what_autograd_has_saved_is_not_said_to_have_changed() -> None:
 def test_nan_is_found_in_every_column_of_floats() -> None:
     columns = [torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, dtype=torch.int64)]
     columns[0][1, 1] = columns[1][3] = float("nan")
-    assert RowColumns("t", columns, [0, 0]).with_nan(np.array([3, 2, 1])).tolist() == [True, False, True]
+    rows = RowColumns("t", columns, [0, 0])
+    assert rows.with_nan(rows.read(np.array([3, 2, 1])).numpy()).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.store import rocksdb_store
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
@@ -34,9 +34,10 @@ def open_store(folder: Path) -> RocksDbStore:
 def row_tables(store: RocksDbStore) -> RowTables:
     weights = torch.zeros(4, NUMBERS)
     values = InitialValues("t", NUMBERS, lambda ids: torch.zeros(len(ids), NUMBERS))
-    cache = RowCache("t", [weights], store, store_lock=threading.Lock(), initial=values, state_fill=[])
+    shared = SharedStore(store)
+    cache = RowCache("t", [weights], StoredTable(shared, "t"), initial=values, state_fill=[])
     alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    return RowTables({"t": cache}, ["t"], store=store, group=alone, description={}, existing="forget")
+    return RowTables({"t": cache}, ["t"], store=shared, group=alone, description={}, existing="forget")
 
 
 def forget(folder: Path) -> None:

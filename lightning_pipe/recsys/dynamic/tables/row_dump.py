@@ -1,0 +1,174 @@
+"""Rows of a module as of one step, which all ranks commit and write to a checkpoint, also while training continues.
+
+    training     dump ── copy ── step ── step ── step ─────────────────── copies changed rows, then holds evictions back
+    background                   └─ commit ─────────── write(folder)
+                                    changed rows,      all rows, as they were
+                                    two phases         in the committed version
+
+Tested in ``tests/recsys/dynamic/tables/test_row_dump.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.recsys.dynamic.cache.row_cache import CachedRows, RowCache
+from lightning_pipe.recsys.dynamic.store.commit import commit_together
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, rows_folder, write_rows
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
+from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
+
+__all__ = ["DumpedRows", "RowDump", "stored_rows"]
+
+_SCANNED = 65_536  # rows of a file
+
+
+class RowDump:
+    """One commit of a module's rows. All ranks create it, and call ``commit``, together.
+
+    Args:
+        caches: cache of each table.
+        store: store below the caches.
+        group: process group of the ranks, for a commit in the foreground.
+        description: description of the tables.
+        progress: progress of training, stored with the commit.
+        dumped: called with True when the rows of this step are in a copy or in the store, and with False if they could
+            not be committed.
+
+    Attributes:
+        committed: version of the commit (a unique text, the same on every rank), progress and tables, with which the
+            written rows are read.
+    """
+
+    def __init__(
+        self,
+        caches: Mapping[str, RowCache],
+        store: SharedStore,
+        group: dist.ProcessGroup,
+        description: Mapping[str, Any],
+        progress: Mapping[str, str],
+        dumped: Callable[[bool], None],
+    ) -> None:
+        self._caches, self._store, self._dumped = caches, store, dumped
+        self._group, self._progress = group, dict(progress)
+        version = gather(secrets.token_hex(8), group)[0]
+        self.committed: dict[str, Any] = {"version": version, "progress": self._progress, "tables": dict(description)}
+        self._copies: list[tuple[RowCache, list[Change]]] | None = None
+        self._scans: dict[str, Iterator[tuple[Keys, Records]]] = {}
+        self._begun, self._committed = threading.Lock(), threading.Event()
+
+    def copy(self) -> None:
+        """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue.
+
+        Raises:
+            Exception: Of a function of initial values, which failed before and fails again.
+        """
+        # In this order: rows that are evicted in between have not changed since they were copied.
+        self._copies = [(cache, cache.copy_changes()) for cache in self._caches.values()]
+        self._store.hold()
+        self._dumped(True)
+
+    def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
+        """Commit the rows on all ranks or on none. Collective.
+
+        Args:
+            group: process group of the same ranks, for a commit in the background (default None).
+            to_write: True if ``write`` follows (default False).
+
+        Raises:
+            SetupError: On every rank, if any rank cannot prepare or commit; on a rank whose store fails before that.
+                No row is lost: rows that were not written count as changed.
+            InputError: On the other ranks, if the store of a rank fails; on every rank, if ``check_nan`` found NaN.
+        """
+        if not self._begun.acquire(blocking=False):
+            raise SetupError("a commit of rows was started after it had been given up. Save again")
+        group, store = group or self._group, self._store.base
+        notes = {"version": self.committed["version"], **self._progress}
+        try:
+            on_all_ranks(self._keep, "rows cannot be read or written", group, InputError)
+            commit_together(store, group, store.state.committed + 1, notes)
+            for cache in self._caches.values():
+                cache.kept()
+            if to_write:
+                self._scans = {table: store.scan(table, _SCANNED) for table in self._caches}
+            if self._copies is None:
+                self._dumped(True)
+        except BaseException:
+            self._dumped(False)
+            raise
+        finally:
+            self._copies = None
+            try:
+                self._store.release()
+            finally:
+                self._committed.set()
+
+    def _keep(self) -> None:
+        if self._copies is None:
+            for cache in self._caches.values():
+                cache.flush()
+        else:
+            for cache, changes in self._copies:
+                while changes:
+                    cache.keep(changes.pop())
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's rows, as they were committed, to files."""
+        while self._scans:
+            table, scan = self._scans.popitem()
+            chunks = (stored_rows(self._caches[table].decode(keys, records)) for keys, records in scan)
+            write_rows(folder, table, self._group.rank(), self._group.size(), chunks)
+
+    def finish(self) -> None:
+        """Wait for a commit that has begun, or give up one that has not."""
+        if not self._begun.acquire(blocking=False):
+            self._committed.wait()
+        else:
+            self._copies = None
+            self._store.release()
+
+
+class DumpedRows:
+    """Commits of all modules of a model, as a part of a checkpoint.
+
+    Args:
+        dumps: commit of each module, by name.
+
+    Attributes:
+        committed: see :class:`RowDump`, by name of the module.
+    """
+
+    def __init__(self, dumps: Mapping[str, RowDump]) -> None:
+        self._dumps = dict(dumps)
+        self.committed: dict[str, Any] = {name: dump.committed for name, dump in dumps.items()}
+
+    def copy(self) -> None:
+        """Copy changed rows, so that training can continue."""
+        for dump in self._dumps.values():
+            dump.copy()
+
+    def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
+        """Commit the rows; see :meth:`RowDump.commit`."""
+        for dump in self._dumps.values():
+            dump.commit(group, to_write=to_write)
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's rows, as they were committed, to a folder for each module."""
+        for name, dump in self._dumps.items():
+            dump.write(rows_folder(folder, name))
+
+
+def stored_rows(rows: CachedRows) -> StoredRows:
+    """Rows with their original ids."""
+    ids = unmix(torch.from_numpy(rows.keys))
+    return StoredRows(ids, torch.tensor(rows.counts), torch.tensor(rows.last_seen), rows.columns)
