@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -50,47 +51,64 @@ class HostCopies(dcp.DefaultSavePlanner):
 
 
 class BackgroundSave:
-    """Runs one save at a time on a background thread. All ranks must call the same methods in the same order."""
+    """Runs saves on a background thread, in order. All ranks must call the same methods in the same order."""
 
     def __init__(self) -> None:
         group: Any = dist.new_group(backend="gloo", timeout=timeout_of())
         self.group: dist.ProcessGroup = group
         self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
-        self._saving: Future[None] | None = None
+        self._saving: list[Future[None]] = []
         self._after: list[Callable[[], None]] = []
 
     def start(self, write: Callable[[], None]) -> None:
-        """Wait for the previous save, then call *write* on the background thread.
+        """Wait for earlier saves, then call *write* on the background thread.
 
         Raises:
-            SetupError: on every rank, if the previous save failed on any rank.
+            SetupError: on every rank, if an earlier save failed on any rank.
         """
         self.wait()
-        self._saving = self._writer.submit(write)
+        self.add(write)
+
+    def add(self, write: Callable[[], None]) -> Callable[[], None]:
+        """Call *write* on the background thread after earlier saves.
+
+        Returns:
+            Function that waits for this save and raises its error.
+        """
+        saving = self._writer.submit(write)
+        self._saving.append(saving)
+        return partial(self._wait, saving)
 
     def then(self, work: Callable[[], None]) -> None:
-        """Register *work* to run in :meth:`wait` after the current save succeeds. If the save fails, it is dropped."""
+        """Register *work* to run in :meth:`wait` after all saves succeeded. If one fails, it is dropped."""
         self._after.append(work)
 
     @property
     def under_way(self) -> bool:
         """True from the start of a save until :meth:`wait` has collected its result."""
-        return self._saving is not None
+        return bool(self._saving)
 
     def wait(self) -> None:
-        """Wait for the current save. If the wait is interrupted, the save is still under way.
+        """Wait for all saves. If the wait is interrupted, they are still under way.
 
         Raises:
-            SetupError: on every rank, if the save failed on any rank.
+            SetupError: on every rank, if a save failed on any rank.
         """
-        if self._saving is None:
+        if not self._saving:
             return
-        wait([self._saving])
+        wait(self._saving)
         saved, after = self._saving, self._after
-        self._saving, self._after = None, []
-        saved.result()
+        self._saving, self._after = [], []
+        for one in saved:
+            one.result()
         for work in after:
             work()
+
+    def _wait(self, saving: Future[None]) -> None:
+        wait([saving])
+        if saving in self._saving:
+            self._saving.remove(saving)
+            saving.result()
 
     def close(self) -> None:
         """Wait for the thread, which uses the process group, and then destroy the group."""

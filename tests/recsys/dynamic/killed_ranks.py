@@ -7,7 +7,9 @@ import random
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +22,9 @@ import torch.distributed as dist
 import lightning_pipe.recsys.dynamic
 from lightning_pipe.recsys.dynamic.store.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump
 from tests.patience import HANG
 from tests.scenarios.faults.forked_ranks import Ended, Here
 
@@ -75,7 +79,7 @@ def changes(version: int, rank: int) -> list[tuple[str, Keys, Records | None]]:
     return found
 
 
-def apply(store: RowStore, version: int, rank: int) -> None:
+def apply(store: RowStore | SharedStore, version: int, rank: int) -> None:
     for table, keys, records in changes(version, rank):
         if records is None:
             store.erase(table, keys)
@@ -142,6 +146,56 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     return counted()
 
 
+class _Cached:
+    """What is left to write of a table when a commit begins, in place of a cache."""
+
+    def __init__(self, shared: SharedStore, table: str, changes: list[Change]) -> None:
+        self._below, self._changes = StoredTable(shared, table), changes
+        self.keep, self.kept = self._below.keep, self._below.kept
+
+    def copy_changes(self) -> list[Change]:
+        return self._changes
+
+
+def _halves(shared: SharedStore, version: int, rank: int) -> dict[str, _Cached]:
+    """Write the first changes of a version, as evictions do; the last ones of each table are left in caches."""
+    found: dict[str, _Cached] = {}
+    for table in WIDTHS:
+        *early, last, erased = [(keys, records) for name, keys, records in changes(version, rank) if name == table]
+        for keys, records in early:
+            assert records is not None
+            shared.write(table, keys, records)
+        keys, records = last
+        assert records is not None
+        there = ~np.isin(keys, erased[0])
+        found[table] = _Cached(shared, table, [Change(keys[there], records[there], erased[0])])
+    return found
+
+
+def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
+    """As ``train``, with commits in the background, while rows of the next version are evicted."""
+    group = join(here)
+    behind: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG))
+    with _killed(here.rank, kill) as counted, ThreadPoolExecutor(1) as pool:
+        store = open_together(lambda: make(Path(folder), here.rank), group)
+        shared = SharedStore(store)
+        pending: Future[None] | None = None
+        for version in range(store.state.committed + 1, versions + 1):
+            caches: Any = _halves(shared, version, here.rank)
+            if pending is not None:
+                pending.result()
+                _note(Path(folder), here.rank, f"committed {version - 1}")
+            dump = RowDump(caches, shared, group, {}, {"step": str(version)}, lambda complete: None)
+            dump.copy()
+            pending = pool.submit(dump.commit, behind)
+        apply(shared, versions + 1, here.rank)
+        if pending is not None:
+            pending.result()
+            _note(Path(folder), here.rank, f"committed {versions}")
+        store.close()
+    return counted()
+
+
 def look(here: Here, folder: str) -> Seen:
     """Opens the stores of all ranks and says what is in this rank's."""
     group = join(here)
@@ -188,10 +242,12 @@ class _killed:
             _kill_after(self._seconds)
         else:
             sys.settrace(self._enter)
+            threading.settrace(self._enter)
         return lambda: self._count
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # as its documentation has it
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         # Not the many steps of comprehensions.

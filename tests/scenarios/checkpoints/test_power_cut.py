@@ -337,7 +337,15 @@ def mark_waits(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["tables", "dynamic tables", "stages", "tables, in the background", "stages, in the background"]
+    "kind",
+    [
+        "tables",
+        "dynamic tables",
+        "stages",
+        "tables, in the background",
+        "dynamic tables, in the background",
+        "stages, in the background",
+    ],
 )
 def test_there_is_always_a_whole_checkpoint(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = place / "root"

@@ -317,13 +317,13 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_run(path: str, step: int, resume: str) -> None:
+def killed_run(path: str, step: int, resume: str, in_background: bool) -> None:
     """What the process does that is killed."""
     callbacks = [Keeping(Path(path) / "kept", 4), *([Kill(step)] if step else [])]
     module = clicks(Path(path) / "store", commit_every=3)
     used = fit(
         module,
-        recsys("prefetch", optimizer=ROW_WISE_ADAGRAD),
+        recsys("prefetch", optimizer=ROW_WISE_ADAGRAD, async_checkpoints=in_background),
         loader(24, in_order=True),
         ckpt_path=resume or None,
         enable_checkpointing=True,
@@ -332,8 +332,8 @@ def killed_run(path: str, step: int, resume: str) -> None:
     torch.save((module.losses, state_of(used)), Path(path) / "state.pt")
 
 
-def start(path: Path, step: int, resume: Path | None) -> int:
-    call = f"killed_run({str(path)!r}, {step}, {str(resume or '')!r})"
+def start(path: Path, step: int, resume: Path | None, in_background: bool) -> int:
+    call = f"killed_run({str(path)!r}, {step}, {str(resume or '')!r}, {in_background})"
     code = f"from tests.scenarios.recommenders.test_dynamic_embeddings import killed_run; {call}"
     done = subprocess.run([sys.executable, "-c", code], timeout=HANG, capture_output=True, text=True)
     if done.returncode not in (0, -signal.SIGKILL):
@@ -342,10 +342,13 @@ def start(path: Path, step: int, resume: Path | None) -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole", 0, None) == 0
-    assert start(tmp_path / "killed", 7, None) == -signal.SIGKILL
-    assert start(tmp_path / "killed", 0, tmp_path / "killed" / "kept" / "step=4.ckpt") == 0
+@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint_to_the_same_end(in_background: bool, tmp_path: Path) -> None:
+    assert start(tmp_path / "whole", 0, None, False) == 0
+    assert start(tmp_path / "killed", 7, None, in_background) == -signal.SIGKILL
+    # The commit after step 6 waited for it.
+    checkpoint = tmp_path / "killed" / "kept" / "step=4.ckpt"
+    assert start(tmp_path / "killed", 0, checkpoint, in_background) == 0
     (losses, whole), (rest, found) = (
         torch.load(tmp_path / name / "state.pt", weights_only=False) for name in ("whole", "killed")
     )

@@ -76,6 +76,9 @@ class RowTables:
         self.saves: BackgroundSave | None = None
         self._store = store
         self._dump: RowDump | None = None
+        # True from the step after which an automatic commit is due until it begins.
+        self._due = False
+        self._wait_for_commit: Callable[[], None] = lambda: None
         self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
@@ -113,18 +116,28 @@ class RowTables:
         self._trained_step = max(self._trained_step, step)
 
     def step_ended(self) -> None:
-        """Count a training step, and commit after every ``commit_every`` steps, on all ranks together."""
+        """Count a training step. After every ``commit_every`` steps, commit on all ranks together.
+
+        In the background, the commit begins with the next batch, because a checkpoint may come first.
+        """
         self._uncommitted += 1
-        if self._uncommitted != self._commit_every:
-            return
+        if self._uncommitted == self._commit_every:
+            self._due = True
+            if self.saves is None:
+                self.commit()
+
+    def commit_due(self) -> None:
+        """Begin an automatic commit that is due, unless a checkpoint has made it. Collective, before a batch begins."""
         saves = self.saves
+        if not self._due:
+            return
         if saves is None:
             self.commit()
-        else:
-            saves.wait()
-            dump = self.dump()
-            self._together(dump.copy)
-            saves.start(lambda: dump.commit(saves.group))
+            return
+        self._wait_for_commit()
+        dump = self.dump()
+        self._together(dump.copy)
+        self._wait_for_commit = saves.add(lambda: dump.commit(saves.group))
 
     def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate.
@@ -198,7 +211,7 @@ class RowTables:
         """Prepare a commit and a checkpoint of the current rows. Collective. Waits for an earlier one."""
         self._finish()
         self._together(self._settle_existing)
-        self._uncommitted = 0
+        self._uncommitted, self._due = 0, False
         self._dump = RowDump(self.caches, self._store, self.group, self.description, self.progress(), self._dumped)
         return self._dump
 

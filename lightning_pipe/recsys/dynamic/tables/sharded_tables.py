@@ -137,6 +137,7 @@ class ShardedDynamicModule:
             # Rows of an earlier call that were never claimed. Their backward has run by now.
             end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
+            self.rows.commit_due()
         raise_together(_begun(rows, trains), "", self.rows.group, InputError)
         assert rows.features is not None
         record_use(rows.features)

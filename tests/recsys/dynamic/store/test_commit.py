@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, look, moments, noted, train, was_killed
-from tests.scenarios.faults.forked_ranks import Ended, Nursery, told
+from tests.recsys.dynamic.killed_ranks import (
+    Kill,
+    Seen,
+    expected,
+    look,
+    moments,
+    noted,
+    train,
+    train_behind,
+    was_killed,
+)
+from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.tiers import sampled
 
 RANKS = 2
 VERSIONS = 2
 # How many of the lines to kill at, spread over all of them.
 KILLS = 12
+
+Train = Callable[[Here, str, int, Kill | None], int]
+COMMITS = pytest.mark.parametrize("train", [train, train_behind], ids=["foreground", "background"])
 
 
 def _all_look(ranks: Nursery, folder: Path) -> list[Seen]:
@@ -40,7 +54,7 @@ def _check(ranks: Nursery, folder: Path, before: int = 0) -> int:
     assert version in (done, done + 1)
     for rank, one in enumerate(seen):
         assert one.rows == expected(version, rank)
-        assert one.notes == ({"step": str(version)} if version else {})
+        assert one.notes.get("step") == (str(version) if version else None)
     return version
 
 
@@ -63,8 +77,9 @@ def test_without_a_kill_all_ranks_open_at_the_last_commit(ranks: Nursery, traine
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", range(RANKS))
+@COMMITS
 def test_killed_before_any_line_all_ranks_open_at_one_commit_and_go_on(
-    ranks: Nursery, tmp_path: Path, rank: int
+    ranks: Nursery, tmp_path: Path, rank: int, train: Train
 ) -> None:
     whole = ranks.run(train, RANKS, str(tmp_path / "whole"), VERSIONS, None)
     lines = whole[rank].value
@@ -84,7 +99,8 @@ def test_killed_before_any_line_all_ranks_open_at_one_commit_and_go_on(
 
 
 @pytest.mark.parametrize("seed", sampled(range(3), lambda seed: seed == 0))
-def test_killed_at_any_time_several_times_over(ranks: Nursery, tmp_path: Path, seed: int) -> None:
+@COMMITS
+def test_killed_at_any_time_several_times_over(ranks: Nursery, tmp_path: Path, seed: int, train: Train) -> None:
     versions = 0
     for time in moments(seed, 6, longest=0.6):
         versions += VERSIONS
