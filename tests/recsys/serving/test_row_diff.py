@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipe.checkpoints.remote_folder import RemotePath
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import write_rows
 from lightning_pipe.recsys.serving.row_diff import write_row_diff
@@ -122,6 +123,16 @@ def test_rows_seen_from_a_batch_on_and_no_removed_ids(tmp_path: Path) -> None:
     assert exported(tmp_path / "diff").keys() == {"bags.users", "bags.pages"}
     assert exported(tmp_path / "diff")["bags.users"].keys() == {4, 5}
     assert not removed(tmp_path / "diff")
+
+
+def test_checkpoints_may_be_at_urls(tmp_path: Path) -> None:
+    places = [save(tmp_path / name, {"users": {1: row(), number: row()}}) for number, name in ((2, "old"), (3, "new"))]
+    urls = [f"memory://rows/{place.name}.ckpt" for place in places]
+    for place, url in zip(places, urls, strict=True):
+        RemotePath(url).upload(place)
+    assert list(write_row_diff(urls[1], urls[0], tmp_path / "diff").values()) == [1, 1]
+    assert exported(tmp_path / "diff")["bags.users"].keys() == {3}
+    assert removed(tmp_path / "diff") == {"bags.users": [2]}
 
 
 # ---------------------------------------------------------------------- refusals
