@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ examples:
   lightning-pipe llm estimate --config examples/llm_text/1f1b.yaml --memory 80GB --compare
   lightning-pipe checkpoint export FOLDER FILE
   lightning-pipe export CHECKPOINT --to aoti --config FILE --out model.pt2
+  lightning-pipe rows diff CHECKPOINT --since OLDER --out FOLDER
   lightning-pipe diagnose FOLDER
 """
 
@@ -235,6 +237,18 @@ def _look(arguments: list[str]) -> None:
     commands.add_parser(
         "export", help="make an artefact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
     )
+    rows = commands.add_parser("rows", help="write changed rows: rows diff CHECKPOINT --since OLDER --out FOLDER")
+    diff = rows.add_subparsers(metavar="diff", required=True).add_parser(
+        "diff",
+        help="write the rows of dynamic tables that changed since an older checkpoint",
+        description="Write the rows of dynamic tables that changed since an older checkpoint, for a store that has the"
+        " older rows: NAME.parquet with the rows to insert or replace (id, vector), and NAME.removed.parquet with the"
+        " ids to delete. After that, the store has exactly the rows of CHECKPOINT. If OLDER is the number of a batch,"
+        " rows last seen in it or later are written, and removed ids are unknown.",
+    )
+    diff.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or its URL")
+    diff.add_argument("--since", metavar="OLDER", required=True, help="older checkpoint, its URL, or a batch number")
+    diff.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; must not exist")
     dumps = commands.add_parser(
         "diagnose",
         help="show where each rank of a run that hung was: diagnose FOLDER",
@@ -247,6 +261,12 @@ def _look(arguments: list[str]) -> None:
         from lightning_pipe.cli.diagnose import diagnose  # lazy: rarely needed
 
         diagnose(options.paths)
+    elif options.command == "rows":
+        from lightning_pipe.recsys.serving.row_diff import write_row_diff  # lazy: needs pyarrow
+
+        since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since
+        for name, count in write_row_diff(options.checkpoint, since, options.out).items():
+            print(printable(f"{options.out}/{name}: {count} rows"))
     elif options.command == "checkpoint":
         from lightning_pipe.checkpoints.export import export_checkpoint  # lazy: rarely needed
 

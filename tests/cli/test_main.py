@@ -25,6 +25,7 @@ from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.patience import HANG
+from tests.recsys.serving.saved_rows import exported, removed, save
 from tests.running_in import running_in
 from tests.strategies.cases import Clicks, fit, loader, recsys
 
@@ -567,3 +568,49 @@ def test_commands_that_train_no_language_model_do_without_what_only_newer_releas
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     assert "ScheduleStep" in done.stdout
+
+
+# ---------------------------------------------------------------------- changed rows
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> tuple[str, str]:
+    """The newer and the older one: rows 2 and 3 were trained in batch 5, and row 1 is gone."""
+    old, new = torch.ones(3), torch.zeros(3)
+    older = save(tmp_path / "older.ckpt", {"users": {1: (4, old), 2: (4, old), 4: (4, old)}})
+    return str(save(tmp_path / "newer.ckpt", {"users": {2: (5, new), 3: (5, new), 4: (4, old)}})), str(older)
+
+
+def test_changed_rows_and_removed_ids_are_files(
+    checkpoints: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, older = checkpoints
+    out = tmp_path / "new" / "diff"
+    assert main(["rows", "diff", newer, "--since", older, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}/bags.users.parquet: 2 rows",
+        f"{out}/bags.users.removed.parquet: 1 rows",
+    ]
+    assert exported(out)["bags.users"].keys() == {2, 3}
+    assert removed(out) == {"bags.users": [1]}
+
+
+def test_rows_are_written_since_a_batch(
+    checkpoints: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rows", "diff", checkpoints[0], "--since", "5", "--out", str(tmp_path / "diff")]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/diff/bags.users.parquet: 2 rows"]
+
+
+def test_wrong_calls_of_rows_diff_say_what_is_expected(
+    checkpoints: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, older = checkpoints
+    assert main(["rows", "diff", newer, "--since", older, "--out", str(tmp_path)]) == 1
+    assert "exists. Give another, or remove it" in capsys.readouterr().err
+    assert main(["rows", "diff", newer, "--since", "9" * 20, "--out", str(tmp_path / "diff")]) == 1
+    assert "expected a folder written under a recsys plan" in capsys.readouterr().err
+    for arguments in (["rows"], ["rows", "diff", newer], ["rows", "diff", newer, "--since", older]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "usage: lightning-pipe rows" in capsys.readouterr().err

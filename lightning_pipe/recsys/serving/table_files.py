@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from torch import Tensor
 from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, name_of_map
 from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
-from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.row_files import read_rows
+from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
 
-__all__ = ["write_tables"]
+__all__ = ["Rows", "open_checkpoint", "saved_tables", "write_tables", "write_vectors"]
 
 _CHUNK = 65_536  # rows of a row group
+
+# Rows of a dynamic table, whose first column are the weights, and the number of weights of a row. They are read once.
+Rows = tuple[Iterator[StoredRows], int]
 
 
 def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bool | None = None) -> dict[str, int]:
@@ -41,25 +46,66 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
     Raises:
         SetupError: the folder is not a checkpoint of sharded tables, or is damaged.
     """
-    place, target = place_of(checkpoint), Path(folder)
-    source = open_folder(place)
-    saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
-    rest = read_rest(source, weights_only)
+    target = Path(folder)
+    source, rest, saved = open_checkpoint(checkpoint, weights_only)
     target.mkdir(parents=True, exist_ok=True)
     written: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix=".tables.", dir=target) as beside:
         values: Mapping[str, Any] = read_whole(source, saved, weights_only, "model", Path(beside)).get("model", {})
         for name, table in values.items():
             if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
-                written[f"{name}.parquet"] = _write(target / f"{name}.parquet", _rows(name, table, values))
-    for module, described in (rest.get(DYNAMIC_ROWS) or {}).items():
-        for table in described["tables"]:
-            chunks = ((one.ids, one.columns[0]) for one in read_rows(checkpoint, table, module))
-            name = f"{module}.{table}.parquet" if module else f"{table}.parquet"
-            written[name] = _write(target / name, chunks)
+                written[f"{name}.parquet"] = write_vectors(target, name, table.shape[1], _rows(name, table, values))
+    if rest.get(DYNAMIC_ROWS):
+        with saved_tables(source, rest) as tables:
+            for name, (rows, width) in tables.items():
+                chunks = ((one.ids, one.columns[0]) for one in rows)
+                written[f"{name}.parquet"] = write_vectors(target, name, width, chunks)
     if not written:
         raise SetupError(f"the checkpoint {str(checkpoint)!r} has no tables. Use one of a recsys strategy")
     return written
+
+
+def open_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any], Any]:
+    """Folder with the files of a checkpoint, the values that rank 0 wrote, and the metadata."""
+    source = open_folder(place_of(checkpoint))
+    saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
+    return source, read_rest(source, weights_only), saved
+
+
+@contextmanager
+def saved_tables(source: Folder, rest: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
+    """Dynamic tables of an open checkpoint by full name, to be read inside the block."""
+    if not (modules := rest.get(DYNAMIC_ROWS)):
+        raise SetupError(f"the checkpoint {str(source)!r} has no dynamic tables. Use one of a model that has some")
+    widths: dict[tuple[str, str], int] = {}
+    try:
+        for module, described in modules.items():
+            for table, one in described["tables"].items():
+                [width], _ = one["columns"][0]
+                if type(width) is not int or not 0 < width < 1 << 31 or "/" in module + table:
+                    raise ValueError
+                widths[module, table] = width
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise SetupError(
+            f"the checkpoint {str(source)!r} has a damaged description of dynamic tables: expected names and columns,"
+            f" got {shown(modules)}. Use another checkpoint"
+        ) from None
+    with local_copy(source, "rows") as local:
+        yield {
+            f"{module}.{table}" if module else table: (_weights(local, module, table, width), width)
+            for (module, table), width in widths.items()
+        }
+
+
+def _weights(folder: Path, module: str, table: str, width: int) -> Iterator[StoredRows]:
+    for rows in read_rows(folder, table, module or "module"):
+        weights = rows.columns[0]
+        if weights.shape[1:] != (width,) or not weights.is_floating_point():
+            raise SetupError(
+                f"rows of dynamic table {table} in {str(folder)!r} have weights {weights.dtype} {list(weights.shape)},"
+                f" expected floating-point numbers [n, {width}]. Use another checkpoint"
+            )
+        yield rows
 
 
 def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -73,21 +119,18 @@ def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple
         yield some_ids, table[some_rows]
 
 
-def _write(file: Path, chunks: Iterator[tuple[Tensor, Tensor]]) -> int:
+def write_vectors(folder: Path, name: str, width: int, chunks: Iterator[tuple[Tensor, Tensor]]) -> int:
+    """Write ids and vectors [n, width] of a table to ``NAME.parquet``, and return the number of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count, writer = 0, None
-    try:
+    if {"/", "\0"} & {*name}:  # it would be a file elsewhere
+        raise SetupError(f"the table name {name!r} cannot name a file, since it has a slash. Use another checkpoint")
+    count, schema = 0, pa.schema({"id": pa.int64(), "vector": pa.list_(pa.float32(), width)})
+    with pq.ParquetWriter(folder / f"{name}.parquet", schema) as writer:
         for ids, rows in chunks:
             vectors = np.ascontiguousarray(rows.float().numpy())
-            if writer is None:
-                kind = pa.list_(pa.float32(), vectors.shape[1])
-                writer = pq.ParquetWriter(file, pa.schema({"id": pa.int64(), "vector": kind}))
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), width)
             writer.write_table(pa.table({"id": pa.array(ids.numpy()), "vector": lists}))
             count += len(ids)
-    finally:
-        if writer is not None:
-            writer.close()
     return count

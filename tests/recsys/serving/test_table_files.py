@@ -8,11 +8,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from lightning_pipe.checkpoints.folder_writing import META
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.serving.table_files import write_tables
 from tests.distributed import run_ranks
+from tests.recsys.serving.saved_rows import save
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks
 from tests.scenarios.recommenders.test_managed_collision import rows_of_ids
 from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Managed, Pooled, fit, loader, recsys
@@ -71,3 +74,18 @@ def test_rows_of_dynamic_tables_have_their_ids(tmp_path: Path) -> None:
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="expected a folder written under a recsys plan"):
         write_tables(tmp_path, tmp_path / "tables")
+
+
+def test_a_table_is_never_written_to_another_folder(tmp_path: Path) -> None:
+    name = "../../elsewhere.embeddings.t.weight"
+    dcp.save({"model": {name: torch.ones(2, 2)}}, checkpoint_id=tmp_path / "one.ckpt")
+    torch.save({}, tmp_path / "one.ckpt" / META)
+    with pytest.raises(SetupError, match=f"'{name}' cannot name a file"):
+        write_tables(tmp_path / "one.ckpt", tmp_path / "tables" / "here")
+    assert not list(tmp_path.glob("*elsewhere*"))
+
+
+def test_a_dynamic_table_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
+    counts = write_tables(save(tmp_path / "one.ckpt", {"users": {}}), tmp_path / "tables")
+    assert counts == {"bags.users.parquet": 0}
+    assert read(tmp_path / "tables" / "bags.users.parquet") == {}
