@@ -42,6 +42,9 @@ class CheckpointPart(Protocol):
     def copy(self) -> None:
         """Copy the data as they are now, before they are written in the background."""
 
+    def queued(self) -> None:
+        """Called when the background has accepted the save."""
+
     def commit(self, group: dist.ProcessGroup | None, *, to_write: bool) -> None:
         """Make the data durable where they belong, on all ranks together."""
 
@@ -90,6 +93,8 @@ def write_in_background(
     with _lost_ranks_named(folder):
         copies, packed = on_all_ranks(copy, _failed(folder), dist.group.WORLD)
     saves.start(lambda: _write(folder, {}, packed, copies, saves.group, part))
+    if part is not None:
+        part.queued()
 
 
 def _write(

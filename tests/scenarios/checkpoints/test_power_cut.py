@@ -325,12 +325,12 @@ def mark_waits(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = BackgroundSave.wait
 
     def waits(saves: BackgroundSave) -> None:
-        saving, number = saves._saving, len(recording.events)
-        if saving is not None:
-            futures.wait([saving])
+        saving, number = list(saves._saving), len(recording.events)
+        if saving:
+            futures.wait(saving)
             recording.mark(f"saved {number}")
         wait(saves)
-        if saving is not None:
+        if saving:
             recording.mark(f"removed {number}")
 
     monkeypatch.setattr(BackgroundSave, "wait", waits)

@@ -319,7 +319,7 @@ class Kill(Callback):
 
 def killed_run(path: str, step: int, resume: str, in_background: bool) -> None:
     """What the process does that is killed."""
-    callbacks = [Keeping(Path(path) / "kept", 4), *([Kill(step)] if step else [])]
+    callbacks = [Keeping(Path(path) / "kept", 2), *([Kill(step)] if step else [])]
     module = clicks(Path(path) / "store", commit_every=3)
     used = fit(
         module,
@@ -346,7 +346,7 @@ def start(path: Path, step: int, resume: Path | None, in_background: bool) -> in
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_to_the_same_end(in_background: bool, tmp_path: Path) -> None:
     assert start(tmp_path / "whole", 0, None, False) == 0
     assert start(tmp_path / "killed", 7, None, in_background) == -signal.SIGKILL
-    # The commit after step 6 waited for it.
+    # The checkpoint of step 6 waited for it.
     checkpoint = tmp_path / "killed" / "kept" / "step=4.ckpt"
     assert start(tmp_path / "killed", 0, checkpoint, in_background) == 0
     (losses, whole), (rest, found) = (

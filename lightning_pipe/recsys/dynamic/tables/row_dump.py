@@ -65,6 +65,7 @@ class RowDump:
         self.committed: dict[str, Any] = {"version": version, "progress": self._progress, "tables": dict(description)}
         self._copies: list[tuple[RowCache, list[Change]]] | None = None
         self._scans: dict[str, Iterator[tuple[Keys, Records]]] = {}
+        self._queued = False
         self._begun, self._committed = threading.Lock(), threading.Event()
 
     def copy(self) -> None:
@@ -129,9 +130,13 @@ class RowDump:
             chunks = (stored_rows(self._caches[table].decode(keys, records)) for keys, records in scan)
             write_rows(folder, table, self._group.rank(), self._group.size(), chunks)
 
+    def queued(self) -> None:
+        """Record that ``commit`` is going to be called on another thread."""
+        self._queued = True
+
     def finish(self) -> None:
-        """Wait for a commit that has begun, or give up one that has not."""
-        if not self._begun.acquire(blocking=False):
+        """Wait for the commit, or give it up if an error has prevented its start."""
+        if self._queued or not self._begun.acquire(blocking=False):
             self._committed.wait()
         else:
             self._copies = None
@@ -156,6 +161,11 @@ class DumpedRows:
         """Copy changed rows, so that training can continue."""
         for dump in self._dumps.values():
             dump.copy()
+
+    def queued(self) -> None:
+        """Record that ``commit`` is going to be called on another thread."""
+        for dump in self._dumps.values():
+            dump.queued()
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
         """Commit the rows; see :meth:`RowDump.commit`."""

@@ -138,6 +138,7 @@ class RowTables:
         dump = self.dump()
         self._together(dump.copy)
         self._wait_for_commit = saves.add(lambda: dump.commit(saves.group))
+        dump.queued()
 
     def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate.

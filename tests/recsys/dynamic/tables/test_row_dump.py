@@ -1,0 +1,115 @@
+"""Commits of rows while training goes on: in whose order, and what an error leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.checkpoints.background_save import BackgroundSave
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_files import read_rows
+from tests.patience import HANG
+from tests.recsys.dynamic.dynamic_cases import SGD, Model, rows_of, same, shard, train
+
+
+@pytest.fixture
+def saves(one_rank: None) -> Iterator[BackgroundSave]:
+    saves = BackgroundSave()
+    yield saves
+    saves.close()
+
+
+def test_what_is_written_is_of_the_step_of_the_copy_whatever_is_trained_meanwhile(
+    saves: BackgroundSave, tmp_path: Path
+) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
+    train(sharded, range(3))
+    before = rows_of(sharded)
+    train(sharded, range(3, 5))
+    at_copy = rows_of(sharded)
+    dumped = sharded.dump_rows()
+    dumped.copy()
+    train(sharded, range(5, 12))
+    dumped.commit(saves.group, to_write=True)
+    dumped.write(tmp_path / "written")
+    after = rows_of(sharded)
+    assert not same(before, at_copy)
+    assert not same(at_copy, after)
+    other = shard(Model(tmp_path / "other", cache_rows=60), SGD)
+    other.read_rows(tmp_path / "written", dumped.committed, with_optimizers=True)
+    assert same(rows_of(other), at_copy)
+    sharded.close()
+    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), at_copy)
+
+
+def test_a_commit_that_never_began_is_given_up_by_the_next_use_of_the_rows(
+    saves: BackgroundSave, tmp_path: Path
+) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
+    train(sharded, range(2))
+    given_up = sharded.dump_rows()
+    given_up.copy()
+    train(sharded, range(2, 9))
+    expected = rows_of(sharded)
+    with pytest.raises(SetupError, match="had been given up"):
+        given_up.commit(saves.group)
+    sharded.commit_rows()
+    sharded.close()
+    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+
+
+def test_rows_that_a_commit_could_not_write_are_in_the_next_one(
+    saves: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
+    train(sharded, range(2))
+    dumped = sharded.dump_rows()
+    dumped.copy()
+    with monkeypatch.context() as patched:
+        patched.setattr(RocksDbStore, "write", _no_room)
+        with pytest.raises(SetupError, match="no room"):
+            dumped.commit(saves.group)
+    train(sharded, range(2, 9))
+    expected = rows_of(sharded)
+    sharded.commit_rows()
+    sharded.close()
+    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+
+
+def _no_room(store: RocksDbStore, *args: Any) -> None:
+    raise store._folder.unwritable("no room")
+
+
+def test_rows_with_nan_end_a_commit_in_the_background(saves: BackgroundSave, tmp_path: Path) -> None:
+    broken = shard(Model(tmp_path, initial=lambda ids: torch.full((len(ids), 4), torch.nan), check_nan=True), SGD)
+    train(broken, range(1))
+    dumped = broken.dump_rows()
+    dumped.copy()
+    with pytest.raises(InputError, match="contain NaN"):
+        dumped.commit(saves.group)
+
+
+def test_an_export_beside_training_waits_for_the_commit(saves: BackgroundSave, tmp_path: Path) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60, commit_every=2), SGD)
+    goes_on = threading.Event()
+    for rows in sharded.dynamic_rows.values():
+        rows.saves = saves
+
+    def wait() -> None:
+        assert goes_on.wait(HANG)
+
+    saves.add(wait)
+    train(sharded, range(3))  # the second commit would wait for the first
+    exporting = threading.Thread(target=sharded.write_rows, args=(tmp_path / "written",))
+    exporting.start()
+    goes_on.set()
+    exporting.join(HANG)
+    saves.wait()
+    written = {number for some in read_rows(tmp_path / "written", "people") for number in some.ids.tolist()}
+    assert written == rows_of(sharded)["people"].keys()
