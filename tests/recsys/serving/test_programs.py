@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
 from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized, write_torch_export
 from tests.patience import HANG
-from tests.strategies.cases import Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
+from tests.strategies.cases import IDS, Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
 
 LOADERS = {
     "torch_export": "import fbgemm_gpu; program = torch.export.load(sys.argv[1]).module()",
@@ -102,13 +103,24 @@ def test_quantized_tables_change_scores_by_less_than_their_steps_allow(bits: int
 
 def test_inputs_are_described_for_a_server() -> None:
     form = FlatBatch(batches()[0])
-    described = form.description(batches()[0])
+    described = form.description(batches()[0], trained(Mixed))
     assert described["keys"] == {"sparse": ["friend", "item", "past", "user"], "tags": ["tag"]}
     shapes = {one["name"]: (one["type"], one["shape"]) for one in described["inputs"]}
     assert shapes["dense"] == ("float32", ["batch", 3])
     assert shapes["sparse.values"] == ("int64", ["ids"])
     assert shapes["sparse.lengths"] == ("int64", [4, "batch"])
     assert shapes["tags.weights"] == ("float32", ["ids"])
+    assert described["rows"] == dict.fromkeys(["user", "item", "past", "tag"], IDS)  # no table reads "friend"
+
+
+def test_ids_are_described_as_below_the_smallest_table_that_reads_them() -> None:
+    tables = [
+        EmbeddingConfig(name=f"of_{rows}", embedding_dim=4, num_embeddings=rows, feature_names=["user", *more])
+        for rows, more in ((7, []), (5, ["item"]), (9, ["past"]))
+    ]
+    model = nn.ModuleList([EmbeddingCollection([table]) for table in tables])
+    rows = FlatBatch(batches()[0]).description(batches()[0], model)["rows"]
+    assert rows == {"user": 5, "item": 5, "past": 9}
 
 
 NESTS: dict[str, Callable[[Any], Any]] = {
