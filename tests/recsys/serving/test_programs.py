@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
@@ -69,6 +75,34 @@ def test_a_program_of_torch_export_gives_the_models_scores(network: Callable[[],
         scores_in_a_fresh_process("torch_export", tmp_path / "model.pt2", form), expected(module), strict=True
     ):
         assert torch.allclose(found, score, rtol=0, atol=1e-6)
+
+
+class OneKey(nn.Module):
+    """The total of ids of a single key is the size of the tensor of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="item", num_embeddings=IDS, embedding_dim=8, feature_names=["item"])
+        self.tables = EmbeddingBagCollection([config], is_weighted=True)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.tables(ids).values().sum(1)
+
+
+@pytest.mark.parametrize("kind", ["torch_export", pytest.param("aoti", marks=pytest.mark.exhaustive)])
+def test_a_batch_may_have_one_id_or_none(kind: str, tmp_path: Path) -> None:
+    def batch(count: int) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            ["item"], torch.arange(count), torch.full((count,), 0.5), lengths=torch.tensor([0, count])
+        )
+
+    model, file = OneKey(), tmp_path / "model.pt2"
+    form = write_aoti(model, batch(3), file) if kind == "aoti" else write_torch_export(model, batch(3), file)
+    program = torch._inductor.aoti_load_package(file) if kind == "aoti" else torch.export.load(file).module()
+    with torch.no_grad():
+        for count in (0, 1, 2):
+            found = program(*form.tensors(batch(count)))
+            assert torch.allclose(found, model(batch(count)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.exhaustive
