@@ -43,8 +43,8 @@ def create_app(file: str) -> Flask:
         return {"scores": found.tolist()}
 
     @app.errorhandler(HTTPException)
-    def failed(error: HTTPException) -> tuple[dict[str, Any], int | None]:
-        return {"error": error.description}, error.code
+    def failed(error: HTTPException) -> tuple[dict[str, Any], int]:
+        return {"error": error.description}, error.code or 500
 
     return app
 

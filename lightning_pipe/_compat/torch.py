@@ -66,7 +66,7 @@ __all__ = [
     "saved_tensor_hooks",
     "schema_of",
     "set_optimizer_in_backward",
-    "shape_options",
+    "sizes_below_two",
     "storage_key",
     "timeout_of",
     "tree_flatten",
@@ -224,9 +224,14 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return key
 
 
+def sizes_below_two() -> Any:
+    """Context in which an exported program can have sizes of 0 and 1: by default, they are at least 2."""
+    return shape_options.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
 def compile_and_package(program: Any, file: str) -> None:
     """Compile an exported program ahead of time, and write it to a package."""
-    with shape_options.patch(backed_size_oblivious=True):
+    with sizes_below_two():
         torch._inductor.aoti_compile_and_package(program, package_path=file)
 
 
