@@ -13,6 +13,7 @@ from torch.autograd import _unsafe_preserve_version_counter as version_counters_
 from torch.autograd import profiler
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.fx.experimental import _config as shape_options
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
@@ -65,6 +66,7 @@ __all__ = [
     "saved_tensor_hooks",
     "schema_of",
     "set_optimizer_in_backward",
+    "sizes_below_two",
     "storage_key",
     "timeout_of",
     "tree_flatten",
@@ -222,9 +224,15 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return key
 
 
+def sizes_below_two() -> Any:
+    """Context in which an exported program can have sizes of 0 and 1: by default, they are at least 2."""
+    return shape_options.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
 def compile_and_package(program: Any, file: str) -> None:
     """Compile an exported program ahead of time, and write it to a package."""
-    torch._inductor.aoti_compile_and_package(program, package_path=file)
+    with sizes_below_two():
+        torch._inductor.aoti_compile_and_package(program, package_path=file)
 
 
 def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:

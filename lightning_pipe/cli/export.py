@@ -74,7 +74,7 @@ def export(arguments: Sequence[str]) -> None:
     else:
         write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
         form = write(model.eval(), batch, options.out)
-    Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch), indent=1) + "\n")
+    Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
     print(printable(f"Wrote {options.out}, which takes the tensors of {options.out}.inputs.json"))
 
 

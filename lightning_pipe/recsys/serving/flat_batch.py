@@ -94,10 +94,11 @@ class FlatBatch:
         pieces = (put(name, piece) for name, piece in _named(self._example))
         return _replaced(self._example, lambda: next(pieces))
 
-    def description(self, batch: Any) -> dict[str, Any]:
+    def description(self, batch: Any, model: nn.Module) -> dict[str, Any]:
         """Return what a server must know: each tensor's name, type and shape, and the keys of lengths, as plain data.
 
-        Dimensions that can differ are ``"batch"`` (B) or ``"ids"``.
+        Dimensions that can differ are ``"batch"`` (B) or ``"ids"``. ``rows`` has the number of rows of the smallest
+        table that reads a key: ids must be smaller.
         """
         shapes = zip(self.names, self.tensors(batch), self.dynamic_shapes(), strict=True)
         inputs = []
@@ -106,7 +107,12 @@ class FlatBatch:
             for place, dimension in dynamic.items():
                 shape[place] = "ids" if dimension is Dim.DYNAMIC else "batch"
             inputs.append({"name": name, "type": str(tensor.dtype).removeprefix("torch."), "shape": shape})
-        return {"inputs": inputs, "keys": self._keys}
+        rows: dict[str, int] = {}
+        for module in model.modules():
+            for config in getattr(module, "embedding_bag_configs", getattr(module, "embedding_configs", tuple))():
+                for key in config.feature_names:
+                    rows[key] = min(config.num_embeddings, rows.get(key, config.num_embeddings))
+        return {"inputs": inputs, "keys": self._keys, "rows": rows}
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
         """Dimensions of each tensor that can differ from the example's, for ``torch.export``."""

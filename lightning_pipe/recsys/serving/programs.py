@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
 
-from lightning_pipe._compat.torch import compile_and_package
+from lightning_pipe._compat.torch import compile_and_package, sizes_below_two
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
 
@@ -58,7 +58,7 @@ def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
 
 def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
     scorer, given = Scorer(model, form), tuple(form.tensors(batch))
-    with torch.no_grad():
+    with torch.no_grad(), sizes_below_two():  # a batch can have one id, or none
         return torch.export.export(scorer, given, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
 
 

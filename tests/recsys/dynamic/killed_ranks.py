@@ -247,7 +247,7 @@ class _killed:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]  # as its documentation has it
+        threading.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         # Not the many steps of comprehensions.

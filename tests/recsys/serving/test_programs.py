@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
 from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized, write_torch_export
 from tests.patience import HANG
-from tests.strategies.cases import Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
+from tests.strategies.cases import IDS, Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
 
 LOADERS = {
     "torch_export": "import fbgemm_gpu; program = torch.export.load(sys.argv[1]).module()",
@@ -70,6 +77,34 @@ def test_a_program_of_torch_export_gives_the_models_scores(network: Callable[[],
         assert torch.allclose(found, score, rtol=0, atol=1e-6)
 
 
+class OneKey(nn.Module):
+    """The total of ids of a single key is the size of the tensor of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="item", num_embeddings=IDS, embedding_dim=8, feature_names=["item"])
+        self.tables = EmbeddingBagCollection([config], is_weighted=True)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.tables(ids).values().sum(1)
+
+
+@pytest.mark.parametrize("kind", ["torch_export", pytest.param("aoti", marks=pytest.mark.exhaustive)])
+def test_a_batch_may_have_one_id_or_none(kind: str, tmp_path: Path) -> None:
+    def batch(count: int) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            ["item"], torch.arange(count), torch.full((count,), 0.5), lengths=torch.tensor([0, count])
+        )
+
+    model, file = OneKey(), tmp_path / "model.pt2"
+    form = write_aoti(model, batch(3), file) if kind == "aoti" else write_torch_export(model, batch(3), file)
+    program = torch._inductor.aoti_load_package(file) if kind == "aoti" else torch.export.load(file).module()
+    with torch.no_grad():
+        for count in (0, 1, 2):
+            found = program(*form.tensors(batch(count)))
+            assert torch.allclose(found, model(batch(count)), rtol=0, atol=1e-6)
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_package_gives_the_models_scores(tmp_path: Path) -> None:
     module = trained(Mixed)
@@ -102,13 +137,24 @@ def test_quantized_tables_change_scores_by_less_than_their_steps_allow(bits: int
 
 def test_inputs_are_described_for_a_server() -> None:
     form = FlatBatch(batches()[0])
-    described = form.description(batches()[0])
+    described = form.description(batches()[0], trained(Mixed))
     assert described["keys"] == {"sparse": ["friend", "item", "past", "user"], "tags": ["tag"]}
     shapes = {one["name"]: (one["type"], one["shape"]) for one in described["inputs"]}
     assert shapes["dense"] == ("float32", ["batch", 3])
     assert shapes["sparse.values"] == ("int64", ["ids"])
     assert shapes["sparse.lengths"] == ("int64", [4, "batch"])
     assert shapes["tags.weights"] == ("float32", ["ids"])
+    assert described["rows"] == dict.fromkeys(["user", "item", "past", "tag"], IDS)  # no table reads "friend"
+
+
+def test_ids_are_described_as_below_the_smallest_table_that_reads_them() -> None:
+    tables = [
+        EmbeddingConfig(name=f"of_{rows}", embedding_dim=4, num_embeddings=rows, feature_names=["user", *more])
+        for rows, more in ((7, []), (5, ["item"]), (9, ["past"]))
+    ]
+    model = nn.ModuleList([EmbeddingCollection([table]) for table in tables])
+    rows = FlatBatch(batches()[0]).description(batches()[0], model)["rows"]
+    assert rows == {"user": 5, "item": 5, "past": 9}
 
 
 NESTS: dict[str, Callable[[Any], Any]] = {
