@@ -32,13 +32,15 @@ class _Kept:
     groups: list[list[State]]
     gradients: list[Tensor | None]
     replica_steps: int
+    rows: list[Any]
 
 
 class ModelKeeper:
     """A :class:`~lightning_pipe.engine.profiling.profiler.Keeper` of this rank's shards of a model and its optimisers.
 
-    The snapshot is a copy on the host. It takes as much memory as the rank's tables, the dense part with its gradients,
-    and all optimiser states. Random generators and state that user code holds elsewhere are not included.
+    The snapshot is a copy on the host. It takes as much memory as the rank's tables (for dynamic tables, their caches),
+    the dense part with its gradients, and all optimiser states. Random generators and state that user code holds
+    elsewhere are not included.
 
     Args:
         sharded: the model.
@@ -63,13 +65,16 @@ class ModelKeeper:
         gradients = [None if one.grad is None else one.grad.clone() for _, one in self._sharded.dense_parameters()]
         replicas = self._sharded.replicas
         steps = 0 if replicas is None else replicas.steps
-        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps)
+        rows = [one.snapshot() for one in self._sharded.dynamic_rows.values()]
+        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps, rows)
 
     @torch.no_grad()
     def restore(self, kept: _Kept) -> None:
         """Restore a snapshot in place."""
         if self._sharded.replicas is not None:
             self._sharded.replicas.steps = kept.replica_steps
+        for rows, values in zip(self._sharded.dynamic_rows.values(), kept.rows, strict=True):
+            rows.restore(values)
         tensors = self._tensors()
         # Lookups made ahead may still run backward: the rows they read have the same values again.
         with version_counters_preserved(tuple(tensors)):
@@ -94,10 +99,11 @@ class ModelKeeper:
     def _tensors(self) -> list[Tensor]:
         """Tensors on this rank, in place: the module's, the fused optimisers' and the kernels' step counters."""
         module = self._sharded.module
-        found = list(_local(self._sharded.dmp.state_dict()))
+        # Rows of dynamic tables are kept by their caches.
+        found = list(_local(self._sharded.without_dynamic(self._sharded.dmp.state_dict())))
         # Includes buffers that no state dict contains.
         found += list(module.buffers())
-        found += _local(self._sharded.fused_optimizer.state_dict()["state"])
+        found += _local(self._sharded.without_dynamic(self._sharded.fused_optimizer.state_dict()["state"]))
         for sharded in self._sharded.sharded_modules.values():
             for kernel in fused_kernels(sharded):
                 found += [kernel.iter, kernel.iter_cpu]

@@ -8,6 +8,7 @@ outputs are cut again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +23,7 @@ from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import count_step, newest_prefetches, prefetch_again
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
@@ -62,7 +64,7 @@ class RecsysReplays:
 
     def splits(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: RecsysContext, splits: Splits) -> None:
-            inputs = self._rewrite.inputs_again(ctx.batch, splits.inputs.contexts)
+            inputs = self._rewrite.inputs_again(ctx.batch, _own(splits.inputs.contexts))
             ctx.splits = replace(splits, inputs=inputs)
 
         # Another wait for the splits sends the tensors again.
@@ -76,7 +78,7 @@ class RecsysReplays:
             return {"tensors": tensors, "contexts": ByReference(requests.inputs.contexts)}
 
         def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.splits.inputs, contexts=kept["contexts"])
+            inputs = replace(ctx.splits.inputs, contexts=_own(kept["contexts"]))
             ctx.input_requests = _waited_for(inputs, kept["tensors"])
 
         return (DeclaredIO(capture, again, ("input_requests",)),)
@@ -87,8 +89,12 @@ class RecsysReplays:
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
 
         def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.input_requests.inputs, contexts=kept["contexts"])
+            inputs = replace(ctx.input_requests.inputs, contexts=_own(kept["contexts"]))
             ctx.features = Features(inputs, kept["distributed"])
+            for name, features in kept["distributed"].items():
+                module = self._rewrite.modules[name]
+                if isinstance(module, ShardedDynamicModule):
+                    module.prefetch_again(inputs.contexts[name], features)
 
         def prefetched(ctx: RecsysContext) -> Any:
             return newest_prefetches(self._pipelined(ctx.features.distributed))
@@ -109,6 +115,9 @@ class RecsysReplays:
             if torch.is_grad_enabled():
                 for module in self._pipelined(outputs):
                     count_step(module)
+            for context in ctx.features.inputs.contexts.values():
+                if rows := getattr(context, "rows", None):
+                    rows.end(trained=False)
 
         return (
             DeclaredIO(lambda ctx: ctx.embeddings.ready, again, ("embeddings",), upstream=lambda ctx: self._in_modules),
@@ -188,6 +197,11 @@ class RecsysReplays:
                 buffer.copy_(value)
 
         return DeclaredIO(lambda ctx: list(buffers), restore)
+
+
+def _own(contexts: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of contexts, since iterations in flight may have the same batch, each with rows of its own."""
+    return {name: copy.copy(context) for name, context in contexts.items()}
 
 
 def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:

@@ -218,7 +218,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
         Raises:
             SetupError: training has not begun, gradients are being accumulated, the loss is scaled (16-mixed), the
-                model has dynamic tables or managed collision, or a task has effects that it does not declare.
+                model has managed collision, or a task has effects that it does not declare.
             PlanError: a task is unknown, *batches* is empty, or a number is too small.
         """
         assert self.pipeline is not None and self._training is not None  # the property raises outside of training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,7 @@ class TableProfile:
             iterations: number of iterations per measurement.
 
         Raises:
-            SetupError: gradients are being accumulated, the loss is scaled, or the model has dynamic tables or managed
-                collision.
+            SetupError: gradients are being accumulated, the loss is scaled, or the model has managed collision.
         """
         self._check()
         clip_value, session = self.trainer.gradient_clip_val, self.session
@@ -76,11 +76,14 @@ class TableProfile:
             return with_transfer_on_main(plan) if users_transfers(self.trainer) else plan
 
         with (
+            ExitStack() as rows,
             rehearsal as found,
             SWPipeline(plan_of(found), session.device, session.world) as pipeline,
             leaving_no_trace(self.trainer, self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
+            for one in session.sharded.dynamic_rows.values():
+                rows.enter_context(one.rehearsal())
             keeper = _Keeper(self.trainer, session)
             kept = keeper.snapshot()
             try:
@@ -93,7 +96,7 @@ class TableProfile:
                 keeper.restore(kept)
 
     def _check(self) -> None:
-        trainer, rows = self.trainer, self.session.sharded.dynamic_rows
+        trainer = self.trainer
         if trainer.fit_loop._should_accumulate():
             raise SetupError(
                 "a profile was requested in the middle of an accumulation, whose gradients it would lose. Profile after"
@@ -103,11 +106,6 @@ class TableProfile:
             raise SetupError(
                 "a profile was requested under precision '16-mixed', whose loss scaler may skip steps. Profile with"
                 " 'bf16-mixed' or '32-true'"
-            )
-        if rows:
-            raise SetupError(
-                f"a profile was requested of dynamic tables ({', '.join(rows)}), but replayed batches would leave their"
-                " rows in the cache. Profile the model with fixed-size tables of similar size"
             )
         if self.session.sharded.id_maps:
             raise SetupError(

@@ -26,11 +26,12 @@ class Table:
     def __init__(self, store: MemoryStore | None = None, capacity: int = CAPACITY, **options: Any) -> None:
         self.weights, self.states = torch.zeros(capacity, 2), torch.zeros(capacity)
         self.store = store or MemoryStore({"t": 16 + 8 + 4})
+        self.shared = SharedStore(self.store)
         initial = options.pop("initial", first_values)
         self.cache = RowCache(
             "t",
             [self.weights, self.states],
-            StoredTable(SharedStore(self.store), "t"),
+            StoredTable(self.shared, "t"),
             initial=InitialValues("t", 2, initial),
             state_fill=[0.5],
             **options,

@@ -286,21 +286,48 @@ def test_an_evaluation_in_mid_epoch_changes_nothing(tmp_path: Path) -> None:
 
 
 class Profile(Callback):
-    """Asks for one in mid-training."""
+    """Asks for one in mid-training, whose losses do not count."""
 
-    message = ""
+    def __init__(self, batches: list[Any], tasks: list[str] | None = None) -> None:
+        self.batches, self.tasks, self.result = batches, tasks, None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        try:
-            trainer.strategy.profile(list(loader()))  # type: ignore[attr-defined]
-        except SetupError as error:
-            self.message = str(error)
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == 4:
+            before, strategy = len(module.losses), trainer.strategy
+            self.result = strategy.profile(self.batches, self.tasks, rounds=1, iterations=2)  # type: ignore[attr-defined]
+            del module.losses[before:]
 
 
-def test_a_profile_is_refused(tmp_path: Path) -> None:
-    profile = Profile()
-    run(tmp_path, "prefetch", callbacks=[profile], max_steps=2)
-    assert "dynamic tables (network.bags, network.history)" in profile.message
+def profiled(rank: int, world_size: int, path: Path, plan: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    found: list[Any] = []
+    profile = Profile(list(loader(24 * world_size, in_order=True))[rank::world_size])
+    for name, callbacks in (("without", []), ("with", [profile])):
+        given = {key: dict(value) if isinstance(value, dict) else value for key, value in options.items()}
+        train = loader(24 * world_size, in_order=True)
+        found.append(run(path / name, plan, train=train, use_distributed_sampler=False, callbacks=callbacks, **given))
+    return found[0], found[1], profile.result
+
+
+PROFILED = {
+    "sgd": {"sparse": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}},
+    "adam, commits, eviction": {"sparse": ADAM, "module": {"commit_every": 1, "cache_rows": 130}},
+    "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "plan", "name"),
+    sampled_rows(
+        product((1, 2), ("serial", "base", "prefetch", "early_prefetch", "semi_sync"), PROFILED),
+        lambda case: case[0] == 1 and case[1] == "prefetch",
+        lambda case: "-".join(map(str, case)),
+    ),
+)
+def test_training_goes_on_to_the_bit_after_a_profile(world_size: int, plan: str, name: str, tmp_path: Path) -> None:
+    for without, found, result in run_ranks(profiled, world_size, tmp_path, plan, PROFILED[name]):
+        assert found[0] == without[0]
+        assert same(found[1], without[1])
+        assert result.tasks["EmbPrefetch"].exposed is not None
 
 
 # ---------------------------------------------------------------------- killed

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,34 +26,19 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.recsys.dynamic.cache.cached_rows import CachedRows, headers_of
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, RowHeaders
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots, headers_of
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots
 from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
-__all__ = ["CacheStats", "CachedRows", "RowCache", "Ticket"]
-
-
-@dataclass(frozen=True)
-class CachedRows:
-    """Chunk of a table's rows.
-
-    Attributes:
-        keys: ids of the rows.
-        counts: number of trained batches in which each row has occurred.
-        last_seen: step of the last such batch.
-        columns: weights and optimiser states, in the order of the table's columns.
-    """
-
-    keys: Keys
-    counts: npt.NDArray[np.int64]
-    last_seen: npt.NDArray[np.int64]
-    columns: list[Tensor]
+__all__ = ["CacheStats", "RowCache", "Ticket"]
 
 
 class RowCache:
@@ -116,6 +102,7 @@ class RowCache:
         # Incremented whenever rows or headers change, which invalidates scans.
         self._version = 0
         self._rows_lock = threading.Lock()
+        self._rehearsal: Rehearsal | None = None
         self._open = OpenBatches(self._undo, self._columns.behind)
         self._lock = self._open.lock
 
@@ -131,11 +118,12 @@ class RowCache:
 
     # Called on any thread, for later batches.
 
-    def prefetch(self, keys: Tensor) -> Ticket:
+    def prefetch(self, keys: Tensor, *, again: bool = False) -> Ticket:
         """Cache the rows of a batch's ids and pin them until the ticket ends.
 
         Args:
             keys: ids of the batch, an int64 vector; ids may repeat.
+            again: True to leave the rows of earlier batches of a rehearsal in the cache (default False).
 
         Raises:
             InputError: Open batches use more rows than the cache has slots; ``check_nan`` found NaN in a row to evict;
@@ -149,6 +137,8 @@ class RowCache:
             )
         ids = keys.detach().cpu().numpy()
         with self._rows_lock:
+            if self._rehearsal is not None and not again:
+                self._slots.evict(self._rehearsal.leaving(self._slots.used(), self._pinned()[0]))
             slots, rows, missing = self._slots.touch(ids)
             batch = Batch(rows)
             with self._lock:
@@ -158,6 +148,8 @@ class RowCache:
                 if missing.size:
                     slots[missing], brought = self._slots.bring(ids[missing], self._pinned)
                     batch.rows = np.concatenate([rows, brought])
+                    if self._rehearsal is not None:
+                        self._rehearsal.brings(brought)
                 return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
             except BaseException:
                 self._open.drop(batch)
@@ -189,7 +181,7 @@ class RowCache:
         with self._lock:
             self._bring_up_to_date()
             batch = self._open.check(self.table, ticket, begun=False)
-            others = self._open.begun()
+            others = self._open.begun(but=() if self._rehearsal is None else self._rehearsal.suspended)
             if (self._step is not None and step < self._step) or (others and step <= others[-1][1].step):
                 raise PlanError(
                     f"table {self.table!r}: step {step} begins after step {self._step}; expected increasing steps."
@@ -322,6 +314,29 @@ class RowCache:
             self._slots.clear()
             self._below.clear()
 
+    def rehearse(self, rehearses: bool) -> None:
+        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
+        with self._rows_lock, self._lock:
+            self._rehearsal = Rehearsal(self.capacity, self._open.all()) if rehearses else None
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Copy of all cached rows in host memory, and of the state of the cache."""
+        with self._rows_lock, self._lock:
+            self._bring_up_to_date()
+            self._below.flush()
+            return self._open.all(), self._step, self._slots.snapshot()
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        """Restore a snapshot. Ends batches that were opened after it."""
+        with self._rows_lock, self._lock:
+            self._version += 1
+            opened, self._step, slots = kept
+            self._open.end_all(but=opened)
+            self._slots.restore(slots)
+            self._below.clear()
+            if self._rehearsal is not None:
+                self._rehearsal.forget()
+
     def purge(self, step: int) -> int:
         """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store.
 
@@ -342,9 +357,8 @@ class RowCache:
                 ended = keys[self._headers.expired_headers(headers_of(records), step)]
                 # The header of a cached row is newer than the one in the store.
                 stored.append(ended[self._slots.map.find(ended) < 0])
-            for keys in stored:
-                if keys.size:
-                    self._below.erase(keys)
+            for keys in filter(len, stored):
+                self._below.erase(keys)
             number = sum(map(len, stored))
             self._slots.stats.expired += number
             return number + len(cached)
@@ -383,5 +397,4 @@ class RowCache:
 
     def decode(self, keys: Keys, records: Records) -> CachedRows:
         """Rows of a chunk of records."""
-        counts, last_seen = headers_of(records).T
-        return CachedRows(keys, counts, last_seen, self._columns.typed(records[:, BYTES:]))
+        return CachedRows.of(keys, records, self._columns)

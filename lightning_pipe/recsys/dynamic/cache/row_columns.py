@@ -101,6 +101,17 @@ class RowColumns:
         result: npt.NDArray[np.bool_] = found.numpy()
         return result
 
+    def snapshot(self) -> list[Tensor]:
+        """Copies of all columns on the host."""
+        self._wait()
+        return [column.to("cpu", copy=True) for column in self._columns]
+
+    def restore(self, kept: list[Tensor]) -> None:
+        """Replace all columns by those of a snapshot."""
+        self._wait()
+        for column, values in zip(self._columns, kept, strict=True):
+            column.copy_(values)
+
     def typed(self, records: Records) -> list[Tensor]:
         """Convert bytes, in the format of ``read``, to one tensor for each column."""
         parts = np.split(records, np.cumsum(self._widths)[:-1], axis=1)

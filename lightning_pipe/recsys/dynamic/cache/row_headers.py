@@ -71,6 +71,14 @@ class RowHeaders:
         """Write headers in the format of ``read``."""
         self._headers[rows] = headers
 
+    def snapshot(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Copies of all headers and of ``dirty``."""
+        return self._headers.copy(), self.dirty.copy()
+
+    def restore(self, kept: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]) -> None:
+        """Replace all headers and ``dirty`` by those of a snapshot."""
+        self._headers[:], self.dirty[:] = kept
+
     def clear(self, rows: Slots) -> None:
         """Mark *rows* as nonexistent. The caller sets ``dirty`` if the store must erase them."""
         self._headers[rows] = 0

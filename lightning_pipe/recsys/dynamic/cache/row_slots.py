@@ -8,13 +8,15 @@ Tested in ``tests/scenarios/recommenders/test_row_cache_equality.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.recsys.dynamic.cache.cached_rows import headers_of
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
@@ -23,7 +25,7 @@ from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
-__all__ = ["CacheStats", "RowSlots", "headers_of"]
+__all__ = ["CacheStats", "RowSlots"]
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
 _EVICTED = 16
@@ -155,7 +157,10 @@ class RowSlots:
             self.map.ticks()[candidates],
             lambda: (self.map.keys_of(candidates), *self.headers.read(candidates).T),
         )
-        rows = candidates[chosen]
+        self.evict(candidates[chosen])
+
+    def evict(self, rows: Slots) -> None:
+        """Free the slots of *rows*, after writing those that are dirty to the level below."""
         self.write_back(rows[self.headers.dirty[rows] != 0])
         self.map.remove(rows)
         self._free[self._free_count : self._free_count + len(rows)] = rows
@@ -168,9 +173,30 @@ class RowSlots:
 
     def expired(self, step: int) -> Slots:
         """Cached rows that have expired at *step*."""
+        return self.headers.expired(np.flatnonzero(self.used()), step)
+
+    def used(self) -> npt.NDArray[np.bool_]:
+        """Mask of the slots that have a row."""
         used = np.ones(len(self._free), bool)
         used[self._free[: self._free_count]] = False
-        return self.headers.expired(np.flatnonzero(used), step)
+        return used
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Copy of the slots, with the rows in them. The order of last uses is not included; results do not need it."""
+        used = np.flatnonzero(self.used())
+        slots = used, self.map.keys_of(used), self._free.copy(), self._free_count, replace(self.stats)
+        return *slots, self._columns.snapshot(), self.headers.snapshot()
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        """Restore a snapshot."""
+        used, keys, free, self._free_count, stats, columns, headers = kept
+        self._owed.clear()
+        self.map.clear()
+        self.map.insert(keys, used)
+        self._free[:] = free
+        self.stats = replace(stats)
+        self._columns.restore(columns)
+        self.headers.restore(headers)
 
     def write_back(self, rows: Slots) -> None:
         """Write dirty *rows* to the level below, and erase those with count 0 from it.
@@ -255,8 +281,3 @@ class RowSlots:
                 f"{', ...' if keys.size > 10 else ''}; they were not stored. Resume from a checkpoint with a lower"
                 " learning rate or gradient clipping"
             )
-
-
-def headers_of(records: Records) -> npt.NDArray[np.int64]:
-    """Count and last step of each record: [records, 2]."""
-    return np.array(records[:, :BYTES], order="C").view(np.int64)

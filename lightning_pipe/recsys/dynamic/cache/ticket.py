@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,9 +84,9 @@ class OpenBatches:
         """Add a batch. Requires the lock."""
         self._open[batch] = None
 
-    def begun(self) -> list[tuple[Batch, Begun]]:
-        """Batches that have begun, in the order of their steps. Requires the lock."""
-        found = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
+    def begun(self, but: Sequence[Batch] = ()) -> list[tuple[Batch, Begun]]:
+        """Batches that have begun, except *but*, in the order of their steps. Requires the lock."""
+        found = [(batch, batch.begun) for batch in self._open if batch.begun is not None and batch not in but]
         return sorted(found, key=lambda pair: pair[1].step)
 
     def end(self, batch: Batch) -> None:
@@ -114,9 +114,13 @@ class OpenBatches:
             if batch.begun is not None:
                 self._undo(batch)
 
-    def end_all(self) -> None:
-        """End all batches without reverting their changes. Requires the lock."""
-        for batch in list(self._open):
+    def all(self) -> list[Batch]:
+        """All open batches. Requires the lock."""
+        return list(self._open)
+
+    def end_all(self, but: Sequence[Batch] = ()) -> None:
+        """End all batches, except *but*, without reverting their changes. Requires the lock."""
+        for batch in [one for one in self._open if one not in but]:
             self.end(batch)
 
     def pinned(self, capacity: int) -> npt.NDArray[np.bool_]:

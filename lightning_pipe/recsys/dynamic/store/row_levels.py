@@ -78,6 +78,10 @@ class RowLevel(ABC):
         """Record that the store has all changes that ``changes`` yielded last."""
 
     @abstractmethod
+    def flush(self) -> None:
+        """Write all records of this level down, so that ``clear`` loses none."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Drop records that are not on disk, because the store's contents were replaced."""
 
@@ -113,6 +117,16 @@ class SharedStore:
         with self._lock:
             self._held.clear()
             self._holds = False
+
+    def snapshot(self) -> dict[str, dict[int, bytes | None]]:
+        """Copy of the held writes."""
+        with self._lock:
+            return {table: dict(held) for table, held in self._held.items()}
+
+    def restore(self, held: dict[str, dict[int, bytes | None]]) -> None:
+        """Replace the held writes by a copy of those of a snapshot."""
+        with self._lock:
+            self._held = {table: dict(one) for table, one in held.items()}
 
     def _pass_some_on(self) -> None:
         for table, held in self._held.items():
@@ -207,6 +221,9 @@ class StoredTable(RowLevel):
         self._shared.keep(self._table, change)
 
     def kept(self) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mix", "unmix"]
+__all__ = ["mix", "owned", "unmix"]
 
 
 def _signed(number: int) -> int:
@@ -39,6 +39,13 @@ def unmix(mixed: torch.Tensor) -> torch.Tensor:
     ids = _unshift(ids, _SHIFTS[1])
     ids *= _INVERSES[0]
     return _unshift(ids, _SHIFTS[0])
+
+
+def owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """Mask of the ids whose unsigned remainder modulo *ranks* is *rank*, the rank to which FBGEMM sends an id."""
+    # int64 has no unsigned remainder, so it is computed from the upper 63 bits and the lowest bit.
+    upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
+    return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:

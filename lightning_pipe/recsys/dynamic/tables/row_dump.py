@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
-from lightning_pipe.recsys.dynamic.cache.row_cache import CachedRows, RowCache
+from lightning_pipe.recsys.dynamic.cache.cached_rows import CachedRows
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, rows_folder, write_rows
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +23,8 @@ from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
-from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
+from lightning_pipe.recsys.dynamic.tables.progress import read_progress
 from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, stored_rows
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
@@ -77,7 +78,7 @@ class RowTables:
         self._store = store
         self._dump: RowDump | None = None
         # True from the step after which an automatic commit is due until it begins.
-        self._due = False
+        self._due = self._rehearses = False
         self._wait_for_commit: Callable[[], None] = lambda: None
         self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
@@ -120,6 +121,8 @@ class RowTables:
 
         In the background, the commit begins with the next batch, because a checkpoint may come first.
         """
+        if self._rehearses:
+            return
         self._uncommitted += 1
         if self._uncommitted == self._commit_every:
             self._due = True
@@ -140,11 +143,12 @@ class RowTables:
         self._wait_for_commit = saves.add(lambda: dump.commit(saves.group))
         dump.queued()
 
-    def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
+    def prefetch(self, features: KeyedJaggedTensor, *, again: bool = False) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate.
 
         Args:
             features: distributed features, whose values are mixed ids that this rank owns.
+            again: see :meth:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache.prefetch`.
 
         Returns:
             The pinned rows; with ``error`` set if the prefetch failed.
@@ -160,7 +164,7 @@ class RowTables:
             for table, begin, end in self._runs:
                 where = slice(offsets[begin], offsets[end])
                 cache = self.caches[table]
-                ticket = cache.prefetch(ids[where])
+                ticket = cache.prefetch(ids[where], again=again)
                 tickets.append((cache, ticket))
                 slots[where] = ticket.slots
         except Exception as error:
@@ -185,6 +189,42 @@ class RowTables:
                 " give the module existing='keep' to continue with the rows (and new dense parameters) or"
                 " existing='forget' to start without them"
             )
+
+    # ------------------------------------------------------------------ rehearsals
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context in which the same batches may be trained repeatedly. Nothing is written to disk.
+
+        The caller restores a :meth:`snapshot` before the end. Evicted rows take host memory.
+        """
+        self._finish()
+        self._store.hold()
+        self._rehearses = True
+        for cache in self.caches.values():
+            cache.rehearse(True)
+        try:
+            yield
+        finally:
+            self._rehearses = False
+            for cache in self.caches.values():
+                cache.rehearse(False)
+            self._store.drop()
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Copy of all cached rows in host memory, and of the progress, in a rehearsal."""
+        caches = [cache.snapshot() for cache in self.caches.values()]
+        steps = [one.steps for one in self._row_optimizers]
+        return caches, self._store.snapshot(), steps, self._step, self._trained_step
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        """Restore a snapshot."""
+        caches, held, steps, self._step, self._trained_step = kept
+        for cache, one in zip(self.caches.values(), caches, strict=True):
+            cache.restore(one)
+        self._store.restore(held)
+        for optimizer, number in zip(self._row_optimizers, steps, strict=True):
+            optimizer.steps = number
 
     # ------------------------------------------------------------------ on disk
 
@@ -318,7 +358,7 @@ class RowTables:
 
     def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
-        own = _owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
+        own = owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
         if not len(own):
             return
         weights, *states = (column[own] for column in rows.columns)
@@ -329,7 +369,8 @@ class RowTables:
         self._store.base.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
-        step, seed, steps = self._read_progress(progress)
+        optimizers = len(self._row_optimizers)
+        step, seed, steps = read_progress(progress, self.caches, self._own_seed, optimizers)
         self._step = self._trained_step = step
         if self._reseed is not None:
             # New rows get the initial values that they would have had in the original run.
@@ -338,29 +379,6 @@ class RowTables:
         self._uncommitted = 0
         for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
-
-    def _read_progress(self, progress: Mapping[str, str]) -> tuple[int, int, list[int]]:
-        """Parse the result of :meth:`progress` into step, seed, and the steps of each row optimiser."""
-        try:
-            step, seed = int(progress.get("step", "0")), int(progress.get("seed") or self._own_seed)
-            steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
-        except (AttributeError, TypeError, ValueError):
-            step, seed, steps = -1, 0, []
-        numbers = [step, *steps]
-        if not all(0 <= number < 1 << 63 for number in numbers) or len(steps) not in (0, len(self._row_optimizers)):
-            raise SetupError(
-                f"the rows of {', '.join(self.caches)} were written with the progress {reprlib.repr(progress)};"
-                f" expected step, seed and {len(self._row_optimizers)} optimizer_steps, as texts of whole numbers."
-                " Restore the original file, or resume from another checkpoint"
-            )
-        return step, seed, steps or [0] * len(self._row_optimizers)
-
-
-def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Mask of the ids whose unsigned remainder modulo *ranks* is *rank*, the rank to which FBGEMM sends an id."""
-    # int64 has no unsigned remainder, so it is computed from the upper 63 bits and the lowest bit.
-    upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
-    return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
 
 
 def _on_host(ids: Tensor) -> Tensor:

@@ -119,6 +119,10 @@ class ShardedDynamicModule:
         assert len(dist_input) == 1
         ctx.rows = self.rows.prefetch(dist_input[0])
 
+    def prefetch_again(self, ctx: Any, dist_input: KJTList) -> None:
+        """Replay a prefetch, whose rows stay in the cache between replays."""
+        ctx.rows = self.rows.prefetch(dist_input[0], again=True)
+
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         """Run TorchRec's lookup and output dist with slots.
 

@@ -394,3 +394,37 @@ def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
     worker.join(HANG)
     table.cache.begin(found[0], 3)
     assert table.weights[found[0].slots, 0].tolist() == [3.0, 3.0]
+
+
+# ---------------------------------------------------------------------- rehearsals
+
+
+def test_a_rehearsal_reads_the_rows_of_a_batch_each_time_and_leaves_the_cache_as_it_was() -> None:
+    table = Table(capacity=6)
+    for step, id in enumerate((1, 2, 3, 4, 5, 6, 7)):
+        table.train(step + 1, id)
+    waiting = table.prefetch(7)
+    before = [table.look(id) for id in (7, 6, 1)], table.stored()
+    shared = table.shared
+    shared.hold()
+    table.cache.rehearse(True)
+    kept = table.cache.snapshot()
+    reads = []
+    for step in range(8, 12):
+        read = table.cache.stats.read
+        table.train(step, *((1, 2, 7) if step % 2 else (3, 7)))
+        reads.append(table.cache.stats.read - read)
+    assert reads[2:] == reads[:2]  # rows that were cached before stay
+    again = table.cache.stats.read
+    for _ in range(2):
+        table.cache.discard(table.cache.prefetch(torch.tensor([1, 2, 7]), again=True))
+    assert table.cache.stats.read == again
+    table.cache.restore(kept)
+    table.cache.rehearse(False)
+    shared.drop()
+    assert ([table.look(id) for id in (7, 6, 1)], table.stored()) == before
+    table.cache.begin(waiting, 8)
+    table.backward(waiting)
+    table.cache.trained(waiting)
+    table.cache.flush()
+    assert table.stored()[7] == (2, 8)
