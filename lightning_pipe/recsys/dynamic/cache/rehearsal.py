@@ -20,19 +20,27 @@ class Rehearsal:
     """Rows that the batches of a rehearsal have brought into a cache.
 
     They leave it when a later batch is prefetched, so that a batch that is trained again reads its rows from below, as
-    batches of new data do.
+    batches of new data do. A batch that was trained recently has more of its rows in the cache than it had then.
+    Therefore those of its rows that have occurred in the fewest batches leave the cache before its prefetch, until as
+    large a share of its ids is missing as in the prefetches so far.
 
     Args:
         capacity: number of slots of the cache.
         suspended: open batches of the suspended training.
+        missing: share of the ids of earlier prefetches whose rows were not cached.
 
     Attributes:
         suspended: open batches of the suspended training.
     """
 
-    def __init__(self, capacity: int, suspended: Sequence[Batch]) -> None:
+    def __init__(self, capacity: int, suspended: Sequence[Batch], missing: float) -> None:
         self.suspended = list(suspended)
+        self._missing = missing
         self._brought = np.zeros(capacity, bool)
+
+    def surplus(self, ids: int, missing: int) -> int:
+        """Number of rows that must leave the cache before a prefetch of *ids*, of which *missing* have no row in it."""
+        return max(0, round(self._missing * ids) - missing)
 
     def brings(self, rows: Slots) -> None:
         """Note rows that a batch brings."""

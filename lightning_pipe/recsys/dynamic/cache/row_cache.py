@@ -138,7 +138,7 @@ class RowCache:
         ids = keys.detach().cpu().numpy()
         with self._rows_lock:
             if self._rehearsal is not None and not again:
-                self._slots.evict(self._rehearsal.leaving(self._slots.used(), self._pinned()[0]))
+                self._cool(self._rehearsal, ids)
             slots, rows, missing = self._slots.touch(ids)
             batch = Batch(rows)
             with self._lock:
@@ -154,6 +154,14 @@ class RowCache:
             except BaseException:
                 self._open.drop(batch)
                 raise
+
+    def _cool(self, rehearsal: Rehearsal, ids: Keys) -> None:
+        pinned = self._pinned()[0]
+        self._slots.evict(rehearsal.leaving(self._slots.used(), pinned))
+        _, rows, missing = self._slots.touch(ids)
+        if surplus := rehearsal.surplus(len(ids), len(missing)):
+            rows = rows[~pinned[rows]]
+            self._slots.evict(rows[np.argsort(self._headers.counts[rows], kind="stable")[:surplus]])
 
     def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:
@@ -317,7 +325,8 @@ class RowCache:
     def rehearse(self, rehearses: bool) -> None:
         """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
         with self._rows_lock, self._lock:
-            self._rehearsal = Rehearsal(self.capacity, self._open.all()) if rehearses else None
+            missing = 1 - self.stats.hits / max(1, self.stats.ids)
+            self._rehearsal = Rehearsal(self.capacity, self._open.all(), missing) if rehearses else None
 
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the state of the cache."""
