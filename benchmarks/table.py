@@ -117,6 +117,7 @@ REST: tuple[Run, ...] = (
         ("--link", "200mbit", "--sizes", "small", "medium"),
         root=True,
     ),
+    Run("dynamic tables, saves", "row_dumps", ("--rounds", "4")),
     Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
     Run("dynamic tables, id map", "id_map", ("--batches", "8")),
     Run("growth", "growth"),
