@@ -42,6 +42,8 @@ class DynamicTable:
         feature_names: features that are looked up in the table.
         cache_rows: number of rows in memory, over all ranks; each rank has its share. Must hold the rows of all
             batches in flight.
+        host_rows: number of rows in host memory between the cache and the store, over all ranks (default 0: none).
+            Saves reads from disk if the cache is on a GPU and too small for the rows that are used often.
         pooling: pooling of a bag, ``sum`` or ``mean`` (default ``sum``); without effect in a
             ``DynamicEmbeddingCollection``.
         initial: initial values of a row: a mapping such as ``{"uniform": [-0.01, 0.01]}``, ``{"normal": [0, 0.02]}`` or
@@ -61,6 +63,7 @@ class DynamicTable:
     embedding_dim: int
     feature_names: Sequence[str]
     cache_rows: int
+    host_rows: int = 0
     pooling: Literal["sum", "mean"] = "sum"
     initial: Mapping[str, Any] | Callable[[torch.Tensor], torch.Tensor] | None = None
     admission_threshold: int = 1
@@ -77,6 +80,7 @@ class DynamicTable:
             )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
             check_whole_number(f"{field} of {where}", getattr(self, field), 1)
+        check_whole_number(f"host_rows of {where}", self.host_rows, 0)
         if self.embedding_dim % 4:
             raise SetupError(
                 f"embedding_dim of {where} must be a multiple of 4, as FBGEMM's kernels require, got"

@@ -15,12 +15,13 @@ class MemoryStore(RowStore):
     """Records in dictionaries. It sees to it that one thread at a time calls it.
 
     Attributes:
+        widths: number of bytes of a record, by table.
         tables: records by table and key.
         failing: methods that raise, by name.
     """
 
     def __init__(self, widths: Mapping[str, int]) -> None:
-        self._widths = dict(widths)
+        self.widths = dict(widths)
         self.tables: dict[str, dict[int, bytes]] = {table: {} for table in widths}
         self.failing: set[str] = set()
         self._busy = threading.Lock()
@@ -48,14 +49,14 @@ class MemoryStore(RowStore):
         with self._called("read", keys):
             held = self.tables[table]
             found = np.array([key in held for key in keys.tolist()], bool)
-            blank = b"\xff" * self._widths[table]
+            blank = b"\xff" * self.widths[table]
             records = b"".join(held.get(key, blank) for key in keys.tolist())
             # Read-only, as what is mapped from a file.
-            return np.frombuffer(records, np.uint8).reshape(len(keys), self._widths[table]), found
+            return np.frombuffer(records, np.uint8).reshape(len(keys), self.widths[table]), found
 
     def write(self, table: str, keys: Keys, records: Records) -> None:
         with self._called("write", keys):
-            assert records.shape == (len(keys), self._widths[table])
+            assert records.shape == (len(keys), self.widths[table])
             self.tables[table].update(
                 (key, record.tobytes()) for key, record in zip(keys.tolist(), records, strict=True)
             )

@@ -28,7 +28,7 @@ from lightning_pipe.recsys.modules.dynamic_modules import (
 from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
-from tests.strategies.cases import ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
+from tests.strategies.cases import ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, Rows, fit, loader, recsys, trainer
 from tests.tiers import sampled_rows
 
 
@@ -124,6 +124,50 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
         for name, found in results.items():
             assert found[0] == whole[0], name
             assert same(found[1], whole[1]), name
+
+
+class ManyIds(Rows):
+    """More than a cache has rows for."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return {**row, "sparse": {key: ids + 24 * (index % 11) for key, ids in row["sparse"].items()}}
+
+
+class Evicted(Callback):
+    """Number of rows that have left the caches."""
+
+    number = 0
+
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        modules = trainer.strategy.sharded_model.dynamic_rows.values()  # type: ignore[attr-defined]
+        self.number = sum(cache.stats.evicted for rows in modules for cache in rows.caches.values())
+
+
+def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
+    """Without host rows, with some, and resumed from a checkpoint that was written in the background."""
+
+    def trained(name: str, module: dict[str, Any], *callbacks: Callback, **options: Any) -> Any:
+        train = loader(24 * world_size, in_order=True, dataset=ManyIds(24 * world_size))
+        module = {"cache_rows": 36 * world_size, "commit_every": 3, "ttl": 4, **module}
+        options = {"use_distributed_sampler": False, "enable_checkpointing": True, **options}
+        return run(path / name, "prefetch", train=train, module=module, callbacks=list(callbacks), **options)
+
+    some, evicted = {"host_rows": 10 * world_size}, Evicted()
+    plain = trained("plain", {}, Keeping(path / "none", 100))
+    background = {"async_checkpoints": True}
+    host = trained("host", some, Keeping(path / "kept", 4), evicted, strategy=background)
+    losses, state = trained("new", some, Keeping(path / "none", 100), ckpt_path=path / "kept" / "step=4.ckpt")
+    return [plain, host, (plain[0][:4] + losses, state), evicted.number]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_in_host_memory_change_nothing(world_size: int, tmp_path: Path) -> None:
+    for plain, host, again, evicted in run_ranks(with_host_rows, world_size, tmp_path):
+        assert evicted > 20
+        assert host[0] == plain[0] == again[0]
+        assert same(host[1], plain[1])
+        assert same(again[1], plain[1])
 
 
 def one_epoch(rank: int, world_size: int, path: Path) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.dynamic.cache import row_slots
+from lightning_pipe.recsys.dynamic.cache import host_rows, row_slots
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
+from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
 from lightning_pipe.recsys.dynamic.store import row_levels
@@ -44,6 +45,8 @@ class Settings:
     ttl: int | None
     capacity: int
     ahead: bool
+    host_rows: int
+    spread: bool
 
     @classmethod
     def random(cls, chance: random.Random) -> Settings:
@@ -58,6 +61,9 @@ class Settings:
             # The batches in flight, those begun too early, and one that is evaluated: more or less room beside them.
             capacity=BATCH * (depth + 3) + chance.choice([0, 1, 7, 50]),
             ahead=ahead,
+            # From fewer than a batch has to more than leave the cache between two commits.
+            host_rows=chance.choice([0, 1, 5, 20, 200]),
+            spread=chance.random() < 0.7,
         )
 
 
@@ -86,10 +92,12 @@ class Run:
             store = MemoryStore({"t": 16 + sum(c[0].numel() * c.element_size() for c in self.columns)})
         self.store = store
         self.shared = SharedStore(store)
+        stored = StoredTable(self.shared, "t")
+        below = HostRows(one.host_rows, store.widths["t"], stored) if one.host_rows else stored
         self.cache = RowCache(
             "t",
             self.columns,
-            StoredTable(self.shared, "t"),
+            below,
             initial=InitialValues("t", 3, Normal(0.0, 1.0), seed=5),
             state_fill=[fill for fill, _, _ in OPTIMIZERS[one.optimizer][1]],
             policy=one.policy,
@@ -152,17 +160,17 @@ def _noise(begun: Begun) -> Tensor:
     return torch.sin((ids * 7 + begun.step).double() + torch.arange(3)).float()
 
 
-def _batch(chance: random.Random) -> list[int]:
-    """Some ids often, many rarely, some of them far away."""
-    ids = [int(chance.paretovariate(0.7)) % 500 for _ in range(BATCH)]
+def _batch(chance: random.Random, spread: bool) -> list[int]:
+    """Some ids often, many rarely, some of them far away; or all of them leave the cache and return."""
+    ids = [chance.randrange(120) if spread else int(chance.paretovariate(0.7)) % 500 for _ in range(BATCH)]
     return [one - 2**63 if one % 7 == 3 else one for one in ids][: chance.randrange(BATCH + 1)]
 
 
-@pytest.mark.parametrize("seed", sampled(range(60), lambda seed: seed < 30))
+@pytest.mark.parametrize("seed", sampled(range(100), lambda seed: seed < 40))
 def test_any_order_of_calls_trains_as_a_table_without_a_cache(
     seed: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (row_levels, row_slots):
+    for module in (row_levels, row_slots, host_rows):
         monkeypatch.setattr(module, "_CHUNK", 5)
     chance = random.Random(seed)
     run = Run(Settings.random(chance))
@@ -172,10 +180,10 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
     for _ in range(STEPS):
         # Any number of batches ahead, from none to all.
         while len(to_come) <= chance.randrange(run.settings.depth + 1):
-            ids = _batch(chance)
+            ids = _batch(chance, run.settings.spread)
             to_come.append((ids, run.cache.prefetch(torch.tensor(ids, dtype=torch.int64))))
         if chance.random() < 0.3:
-            run.evaluate(_batch(chance) or [0], last)
+            run.evaluate(_batch(chance, run.settings.spread) or [0], last)
         ids, ticket = to_come.popleft()
         if chance.random() < 0.1:  # skipped
             run.cache.discard(ticket)
@@ -290,7 +298,7 @@ def test_a_worker_that_prefetches_beside_training_changes_nothing(seed: int, way
     one.depth = chance.randrange(1, 4)
     one.capacity = BATCH * (one.depth + 2)
     run = Run(one)
-    batches = [_batch(chance) for _ in range(300)]
+    batches = [_batch(chance, run.settings.spread) for _ in range(300)]
     with _Worker(run.cache, batches, one.depth) as worker:
         for at, ids in enumerate(batches):
             ticket = worker.ticket(at)

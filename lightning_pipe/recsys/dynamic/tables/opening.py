@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe._compat.torchrec import kernels_of, lookups_of
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
@@ -109,8 +110,9 @@ def open_rows(
     try:
         own_seed = seed if storage.seed is None else storage.seed
         values = {table: _initial_values(module.dynamic_tables[table], own_seed) for table in columns}
+        below = {table: _below(module.dynamic_tables[table], widths[table], ranks, shared) for table in columns}
         caches = {
-            table: _cache(module.dynamic_tables[table], tensors, StoredTable(shared, table), storage, values[table])
+            table: _cache(module.dynamic_tables[table], tensors, below[table], storage, values[table])
             for table, tensors in columns.items()
         }
         rows = RowTables(
@@ -167,6 +169,12 @@ def _row_optimizers(
         if any(one is not None for one in own):
             found.append(RowAdam(kernel, own))
     return found
+
+
+def _below(table: DynamicTable, width: int, ranks: int, store: SharedStore) -> RowLevel:
+    """Levels below a table's cache."""
+    stored = StoredTable(store, table.name)
+    return HostRows(-(-table.host_rows // ranks), width, stored) if table.host_rows else stored
 
 
 def _cache(

@@ -435,6 +435,7 @@ def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"cache_rows": 0}, "is 0; expected a whole number"),
+        ({"host_rows": -1}, "host_rows of dynamic table .t. is -1; expected a whole number, 0 or more"),
         ({"name": "items"}, "cannot have that name"),
         ({"name": "a.b"}, "table_a_b"),
         ({"name": ""}, "cannot have that name"),

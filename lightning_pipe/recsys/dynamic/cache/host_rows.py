@@ -1,0 +1,147 @@
+"""Records in host memory, between a cache on a GPU and the store on disk.
+
+Tested in ``tests/recsys/dynamic/cache/test_host_rows.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots
+from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
+
+__all__ = ["HostRows"]
+
+# Each eviction frees at least 1 / _EVICTED of the capacity, because choosing records costs time for every slot.
+_EVICTED = 16
+# Maximum number of records that are copied and written at once.
+_CHUNK = 65536
+
+
+class HostRows(RowLevel):
+    """Most recently used records of one table. Others are evicted to the level below.
+
+    Args:
+        capacity: number of records.
+        width: number of bytes of a record.
+        below: all records that are not here.
+
+    Raises:
+        SetupError: The capacity is below 1 or above 2^31 - 1.
+    """
+
+    def __init__(self, capacity: int, width: int, below: RowLevel) -> None:
+        self._map, self._below = IdMap(capacity), below
+        self._records = np.empty((capacity, width), np.uint8)
+        # 0 if the level below has the record, 1 if it does not, and COPIED if the store will have it.
+        self._dirty = np.zeros(capacity, np.uint8)
+        self._free = np.arange(capacity)
+        self._tick = 0
+        self._lock = threading.Lock()
+
+    def read(self, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
+        with self._lock:
+            slots, missing = self._touch(keys)
+            records, found = self._records[slots], np.ones(len(keys), bool)
+            if missing.size:
+                records[missing], found[missing] = self._below.read(keys[missing])
+                new = missing[found[missing]][: self._map.capacity]
+                self._add(keys[new], records[new], 0)
+            return records, found
+
+    def write(self, keys: Keys, records: Records) -> None:
+        with self._lock:
+            slots, missing = self._touch(keys)
+            here = slots >= 0
+            self._records[slots[here]] = records[here]
+            self._dirty[slots[here]] = 1
+            new, rest = np.split(missing, [self._map.capacity])
+            if rest.size:
+                self._below.write(keys[rest], records[rest])
+            self._add(keys[new], records[new], 1)
+
+    def erase(self, keys: Keys) -> None:
+        with self._lock:
+            self._below.erase(keys)
+            self._drop(keys)
+
+    def scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
+        with self._lock:
+            self._write_down(np.flatnonzero(self._dirty))
+            return self._below.scan(chunk)
+
+    def changes(self, above: Keys) -> Iterator[Change]:
+        """See the base class. The caller makes no other call, except ``keep``, before the last change."""
+        with self._lock:
+            # The caller writes newer records past this level.
+            self._drop(above)
+            slots = np.flatnonzero(self._dirty)
+            self._dirty[slots] = COPIED
+        yield from self._below.changes(np.concatenate([above, self._map.keys_of(slots)]))
+        for part in _chunks(slots):
+            yield Change(self._map.keys_of(part), self._records[part], gone=np.empty(0, np.int64))
+
+    def keep(self, change: Change) -> None:
+        self._below.keep(change)
+
+    def kept(self) -> None:
+        with self._lock:
+            self._dirty[self._dirty == COPIED] = 0
+            self._below.kept()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._map.clear()
+            self._dirty[:] = 0
+            self._free = np.arange(self._map.capacity)
+            self._below.clear()
+
+    def _touch(self, keys: Keys) -> tuple[Slots, Slots]:
+        """Slots of *keys*, -1 for missing ones; and indices of the missing keys."""
+        # After the last tick, the order of eviction is wrong for a while.
+        self._tick = self._tick % LAST_TICK + 1
+        slots, _, missing = self._map.touch(keys, self._tick)
+        return slots, missing
+
+    def _add(self, keys: Keys, records: Records, dirty: int) -> None:
+        """Add records that are not here, at most the capacity."""
+        if len(keys) > len(self._free):
+            self._evict(len(keys))
+        slots, self._free = np.split(self._free, [len(keys)])
+        self._records[slots], self._dirty[slots] = records, dirty
+        self._map.insert(keys, slots, self._tick)
+
+    def _evict(self, wanted: int) -> None:
+        """Evict the least recently used records, until at least *wanted* slots are free."""
+        used = np.ones(self._map.capacity, bool)
+        used[self._free] = False
+        slots = np.flatnonzero(used)
+        number = min(len(slots), max(wanted - len(self._free), self._map.capacity // _EVICTED))
+        slots = slots[np.argpartition(self._map.ticks()[slots], number - 1)[:number]]
+        self._write_down(slots[self._dirty[slots] != 0])
+        self._remove(slots)
+
+    def _write_down(self, slots: Slots) -> None:
+        """Write dirty records to the level below."""
+        for part in _chunks(slots):
+            self._below.write(self._map.keys_of(part), self._records[part])
+            self._dirty[part] = 0
+
+    def _drop(self, keys: Keys) -> None:
+        slots = self._map.find(keys)
+        self._remove(slots[slots >= 0])
+
+    def _remove(self, slots: Slots) -> None:
+        self._map.remove(slots)
+        self._dirty[slots] = 0
+        self._free = np.concatenate([self._free, slots])
+
+
+def _chunks(slots: Slots) -> Iterator[Slots]:
+    return (slots[first : first + _CHUNK] for first in range(0, len(slots), _CHUNK))
