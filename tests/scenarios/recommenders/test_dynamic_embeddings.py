@@ -352,9 +352,11 @@ def profiled(rank: int, world_size: int, path: Path, plan: str, options: dict[st
     return found[0], found[1], profile.result
 
 
+PROFILED_UNDER = ("serial", "base", "prefetch", "early_prefetch", "semi_sync")
 PROFILED = {
     "sgd": {"sparse": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}},
     "adam, commits, eviction": {"sparse": ADAM, "module": {"commit_every": 1, "cache_rows": 130}},
+    "host rows": {"module": {"host_rows": 100, "cache_rows": 130}},
     "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2}},
 }
 
@@ -362,7 +364,7 @@ PROFILED = {
 @pytest.mark.parametrize(
     ("world_size", "plan", "name"),
     sampled_rows(
-        product((1, 2), ("serial", "base", "prefetch", "early_prefetch", "semi_sync"), PROFILED),
+        [*product((1,), PROFILED_UNDER, PROFILED), *product((2,), PROFILED_UNDER, ["adam, commits, eviction"])],
         lambda case: case[0] == 1 and case[1] == "prefetch",
         lambda case: "-".join(map(str, case)),
     ),

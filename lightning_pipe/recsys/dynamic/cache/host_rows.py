@@ -72,9 +72,8 @@ class HostRows(RowLevel):
             self._drop(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
-        with self._lock:
-            self._write_down(np.flatnonzero(self._dirty))
-            return self._below.scan(chunk)
+        self.flush()
+        return self._below.scan(chunk)
 
     def changes(self, above: Keys) -> Iterator[Change]:
         """See the base class. The caller makes no other call, except ``keep``, before the last change."""
@@ -94,6 +93,11 @@ class HostRows(RowLevel):
         with self._lock:
             self._dirty[self._dirty == COPIED] = 0
             self._below.kept()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write_down(np.flatnonzero(self._dirty))
+            self._below.flush()
 
     def clear(self) -> None:
         with self._lock:

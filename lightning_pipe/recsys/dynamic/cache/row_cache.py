@@ -6,11 +6,10 @@
                                                                       training: the same under every plan
 
 The rows of an open batch, from its prefetch to its end, are pinned: their slots are not reused, and only the main
-thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses. Both threads can
-therefore work on the columns at the same time, on different rows. Two locks protect everything else. The lock of rows
-covers operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The
-lock of headers and open batches is held only briefly. ``begin`` and ``trained`` take only the second lock, so the main
-thread does not wait for the disk.
+thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
+can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
+operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
+headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class RowCache:
         ids = keys.detach().cpu().numpy()
         with self._rows_lock:
             if self._rehearsal is not None and not again:
-                self._cool(self._rehearsal, ids)
+                self._slots.cool(self._rehearsal, ids, self._pinned()[0])
             slots, rows, missing = self._slots.touch(ids)
             batch = Batch(rows)
             with self._lock:
@@ -154,14 +153,6 @@ class RowCache:
             except BaseException:
                 self._open.drop(batch)
                 raise
-
-    def _cool(self, rehearsal: Rehearsal, ids: Keys) -> None:
-        pinned = self._pinned()[0]
-        self._slots.evict(rehearsal.leaving(self._slots.used(), pinned))
-        _, rows, missing = self._slots.touch(ids)
-        if surplus := rehearsal.surplus(len(ids), len(missing)):
-            rows = rows[~pinned[rows]]
-            self._slots.evict(rows[np.argsort(self._headers.counts[rows], kind="stable")[:surplus]])
 
     def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:

@@ -20,6 +20,7 @@ from lightning_pipe.recsys.dynamic.cache.cached_rows import headers_of
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
@@ -158,6 +159,14 @@ class RowSlots:
             lambda: (self.map.keys_of(candidates), *self.headers.read(candidates).T),
         )
         self.evict(candidates[chosen])
+
+    def cool(self, rehearsal: Rehearsal, keys: Keys, pinned: npt.NDArray[np.bool_]) -> None:
+        """Evict rows before a prefetch of *keys* in a rehearsal, as :class:`Rehearsal` describes."""
+        self.evict(rehearsal.leaving(self.used(), pinned))
+        _, rows, missing = self.touch(keys)
+        if surplus := rehearsal.surplus(len(keys), len(missing)):
+            rows = rows[~pinned[rows]]
+            self.evict(rows[np.argsort(self.headers.counts[rows], kind="stable")[:surplus]])
 
     def evict(self, rows: Slots) -> None:
         """Free the slots of *rows*, after writing those that are dirty to the level below."""
