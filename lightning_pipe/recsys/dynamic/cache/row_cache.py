@@ -98,8 +98,7 @@ class RowCache:
         policy = checked_policy(table, policy)
         self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of)
         self._step: int | None = None
-        # Incremented whenever rows or headers change, which invalidates scans.
-        self._version = 0
+        self._version = 0  # incremented whenever rows or headers change, which invalidates scans
         self._rows_lock = threading.Lock()
         self._rehearsal: Rehearsal | None = None
         self._open = OpenBatches(self._undo, self._columns.behind)
