@@ -1,6 +1,4 @@
 """Records in host memory, between a cache on a GPU and the store on disk.
-
-Tested in ``tests/recsys/dynamic/cache/test_host_rows.py``.
 """
 
 from __future__ import annotations

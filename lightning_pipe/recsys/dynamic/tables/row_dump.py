@@ -4,8 +4,6 @@
     background                   └─ commit ─────────── write(folder)
                                     changed rows,      all rows, as they were
                                     two phases         in the committed version
-
-Tested in ``tests/recsys/dynamic/tables/test_row_dump.py``.
 """
 
 from __future__ import annotations
