@@ -1,5 +1,4 @@
-"""Records in host memory, between a cache on a GPU and the store on disk.
-"""
+"""Records in host memory, between a cache on a GPU and the store on disk."""
 
 from __future__ import annotations
 

@@ -315,6 +315,7 @@ class RowCache:
     def rehearse(self, rehearses: bool) -> None:
         """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
         with self._rows_lock, self._lock:
+            self._below.flush()
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             self._rehearsal = Rehearsal(self.capacity, self._open.all(), missing) if rehearses else None
 

@@ -132,7 +132,7 @@ class RowTables:
     def commit_due(self) -> None:
         """Begin an automatic commit that is due, unless a checkpoint has made it. Collective, before a batch begins."""
         saves = self.saves
-        if not self._due:
+        if not self._due or self._rehearses:
             return
         if saves is None:
             self.commit()
@@ -199,10 +199,10 @@ class RowTables:
         The caller restores a :meth:`snapshot` before the end. Evicted rows take host memory.
         """
         self._finish()
-        self._store.hold()
-        self._rehearses = True
         for cache in self.caches.values():
             cache.rehearse(True)
+        self._store.hold()
+        self._rehearses = True
         try:
             yield
         finally:
