@@ -133,13 +133,18 @@ class RowDump:
         """Record that ``commit`` is going to be called on another thread."""
         self._queued = True
 
+    def give_up(self) -> None:
+        """Prevent the commit if it has not begun. Rows that were copied count as changed."""
+        if self._begun.acquire(blocking=False):
+            self._copies = None
+            self._dumped(False)
+            self._committed.set()
+
     def finish(self) -> None:
         """Wait for the commit, or give it up if an error has prevented its start."""
-        if self._queued or not self._begun.acquire(blocking=False):
-            self._committed.wait()
-        else:
-            self._copies = None
-            self._store.release()
+        if not self._queued:
+            self.give_up()
+        self._committed.wait()
 
 
 class DumpedRows:
@@ -167,9 +172,14 @@ class DumpedRows:
             dump.queued()
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
-        """Commit the rows; see :meth:`RowDump.commit`."""
-        for dump in self._dumps.values():
-            dump.commit(group, to_write=to_write)
+        """Commit the rows; see :meth:`RowDump.commit`. After an error, the commits of later modules are given up."""
+        try:
+            for dump in self._dumps.values():
+                dump.commit(group, to_write=to_write)
+        except BaseException:
+            for dump in self._dumps.values():
+                dump.give_up()
+            raise
 
     def write(self, folder: Path) -> None:
         """Write this rank's rows, as they were committed, to a folder for each module."""

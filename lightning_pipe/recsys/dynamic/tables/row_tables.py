@@ -250,8 +250,7 @@ class RowTables:
 
     def dump(self) -> RowDump:
         """Prepare a commit and a checkpoint of the current rows. Collective. Waits for an earlier one."""
-        self._finish()
-        self._together(self._settle_existing)
+        self._together(self._ready)
         self._uncommitted, self._due = 0, False
         self._dump = RowDump(self.caches, self._store, self.group, self.description, self.progress(), self._dumped)
         return self._dump
@@ -266,6 +265,12 @@ class RowTables:
             self._dump.finish()
             self._dump = None
 
+    def _ready(self) -> None:
+        """Wait for a commit, and write evictions that it has held back."""
+        self._finish()
+        self._store.release()
+        self._settle_existing()
+
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch.
 
@@ -273,8 +278,7 @@ class RowTables:
             table: name of the table.
             since: first batch number; rows last seen before it are skipped (default 0: all rows).
         """
-        self._finish()
-        self._settle_existing()
+        self._ready()
         return map(stored_rows, self.caches[table].rows(since=since))
 
     def write(self, folder: Path, since: int = 0) -> None:
@@ -317,6 +321,7 @@ class RowTables:
 
     def _read(self, folder: Path, with_states: bool) -> None:
         self._changed = True
+        self._store.drop()
         for table, cache in self.caches.items():
             cache.forget()
             self._erase(table)
@@ -328,14 +333,14 @@ class RowTables:
 
     def purge(self) -> int:
         """Erase expired rows and return their number. Scans the whole store."""
-        self._finish()
-        self._settle_existing()
+        self._ready()
         self._changed = True
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:
         """Discard all rows. Every rank calls it at the same point of training."""
         self._finish()
+        self._store.drop()
         self._existing = "keep"
         self._changed = True
         for table, cache in self.caches.items():
