@@ -307,8 +307,7 @@ def calibrate(
     Args:
         runs: real steps, each with its candidate, the bars recorded by each rank of the pipeline in order, and the
             seconds of the step.
-        pp_size: number of ranks of the pipeline.
-        measured: measurements of the model.
+        pp_size: see :func:`predict`, also for *measured*.
     """
     scales: dict[Kind, list[float]] = {}
     overheads: list[float] = []
