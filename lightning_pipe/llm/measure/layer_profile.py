@@ -255,7 +255,7 @@ def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
 def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
     """Count bytes, and operations so far."""
     # Entered for forward and backward together: selective checkpointing must see the same modes in both.
-    with LiveBytes({}) as live, _Operations() as operations:
+    with LiveBytes() as live, _Operations() as operations:
         yield live, lambda: operations.total
 
 
