@@ -228,8 +228,7 @@ def layers_by_memory(
     Args:
         config: module config of the model.
         num_stages: number of stages of all ranks.
-        footprints: footprints for one micro-batch.
-        optimizer_bytes: bytes of optimiser states for each piece.
+        footprints: see :func:`~lightning_pipe.llm.choice.estimate.estimate`, also for *optimizer_bytes*.
         kept: maximum number of micro-batches whose activations a stage keeps.
     """
     costs = memory_costs(footprints, optimizer_bytes, kept)

@@ -202,10 +202,8 @@ class RecsysSession:
         """Context with tasks that train as the training's tasks do, while training is suspended. Every rank enters it.
 
         Args:
-            step: as in :meth:`training_tasks`.
+            step: see :meth:`training_tasks`, also for *clipped* and *actions*, which include *transfer*.
             plan: plan that the tasks are for.
-            clipped: as in :meth:`training_tasks`.
-            actions: as in :meth:`training_tasks`, including *transfer*.
         """
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
