@@ -359,8 +359,7 @@ class RowCache:
                 stored.append(ended[self._slots.map.find(ended) < 0])
             for keys in filter(len, stored):
                 self._below.erase(keys)
-            number = sum(map(len, stored))
-            self._slots.stats.expired += number
+            self._slots.stats.expired += (number := sum(map(len, stored)))
             return number + len(cached)
 
     def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
