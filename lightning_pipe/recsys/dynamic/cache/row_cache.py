@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,34 +25,18 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, RowHeaders
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots, headers_of
+from lightning_pipe.recsys.dynamic.cache.row_slots import CachedRows, CacheStats, RowSlots, headers_of
 from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 __all__ = ["CacheStats", "CachedRows", "RowCache", "Ticket"]
-
-
-@dataclass(frozen=True)
-class CachedRows:
-    """Chunk of a table's rows.
-
-    Attributes:
-        keys: ids of the rows.
-        counts: number of trained batches in which each row has occurred.
-        last_seen: step of the last such batch.
-        columns: weights and optimiser states, in the order of the table's columns.
-    """
-
-    keys: Keys
-    counts: npt.NDArray[np.int64]
-    last_seen: npt.NDArray[np.int64]
-    columns: list[Tensor]
 
 
 class RowCache:
@@ -75,9 +59,12 @@ class RowCache:
             the number of steps between the two.
         check_nan: if True, refuse to write rows with NaN to the store (default False). Costs a pass over the rows.
         ids_of: function that maps keys to the ids shown in messages (default None: the keys are shown).
+        ids: map of ids to slots on the columns' device (default None: in host memory).
 
     Attributes:
         table: name of the table.
+        ids: the same.
+        moving: lock of rows, which may be held from :meth:`DeviceIds.look` to :meth:`DeviceIds.apply`.
         capacity: number of slots.
         width: number of bytes of a record.
 
@@ -98,6 +85,7 @@ class RowCache:
         ttl: int | None = None,
         check_nan: bool = False,
         ids_of: Callable[[Keys], Keys] | None = None,
+        ids: DeviceIds | None = None,
     ) -> None:
         if admission_threshold < 1 or (ttl is not None and ttl < 1):
             raise SetupError(
@@ -111,11 +99,11 @@ class RowCache:
         self._below = below
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
         policy = checked_policy(table, policy)
-        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of)
+        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of, ids)
         self._step: int | None = None
         # Incremented whenever rows or headers change, which invalidates scans.
         self._version = 0
-        self._rows_lock = threading.Lock()
+        self.ids, self.moving = ids, threading.RLock()
         self._open = OpenBatches(self._undo, self._columns.behind)
         self._lock = self._open.lock
 
@@ -148,20 +136,38 @@ class RowCache:
                 " int64. Convert the ids"
             )
         ids = keys.detach().cpu().numpy()
-        with self._rows_lock:
+        with self.moving:
             slots, rows, missing = self._slots.touch(ids)
-            batch = Batch(rows)
-            with self._lock:
-                self._bring_up_to_date()
-                self._open.add(batch)
-            try:
-                if missing.size:
-                    slots[missing], brought = self._slots.bring(ids[missing], self._pinned)
-                    batch.rows = np.concatenate([rows, brought])
-                return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
-            except BaseException:
-                self._open.drop(batch)
-                raise
+            brought, batch = self._pin(rows, ids[missing])
+            slots[missing] = brought
+            return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
+
+    def pin(self, found: Tensor) -> Ticket:
+        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot.
+
+        Args:
+            found: what the look found, copied to the host.
+        """
+        assert self.ids is not None
+        with self.moving:
+            brought, batch = self._pin(*self._slots.use(self.ids, found))
+            return Ticket(torch.from_numpy(brought), batch, self._open.dropped)
+
+    def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, Batch]:
+        """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
+        batch = Batch(rows)
+        with self._lock:
+            self._bring_up_to_date()
+            self._open.add(batch)
+        try:
+            if not missing.size:
+                return missing, batch
+            slots, brought = self._slots.bring(missing, self._pinned)
+            batch.rows = np.concatenate([rows, brought])
+            return slots, batch
+        except BaseException:
+            self._open.drop(batch)
+            raise
 
     def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:
@@ -267,14 +273,14 @@ class RowCache:
             InputError: ``check_nan`` found NaN in a row.
             SetupError: The store failed. The next call retries the rows that were not written.
         """
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             for change in self._changes():
                 self.keep(change)
             self._kept()
 
     def copy_changes(self) -> list[Change]:
         """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             return list(self._changes())
 
     def keep(self, change: Change) -> None:
@@ -289,7 +295,7 @@ class RowCache:
 
     def kept(self) -> None:
         """Record that the store has all of the last :meth:`copy_changes`. May be called on any thread."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._kept()
 
     def _kept(self) -> None:
@@ -315,7 +321,7 @@ class RowCache:
 
     def forget(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._version += 1
             self._step = None
             self._open.end_all()
@@ -330,7 +336,7 @@ class RowCache:
         """
         if self._headers.ttl is None:
             return 0
-        with self._rows_lock:
+        with self.moving:
             with self._lock:
                 self._bring_up_to_date()
                 self._version += 1
@@ -364,7 +370,7 @@ class RowCache:
         version = self._version
         scan = self._below.scan(chunk)
         while True:
-            with self._rows_lock:
+            with self.moving:
                 if self._version != version:
                     raise PlanError(
                         f"table {self.table!r} has changed while its rows were scanned. Finish the scan before the next"
