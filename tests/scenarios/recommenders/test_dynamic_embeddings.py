@@ -37,7 +37,7 @@ class Dynamic(nn.Module):
 
     def __init__(self, store: Path, **options: Any) -> None:
         super().__init__()
-        module_options = {key: options.pop(key) for key in ("existing", "commit_every") if key in options}
+        module_options = {key: options.pop(key) for key in ("existing", "commit_every", "ids_on") if key in options}
         options = {"cache_rows": 96, "embedding_dim": WIDTH, "initial": {"uniform": [-0.5, 0.5]}, **options}
         people = DynamicTable(name="people", feature_names=["user", "friend"], **options)
         past = DynamicTable(name="past", feature_names=["past"], **options)
@@ -145,7 +145,7 @@ class Evicted(Callback):
 
 
 def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
-    """Without host rows, with some, and resumed from a checkpoint that was written in the background."""
+    """Without host rows, with some, and with ids on the device from a checkpoint that was written in the background."""
 
     def trained(name: str, module: dict[str, Any], *callbacks: Callback, **options: Any) -> Any:
         train = loader(24 * world_size, in_order=True, dataset=ManyIds(24 * world_size))
@@ -153,16 +153,18 @@ def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
         options = {"use_distributed_sampler": False, "enable_checkpointing": True, **options}
         return run(path / name, "prefetch", train=train, module=module, callbacks=list(callbacks), **options)
 
-    some, evicted = {"host_rows": 10 * world_size}, Evicted()
+    some: dict[str, Any] = {"host_rows": 10 * world_size}
+    evicted = Evicted()
     plain = trained("plain", {}, Keeping(path / "none", 100))
     background = {"async_checkpoints": True}
     host = trained("host", some, Keeping(path / "kept", 4), evicted, strategy=background)
+    some["ids_on"] = "device"
     losses, state = trained("new", some, Keeping(path / "none", 100), ckpt_path=path / "kept" / "step=4.ckpt")
     return [plain, host, (plain[0][:4] + losses, state), evicted.number]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_in_host_memory_change_nothing(world_size: int, tmp_path: Path) -> None:
+def test_rows_in_host_memory_and_ids_on_the_device_change_nothing(world_size: int, tmp_path: Path) -> None:
     for plain, host, again, evicted in run_ranks(with_host_rows, world_size, tmp_path):
         assert evicted > 20
         assert host[0] == plain[0] == again[0]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
@@ -22,6 +21,7 @@ from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
+from lightning_pipe.recsys.dynamic.tables.batch_ids import on_host, prefetch_on_device
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
 from lightning_pipe.recsys.dynamic.tables.progress import read_progress
@@ -148,7 +148,8 @@ class RowTables:
 
         Args:
             features: distributed features, whose values are mixed ids that this rank owns.
-            again: see :meth:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache.prefetch`.
+            again: True for a replay in a rehearsal, which leaves the rows of earlier batches in the cache (default
+                False).
 
         Returns:
             The pinned rows; with ``error`` set if the prefetch failed.
@@ -159,19 +160,26 @@ class RowTables:
             self._settle_existing()
             self._changed = True
             # One copy of a batch in each direction, for all tables. Only this thread waits, and only for the copy.
-            ids = _on_host(features.values())
-            slots = torch.empty_like(ids, dtype=torch.int64, pin_memory=features.values().is_cuda)
-            for table, begin, end in self._runs:
-                where = slice(offsets[begin], offsets[end])
-                cache = self.caches[table]
-                ticket = cache.prefetch(ids[where], again=again)
-                tickets.append((cache, ticket))
-                slots[where] = ticket.slots
+            values = features.values()
+            runs = [(self.caches[table], slice(offsets[begin], offsets[end])) for table, begin, end in self._runs]
+            looked = [(cache, cache.ids, values[where]) for cache, where in runs if cache.ids is not None]
+            if self._rehearses and not again:
+                for cache, where in runs:
+                    cache.cool(values[where])
+            if looked:
+                on_device = torch.cat(prefetch_on_device(looked, tickets))
+            else:
+                ids = on_host(values)
+                slots = torch.empty_like(ids, pin_memory=values.is_cuda)
+                for cache, where in runs:
+                    ticket = cache.prefetch(ids[where])
+                    tickets.append((cache, ticket))
+                    slots[where] = ticket.slots
+                on_device = slots.to(values.device, non_blocking=True)
         except Exception as error:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        on_device = slots.to(features.values().device, non_blocking=True)
         return BatchRows(with_tensors(features, values=on_device), tickets, self)
 
     def _settle_existing(self) -> None:
@@ -384,15 +392,3 @@ class RowTables:
         self._uncommitted = 0
         for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
-
-
-def _on_host(ids: Tensor) -> Tensor:
-    """Ids on the host; a copy from a GPU is in pinned memory, so that it does not wait for other work of the host."""
-    if not ids.is_cuda:
-        return ids.detach()
-    copy = torch.empty_like(ids, device="cpu", pin_memory=True)
-    copy.copy_(ids.detach(), non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    return copy
