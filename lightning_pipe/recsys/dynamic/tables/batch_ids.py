@@ -1,6 +1,4 @@
 """Copies of a batch's ids between device and host: one in each direction, for all tables.
-
-Tested in ``tests/recsys/dynamic/tables/test_batch_ids.py``.
 """
 
 from __future__ import annotations
