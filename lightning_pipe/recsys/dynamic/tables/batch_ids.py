@@ -1,5 +1,4 @@
-"""Copies of a batch's ids between device and host: one in each direction, for all tables.
-"""
+"""Copies of a batch's ids between device and host: one in each direction, for all tables."""
 
 from __future__ import annotations
 

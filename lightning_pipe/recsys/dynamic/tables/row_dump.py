@@ -29,6 +29,7 @@ from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 
 __all__ = ["DumpedRows", "RowDump", "stored_rows"]
 
+_FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
 
 
@@ -95,23 +96,24 @@ class RowDump:
         group, store = group or self._group, self._store.base
         notes = {"version": self.committed["version"], **self._progress}
         try:
-            on_all_ranks(self._keep, "rows cannot be read or written", group, InputError)
-            commit_together(store, group, store.state.committed + 1, notes)
+            on_all_ranks(self._keep, _FAILED, group, InputError)
+            commit_together(store, group, notes)
             for cache in self._caches.values():
                 cache.kept()
             if to_write:
                 self._scans = {table: store.scan(table, _SCANNED) for table in self._caches}
             if self._copies is None:
                 self._dumped(True)
+            else:
+                on_all_ranks(self._store.release, _FAILED, group, InputError)
         except BaseException:
+            # Evictions stay in memory until the next use of the rows, which writes them on all ranks together.
+            self._scans = {}
             self._dumped(False)
             raise
         finally:
             self._copies = None
-            try:
-                self._store.release()
-            finally:
-                self._committed.set()
+            self._committed.set()
 
     def _keep(self) -> None:
         if self._copies is None:
