@@ -375,6 +375,7 @@ PROFILED: dict[str, dict[str, Any]] = {
         "strategy": {"async_checkpoints": True},
     },
     "host rows": {"module": {"host_rows": 100, "cache_rows": 128}},
+    "ids on the device": {"module": {"ids_on": "device", "cache_rows": 128}},
     "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2, "cache_rows": 128}},
 }
 
