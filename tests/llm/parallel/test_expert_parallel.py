@@ -345,7 +345,7 @@ def test_experts_whose_widths_cannot_be_sharded_are_refused(ranks: tuple[list[di
 
 def test_a_number_of_experts_that_the_ranks_do_not_divide_is_refused() -> None:
     check_experts(make_model(), 2)
-    with pytest.raises(SetupError, match=r"layers\.0\.moe has 4 experts, which parallel.ep=3"):
+    with pytest.raises(SetupError, match=r"layers\.0\.moe\.experts has 4 experts, which parallel.ep=3"):
         check_experts(make_model(), 3)
 
 
