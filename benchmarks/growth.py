@@ -44,11 +44,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.figures import Figure, add_options, interval, save
+from benchmarks.forward_bytes import ForwardBytes
 from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.recsys_live_bytes import Copied, LiveStorages
 from benchmarks.recsys_model import batches, ours
-from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules.bubble import measure_step
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of
@@ -250,7 +250,7 @@ class Transformer:
 
     def bytes(self) -> float:
         """Peak MiB of activations on the first rank."""
-        with LiveBytes(self._at_work.stages) as live:
+        with ForwardBytes(self._at_work.stages) as live:
             self._at_work.runner.train(self._inputs, loss_of)
         held: list[int] = gather(max(sum(one.values()) for one in live.after_forwards))
         return held[0] / MEBIBYTE

@@ -52,7 +52,7 @@ class Counting(pl.Callback):
     """Counts bytes from the first batch to the end of training."""
 
     def __init__(self) -> None:
-        self.live = RealBytes({})
+        self.live = RealBytes()
         self.parameters = self.states = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.figures import Figure, add_options, save
+from benchmarks.forward_bytes import ForwardBytes
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
-from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of, simulate
 
@@ -33,7 +33,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[int, int, int, int]
     runner, stages = make_runner(name, options.width, options.layers)
     inputs = make_micro_batches(options.micro_batches, options.rows, options.length)
     runner.train(inputs, loss_of)
-    with LiveBytes(stages) as live:
+    with ForwardBytes(stages) as live:
         runner.train(inputs, loss_of)
     output = 4 * options.rows * options.length * options.width
     count = max(sum(size > output for size in one.values()) for one in live.after_forwards)

@@ -46,9 +46,7 @@ def run_microbatches(
     Args:
         schedule: schedule.
         stages: its stages.
-        arg_mbs: inputs of the first stage for each micro-batch.
-        kwarg_mbs: keywords of this rank's stages for each micro-batch.
-        target_mbs: target of each micro-batch; None without targets.
+        arg_mbs: see :func:`~lightning_pipe.llm.schedules.step.run_schedule`, also for *kwarg_mbs* and *target_mbs*.
         losses: list that is filled with the losses in order; None to drop them.
     """
     if _TAKES_MICROBATCHES:

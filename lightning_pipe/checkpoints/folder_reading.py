@@ -167,9 +167,7 @@ def read_whole(
     """Read all values of a folder, or one part of them. Call this in one process.
 
     Args:
-        folder: checkpoint folder.
-        saved: result of :func:`read_metadata`.
-        weights_only: as in :func:`read_rest`.
+        folder: see :func:`fill_from_folder`, also for *saved* and *weights_only*.
         only: name of the part to read, or None for all parts.
         beside: empty folder for the files that back the returned tensors. Keep it as long as the tensors are used.
 

@@ -224,11 +224,7 @@ class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
         self._ahead = EvaluationData(self.trainer, "prediction")
 
     def setup_data(self) -> None:
-        """Create the dataloaders, and let ranks agree on their numbers of batches.
-
-        Raises:
-            InputError: a rank could not create its dataloaders. Raised on every rank.
-        """
+        """Create the dataloaders as :meth:`PipelineEvaluationLoop.setup_data` does."""
         before = self.max_batches
         with uneven_loaders(self.trainer) as failed:
             super().setup_data()

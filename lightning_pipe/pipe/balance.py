@@ -98,13 +98,10 @@ def balance_by_memory(
     """Balance partitions by the memory that each layer takes in training.
 
     Args:
-        module: see :func:`balance_by_time`.
-        partitions: number of partitions.
-        sample: see :func:`balance_by_time`.
+        module: see :func:`balance_by_time`, also for *partitions*, *sample* and *device*.
         chunks: number of micro-batches whose activations are held at the same time (default 1).
         parameter_scale: bytes per byte of parameters, including the gradient and the optimiser states (default 4, for
             Adam). Use 3 for SGD with momentum and 2 for SGD.
-        device: see :func:`balance_by_time`.
 
     Returns:
         number of layers of each partition.

@@ -161,8 +161,7 @@ class Partition:
             loss: loss function, called with *output*.
             kind: key of the loss function; functions with the same key must agree on drawing random numbers.
             output: output of the last layer.
-            where: position of the micro-batch.
-            seed: seed of the mini-batch.
+            where: see :meth:`run`, also for *seed*.
         """
         if not self.watched and self.loss_draws.get(kind) is False:
             return loss(output)

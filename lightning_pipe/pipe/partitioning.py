@@ -76,15 +76,13 @@ def make_partitions(
 
     Args:
         layers: layers of the Sequential.
-        devices: see :class:`~lightning_pipe.pipe.Pipe`.
-        balance: see :class:`~lightning_pipe.pipe.Pipe`.
+        devices: see :class:`~lightning_pipe.pipe.Pipe`, also for *balance*.
 
     Returns:
         partitions, and the skips between them.
 
     Raises:
-        PlanError: see :class:`~lightning_pipe.pipe.Pipe`.
-        SetupError: see :class:`~lightning_pipe.pipe.Pipe`.
+        PlanError, SetupError: see :class:`~lightning_pipe.pipe.Pipe`.
     """
     places = _devices(devices, balance)
     shares = (

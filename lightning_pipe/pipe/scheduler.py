@@ -102,8 +102,7 @@ class _Tasks:
     the garbage collector.
 
     Args:
-        partitions: partitions of the pipe, in order.
-        routes: skips between partitions.
+        partitions: see :class:`Scheduler`, also for *routes*.
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:

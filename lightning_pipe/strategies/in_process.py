@@ -300,13 +300,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Args:
-            checkpoint_path: path of the file or folder.
-            weights_only: None (default) and True refuse types other than tensors and plain types. False reads any
-                type, and can therefore run code from the checkpoint.
-        """
+        """Read a checkpoint; see :meth:`lightning_pipe.strategies.PipelineStrategy.load_checkpoint`."""
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)

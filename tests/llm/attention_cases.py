@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_pipe.llm.batches.padding import SequenceKeys, block_diagonal_mask
+from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod, ContextRanks
+from tests.llm.document_masks import block_diagonal_mask
 from tests.rounding import Reference
 
 VOCABULARY, LENGTH, ROWS = 19, 8, 2

@@ -66,25 +66,25 @@ class Batch:
 
 
 class Rows(Dataset[Any]):
-    """Row *i* draws from a generator seeded with *i*: 0 to 3 ids for each key."""
+    """Row *i* draws from a generator seeded with *i*: 0 to 3 of so many ids for each key."""
 
-    def __init__(self, length: int = 24) -> None:
-        self.length = length
+    def __init__(self, length: int = 24, ids: int = IDS) -> None:
+        self.length, self.ids = length, ids
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(_row(index))
+        return dict(_row(index, self.ids))
 
 
 @cache
-def _row(index: int) -> dict[str, Any]:
+def _row(index: int, number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 + index)
 
     def ids() -> Tensor:
         count = int(torch.randint(0, 4, (1,), generator=generator))
-        return torch.randint(0, IDS, (count,), generator=generator)
+        return torch.randint(0, number, (count,), generator=generator)
 
     sparse = {key: ids() for key in KEYS}
     tags = ids()
@@ -113,11 +113,13 @@ def collate(rows: list[dict[str, Any]]) -> Batch:
     )
 
 
-def loader(length: int = 24, batch_size: int = 4, in_order: bool = False, **options: Any) -> DataLoader[Any]:
+def loader(
+    length: int = 24, batch_size: int = 4, in_order: bool = False, ids: int = IDS, **options: Any
+) -> DataLoader[Any]:
     """Batches of this rank's rows. ``length`` counts the rows of all ranks, ``batch_size`` those of one."""
     if in_order and dist.is_initialized():
         options["sampler"] = DistributedSampler(Rows(length), shuffle=False)
-    options.setdefault("dataset", Rows(length))
+    options.setdefault("dataset", Rows(length, ids))
     options.setdefault("collate_fn", collate)
     return DataLoader(batch_size=batch_size, **options)
 

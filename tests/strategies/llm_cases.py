@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import split_batch
-from lightning_pipe.llm.batches.padding import block_diagonal_mask, pad_microbatch
+from lightning_pipe.llm.batches.padding import pad_microbatch
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
@@ -31,6 +31,7 @@ from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from tests.llm.document_masks import block_diagonal_mask
 from tests.llm.schedule_cases import backward_order
 from tests.rounding import Reference
 

@@ -41,8 +41,7 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
     Times start at 0 with the first bar.
 
     Args:
-        timeline: timeline to convert.
-        notes: metadata that is shown with the trace; plain values.
+        timeline: see :func:`write_trace`, also for *notes*.
     """
     # Thread and process numbers start at 1, because process 0 and thread 0 denote idle ones of an operating system.
     threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}

@@ -84,11 +84,8 @@ def iteration_edges(
     """Edges that every plan obeys: between tasks, from a batch to the next, and from a retired batch to a new one.
 
     Args:
-        tasks: tasks in the order in which a serial iteration runs them.
+        tasks: see :func:`lower_bound`, also for *depth*, *machine* and *stale*.
         costs: costs as returned by :func:`~lightning_pipe.engine.planning.costs.checked_costs`.
-        depth: maximum number of batches in flight.
-        machine: resources that the tasks share.
-        stale: required dependencies that the plan omits (default none).
     """
     edges = []
     for dependency in required_dependencies(tasks, stale):

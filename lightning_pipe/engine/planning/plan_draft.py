@@ -48,10 +48,8 @@ class PlanSpace:
     """Drafts for a set of tasks within limits, and their simulated iteration times.
 
     Args:
-        tasks: tasks in the order in which a serial iteration runs them.
-        costs: cost of every task, by name.
+        tasks: see :func:`~lightning_pipe.engine.planning.planner.find_plans`, also for *costs* and *machine*.
         limits: limits that drafts keep.
-        machine: resources that the tasks share.
         stale: required dependencies that the drafts omit (default none).
     """
 

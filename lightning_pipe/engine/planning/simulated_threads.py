@@ -56,9 +56,8 @@ class SimulatedThreads:
     """Simulated run of a plan.
 
     Args:
-        plan: plan to run.
-        costs: checked cost of every task, by name.
-        machine: resources that the tasks share.
+        plan: see :func:`~lightning_pipe.engine.planning.simulation.simulate`, also for *costs*, which are checked, and
+            *machine*.
 
     Attributes:
         work: all pieces of work, in the order of their ends.

@@ -52,8 +52,7 @@ def turns_of(
     """Number of the sequence in which each task takes turns; tasks that need not wait for other threads are left out.
 
     Args:
-        tasks: tasks of a plan.
-        schedule: schedule of each task, by name.
+        tasks: see :func:`check_one_order`, also for *schedule*.
         has_streams: True for one sequence of all globally ordered tasks; False for a sequence for each set of tasks
             that share process groups, where a task without declared groups shares those of every task.
     """

@@ -34,10 +34,8 @@ class PlanSpec:
         schedule: :class:`TaskSchedule` of each task, by task name.
         order: task names in the order in which one period submits them (default empty: derived from the dependencies
             when the plan is combined with tasks). An empty order stays empty in edits.
-        deps: see :class:`~lightning_pipe.engine.PipelinePlan`.
-        cross_iter_deps: see :class:`~lightning_pipe.engine.PipelinePlan`.
-        stale: see :class:`~lightning_pipe.engine.PipelinePlan`.
-        pipeline_depth: see :class:`~lightning_pipe.engine.PipelinePlan`.
+        deps: see :class:`~lightning_pipe.engine.PipelinePlan`, also for *cross_iter_deps*, *stale* and
+            *pipeline_depth*.
 
     Raises:
         PlanError: a value has a wrong type, shape or range.

@@ -94,10 +94,8 @@ class TaskProfiler:
             SetupError: the task has effects that it does not declare.
         """
         name = task if isinstance(task, str) else task.name
-        plan = self._pipeline.plan
-        if name not in plan.tasks:
-            raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
-        if reason := plan.tasks[name].not_replayable:
+        known = self._pipeline.plan.tasks.get(name)
+        if known is not None and (reason := known.not_replayable):
             raise PlanError(f"task {name!r} cannot be replayed, since {reason}; use profile_many() to measure its time")
         return self.profile_many([name]).tasks[name]
 

@@ -100,10 +100,8 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
 
     Args:
         work: function called on *rank*.
-        failed: see :func:`on_all_ranks`.
-        group: see :func:`on_all_ranks`.
+        failed: see :func:`on_all_ranks`, also for *group* and *kind*.
         rank: rank in the group (default 0).
-        kind: see :func:`on_all_ranks`.
 
     Raises:
         SetupError: or *kind*, on every rank, if *work* raised an exception.

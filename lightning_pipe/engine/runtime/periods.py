@@ -54,9 +54,7 @@ class Periods:
     """State of a pipeline between two calls, and the steps that change it.
 
     Args:
-        plan: plan to run.
-        device: device of the plan's streams.
-        group: process group in which ranks compare their plans before the first period; None for a single rank.
+        plan: see :class:`~lightning_pipe.engine.SWPipeline`, also for *device* and *group*.
     """
 
     def __init__(self, plan: PipelinePlan, device: torch.device, group: dist.ProcessGroup | None) -> None:

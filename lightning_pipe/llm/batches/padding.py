@@ -18,12 +18,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = [
-    "SequenceKeys",
-    "block_diagonal_mask",
-    "pad_microbatch",
-    "target_length",
-]
+__all__ = ["SequenceKeys", "pad_microbatch", "target_length"]
 
 _MASK = "attention_mask"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -129,24 +124,6 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
                 padded[key] = F.pad(value, (0, 0) * (value.ndim - 2) + (0, length - present), value=values[key])
     _extend_last_document(padded, length, max((len(value) for value in sequences.values()), default=1))
     return padded
-
-
-def block_diagonal_mask(cu_seq_lens: Tensor, length: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Mask for ``scaled_dot_product_attention`` that separates the documents of a packed row and is causal in each.
-
-    Args:
-        cu_seq_lens: first position of each document, and the end of the last: (documents + 1). Later positions form
-            one more document.
-        length: number of tokens in the row.
-        dtype: bool (True attends, the default), or a floating type (added to the scores: 0 or minus infinity).
-
-    Returns:
-        (1, 1, length, length): query by key. Every token attends to itself.
-    """
-    positions = torch.arange(length, device=cu_seq_lens.device)
-    document = torch.bucketize(positions, cu_seq_lens[1:].to(positions.dtype), right=True)
-    attends = (document[:, None] == document) & (positions[:, None] >= positions)
-    return _as_mask(attends, dtype)[None, None]
 
 
 def _as_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:

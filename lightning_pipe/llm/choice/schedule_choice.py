@@ -228,8 +228,7 @@ def layers_by_memory(
     Args:
         config: module config of the model.
         num_stages: number of stages of all ranks.
-        footprints: footprints for one micro-batch.
-        optimizer_bytes: bytes of optimiser states for each piece.
+        footprints: see :func:`~lightning_pipe.llm.choice.estimate.estimate`, also for *optimizer_bytes*.
         kept: maximum number of micro-batches whose activations a stage keeps.
     """
     costs = memory_costs(footprints, optimizer_bytes, kept)
@@ -307,8 +306,7 @@ def calibrate(
     Args:
         runs: real steps, each with its candidate, the bars recorded by each rank of the pipeline in order, and the
             seconds of the step.
-        pp_size: number of ranks of the pipeline.
-        measured: measurements of the model.
+        pp_size: see :func:`predict`, also for *measured*.
     """
     scales: dict[Kind, list[float]] = {}
     overheads: list[float] = []

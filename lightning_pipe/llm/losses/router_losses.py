@@ -110,9 +110,8 @@ def pass_router_logits(
 
     Args:
         logits: logits of the router, (..., experts).
-        top_k: number of experts of each token.
-        balance_coefficient: coefficient of the load-balancing loss (default 0).
-        z_coefficient: coefficient of the z-loss (default 0).
+        top_k: see :class:`~lightning_pipe.llm.model.moe.MoE`, also for *balance_coefficient* and *z_coefficient*
+            (default 0).
         weights: tensor that is returned in place of the logits, for a router whose logits are used no further, only
             weights that it computed from them (default None: the logits).
         chosen: experts of each token, (..., top_k) (default None: those with the largest logits).

@@ -85,7 +85,7 @@ class LayerBench:
         args: arguments of the model for one micro-batch, on ``device``.
         kwargs: keywords of the model for one micro-batch.
         device: device to run on.
-        prepare: function applied to each piece's stage (default: none).
+        prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
         varies: function from a layer's index to a value that ``prepare`` depends on; layers with equal values may share
             a measurement (default: no dependence).
         within: context manager entered while a piece's placeholders are made, and while it runs and is measured; not

@@ -69,18 +69,14 @@ def measure_costs(
     Arguments as for :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, and:
 
     Args:
-        model: as in ``measure_work``.
-        config: as in ``measure_work``.
-        args: as in ``measure_work``.
-        kwargs: as in ``measure_work``.
-        loss_of: as in ``measure_work``.
+        model: see :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, also for *config*, *args*, *kwargs*,
+            *loss_of* and *clock*.
         unit: "time" (default), in seconds, or "memory", in bytes.
         microbatches: maximum number of micro-batches whose activations a stage keeps, for memory (default 1).
         optimizer_states: number of tensors of a parameter's size that the optimiser keeps for it, for memory (default
             2, as Adam).
         group: ranks that need the same costs; the first rank measures and broadcasts them, and each rank must make this
             call. None (default) to measure on this rank.
-        clock: as in ``measure_work``.
 
     Raises:
         SetupError: an unknown unit; a model that cannot be cut as the config describes; on every rank, if the first

@@ -109,14 +109,10 @@ def measure_work(
     It runs under the autocast mode of the caller. Random states are preserved.
 
     Args:
-        model: unsplit model, real or deferred; it is not changed.
-        config: module config of the model.
-        args: arguments of the model for one micro-batch, with values, on ``device``.
-        kwargs: keywords of the model for one micro-batch.
+        model: see :class:`~lightning_pipe.llm.measure.layer_bench.LayerBench`, also for *config*, *args*, *kwargs*
+            (both with values), *prepare* and *varies*.
         loss_of: function from the model's output, and the part of the model that computed it, to the loss: a scalar.
         device: device to measure on (default CPU).
-        prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
-        varies: function from a layer's index to a value that ``prepare`` depends on (default: no dependence).
         parts: True (default) to measure a backward in two parts, too; False to count all of it as the second part.
         clock: function that returns seconds.
 
@@ -259,7 +255,7 @@ def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
 def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
     """Count bytes, and operations so far."""
     # Entered for forward and backward together: selective checkpointing must see the same modes in both.
-    with LiveBytes({}) as live, _Operations() as operations:
+    with LiveBytes() as live, _Operations() as operations:
         yield live, lambda: operations.total
 
 

@@ -34,8 +34,7 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
     ``torch._inductor.config.fallback_random`` is set.
 
     Args:
-        stage: stage of the model.
-        layers: FQNs of the whole model's layers.
+        stage: see :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers`, also for *layers*.
         options: options of ``torch.compile``: ``backend``, ``mode``, ``fullgraph``, ``dynamic``, ``recompile_limit``,
             ...
     """

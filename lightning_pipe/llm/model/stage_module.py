@@ -159,8 +159,7 @@ def make_stage(
         num_stages: number of stages of the whole pipeline.
 
     Raises:
-        SetupError: a name or index does not exist, or the model is a causal LM that cannot be cut (see
-            :func:`run_empty`).
+        SetupError: the index does not exist; see also :func:`prune`.
     """
     prune(model, config, fqns_of_stage)
     return StageModule(model, stage_index, num_stages)

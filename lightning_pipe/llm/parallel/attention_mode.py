@@ -77,9 +77,7 @@ class OwnMasks:
 
     Args:
         whole: mask of the whole sequences, (rows or 1, 1, length, length); None for causal attention.
-        rank: rank in the context dimension.
-        size: number of ranks in the context dimension.
-        balanced: as in :func:`~lightning_pipe.llm.parallel.context_parallel.chunk_positions` (default False).
+        rank: see :func:`~lightning_pipe.llm.parallel.context_parallel.chunk_positions`, also for *size* and *balanced*.
     """
 
     _seen: ClassVar[set[tuple[int, bool]]] = set()

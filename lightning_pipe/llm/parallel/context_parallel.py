@@ -107,10 +107,8 @@ def cut_sequence(
 
     Args:
         micro_batch: padded micro-batch, on any device.
-        rank: rank in the context dimension.
-        size: number of ranks in the context dimension.
+        rank: see :func:`chunk_positions`, also for *size* and *balanced*.
         keys: keys of the values of (rows, length, ...) that are cut; all other values stay unchanged.
-        balanced: see :func:`chunk_positions`.
 
     Returns:
         The micro-batch with chunks of (rows, length / size, ...). If it has no ``position_ids``, it gets those of the

@@ -64,8 +64,7 @@ class RingAttention(AttentionMode):
     :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. It supports any number of heads, and no attention dropout.
 
     Args:
-        group: ranks that hold the chunks, in the order of the chunks.
-        attention: attention pattern of the whole sequences; None (default) for causal attention.
+        group: see :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`, also for *attention*.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:

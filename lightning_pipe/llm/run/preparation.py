@@ -108,8 +108,7 @@ class BatchPreparation:
         num_microbatches: number of micro-batches of a batch, unless it is a list of micro-batches already.
         lengths: lengths that sequences are padded to.
         keys: keys of the values that are padded.
-        strict: True to refuse rows that do not fill the micro-batches (default False).
-        ignore_index: label that does not count in the loss (default -100).
+        strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`, also for *ignore_index*.
         context: ranks that share this rank's sequences; None (default) if sequences are not shared.
         compare: True to compare the batches of a pipeline's ranks tensor by tensor (default False), which costs a hash
             of every batch.

@@ -99,8 +99,7 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward.
 
     Args:
-        transfer: as in :func:`llm_plan`.
-        prepare: as in :func:`llm_plan`.
+        transfer: see :func:`llm_plan`, also for *prepare*.
         name: name of the plan.
     """
 

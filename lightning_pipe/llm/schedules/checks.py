@@ -33,10 +33,7 @@ def check_microbatches(
     """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number.
 
     Args:
-        spec: schedule.
-        num_microbatches: number of micro-batches in a step.
-        pp_size: number of ranks of the pipeline.
-        stages_per_rank: number of stages of each rank; None (default) for the schedule's default.
+        spec: see :func:`~lightning_pipe.llm.schedules.simulation.actions_of`, also for the other arguments.
 
     Raises:
         SetupError: too few micro-batches, or a number that is not divisible as required; any error of a user's class; a

@@ -252,10 +252,8 @@ def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank:
     """Stages that a rank holds, first to last.
 
     Args:
-        spec: schedule.
+        spec: see :func:`count_stages`, also for *pp_size* and *stages_per_rank*.
         rank: rank in the pipeline, from 0.
-        pp_size: number of ranks of the pipeline.
-        stages_per_rank: as in :func:`count_stages`.
 
     Raises:
         SetupError: a number of stages per rank that the schedule does not support. With another number, the ranks of

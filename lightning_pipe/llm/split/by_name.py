@@ -128,8 +128,7 @@ def split_by_cost(
     Ties go to the most even split (least sum of squared costs), then to the split with the earliest cuts.
 
     Args:
-        config: names of the model's modules.
-        num_stages: number of stages of the whole pipeline.
+        config: see :func:`split_evenly`, also for *num_stages*.
         layer_costs: cost of each layer, in seconds, bytes or any other unit.
         input_cost: cost of the input modules, in the same unit (default 0).
         output_cost: cost of the output modules, in the same unit (default 0).
@@ -168,8 +167,7 @@ def split_by_options(
     """Split according to the options.
 
     Args:
-        config: names of the model's modules.
-        num_stages: number of stages of the whole pipeline.
+        config: see :func:`split_evenly`, also for *num_stages*.
         options: options of a split by layers, without a trace.
         measured: function that returns the costs of the model's pieces, in seconds or bytes. Called only if the
             options balance time or memory.

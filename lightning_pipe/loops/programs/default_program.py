@@ -126,9 +126,8 @@ def default_evaluation(
     """Build the program that evaluates one batch while later batches are moved to the device.
 
     Args:
-        trainer: trainer whose strategy evaluates.
-        transfer: moves a batch to the device.
-        step: name of the module's method, which the caller calls.
+        trainer: see :meth:`~lightning_pipe.loops.evaluation_protocols.BringsEvaluation.evaluation_program`, also for
+            *transfer* and *step*.
         ahead: number of batches that are moved ahead (default 1); with 0, each batch is moved when its turn comes.
     """
     where = TaskSchedule(stage=ahead, stream=_STREAM) if ahead else TaskSchedule()

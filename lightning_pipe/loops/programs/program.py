@@ -168,14 +168,9 @@ class EvaluationProgram(TrainingProgram):
     """Program of an evaluation, whose *forward* and *step* name the task that calls the user's step.
 
     Args:
-        pipeline: see :class:`TrainingProgram`.
-        transfer: see :class:`TrainingProgram`.
-        step: see :class:`TrainingProgram`.
-        forward: see :class:`TrainingProgram`.
-        alone: see :class:`TrainingProgram`.
+        pipeline: see :class:`TrainingProgram`, also for the other arguments.
         around: returns a context manager that is entered before the evaluation uses the program, and left afterwards
             (default: no context).
-        on_close: see :class:`TrainingProgram`.
     """
 
     def __init__(

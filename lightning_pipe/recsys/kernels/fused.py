@@ -71,14 +71,13 @@ def count_step(module: torch.nn.Module) -> None:
 
 def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
     """Return the cache locations of the newest prefetch, for each kernel: None without a cache or a prefetch."""
-    queues = [kernel.lxu_cache_locations_list for module in modules for kernel in fused_kernels(module)]
+    queues = [kernel.lxu_cache_locations_list for kernel in _kernels_of(modules)]
     return [queue[-1] if queue else None for queue in queues]
 
 
 def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
     """Queue the cache locations of rows that were prefetched before, in each kernel with a cache."""
-    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
-    for kernel, where in zip(kernels, locations, strict=True):
+    for kernel, where in zip(_kernels_of(modules), locations, strict=True):
         if where is not None:
             kernel.lxu_cache_locations_list.append(where)
             kernel.timesteps_prefetched.append(kernel.timestep)
@@ -99,7 +98,7 @@ def prefetches_suspended(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     A kernel with a cache keeps its prefetches in a queue. Each lookup takes the first entry, whichever batch it is for,
     so a lookup between a training batch's prefetch and its lookup would take that batch's entry.
     """
-    with kernel_prefetches_suspended([kernel for module in modules for kernel in fused_kernels(module)]):
+    with kernel_prefetches_suspended(_kernels_of(modules)):
         yield
 
 
@@ -122,26 +121,30 @@ def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Ite
 
     The counter is restored at the end.
     """
-    steps, steps_on_cpu = kernel.iter.clone(), kernel.iter_cpu.clone()
-    if count > 0:
-        kernel.iter.fill_(count - 1)
-        kernel.iter_cpu.fill_(count - 1)
-    try:
+    with _counters_restored([kernel]):
+        if count > 0:
+            kernel.iter.fill_(count - 1)
+            kernel.iter_cpu.fill_(count - 1)
         yield
-    finally:
-        kernel.iter.copy_(steps)
-        kernel.iter_cpu.copy_(steps_on_cpu)
 
 
 @contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context in which lookups of ``modules`` run without grad or inference mode, and do not advance the counters."""
-    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
-    with torch.inference_mode(False), torch.no_grad():
-        counters = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
-        try:
-            yield
-        finally:
-            for kernel, steps, steps_on_cpu in counters:
-                kernel.iter.copy_(steps)
-                kernel.iter_cpu.copy_(steps_on_cpu)
+    with torch.inference_mode(False), torch.no_grad(), _counters_restored(_kernels_of(modules)):
+        yield
+
+
+@contextmanager
+def _counters_restored(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    counters = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
+    try:
+        yield
+    finally:
+        for kernel, steps, steps_on_cpu in counters:
+            kernel.iter.copy_(steps)
+            kernel.iter_cpu.copy_(steps_on_cpu)
+
+
+def _kernels_of(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    return [kernel for module in modules for kernel in fused_kernels(module)]

@@ -27,7 +27,7 @@ from torchrec import optim as torchrec_optim
 from lightning_pipe._compat.torch import optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "resolve_table_optimizer"]
+__all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "named_class", "resolve_table_optimizer"]
 
 _IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a step, but not its result
 
@@ -88,6 +88,21 @@ def class_name(optimizer_class: type) -> str:
     return f"{module}.{optimizer_class.__qualname__}"
 
 
+def named_class(option: str, path: Any, use: str) -> Any:
+    """Import what the ``class_path`` of *option* names; an error says to *use* another. Returns a *path* that is none.
+
+    Raises:
+        SetupError: it cannot be imported.
+    """
+    if not isinstance(path, str):
+        return path
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SetupError(f"{option} has class_path {path!r}, which cannot be imported ({error}). Use {use}.") from error
+
+
 def _has_kernel(support: _Support, device: torch.device, is_dynamic: bool) -> bool:
     return support.cpu or device.type != "cpu" or (is_dynamic and support.row_adam)
 
@@ -133,16 +148,7 @@ class SparseOptimizer:
                 f" {sorted(config)}. {f'Remove {unknown}' if unknown else 'Add class_path'}."
             )
         path = config["class_path"]
-        found = path
-        if isinstance(path, str):
-            module_name, _, name = path.rpartition(".")
-            try:
-                found = getattr(importlib.import_module(module_name), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise SetupError(
-                    f"sparse_optimizer has class_path {path!r}, which cannot be imported ({error}). Use a full"
-                    " path such as torch.optim.Adagrad."
-                ) from error
+        found = named_class("sparse_optimizer", path, "a full path such as torch.optim.Adagrad")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise SetupError(
                 f"class_path of sparse_optimizer must be a torch.optim.Optimizer class, got {path!r}. Use for example"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys.kernels.table_optimizer import named_class
 
 
 class TableSchedule:
@@ -32,14 +32,8 @@ class TableSchedule:
                 f" torch.optim.lr_scheduler.StepLR) and, if the class takes arguments, init_args, got {config!r}. Set"
                 " these keys only."
             )
-        module, _, name = path.rpartition(".")
-        try:
-            scheduler_class = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise SetupError(
-                f"sparse_lr_scheduler has class_path {path!r}, which cannot be imported ({error}). Use the full path of"
-                " an LRScheduler, such as torch.optim.lr_scheduler.StepLR."
-            ) from error
+        use = "the full path of an LRScheduler, such as torch.optim.lr_scheduler.StepLR"
+        scheduler_class = named_class("sparse_lr_scheduler", path, use)
         if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler)):
             raise SetupError(
                 f"class_path of sparse_lr_scheduler must be an LRScheduler, got {path!r}. Use one of"

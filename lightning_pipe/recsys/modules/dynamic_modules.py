@@ -23,12 +23,14 @@ __all__ = [
     "DynamicEmbeddingCollection",
     "DynamicTable",
     "Existing",
+    "IdsOn",
     "Storage",
     "is_dynamic_type",
 ]
 
 
 Existing = Literal["refuse", "keep", "forget"]
+IdsOn = Literal["host", "device"]
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
@@ -117,6 +119,7 @@ class Storage:
         check_nan: True to refuse to store rows with a NaN; costs a check of every row that is written.
         existing: treatment of rows that an earlier run has left in the folder, unless a checkpoint is loaded:
             ``refuse`` to train or look up, ``keep`` them, or ``forget`` them.
+        ids_on: where the caches look ids up.
     """
 
     path: Path
@@ -124,6 +127,7 @@ class Storage:
     commit_every: int | None = None
     check_nan: bool = False
     existing: Existing = "refuse"
+    ids_on: IdsOn = "host"
 
 
 class _Dynamic:
@@ -140,6 +144,7 @@ class _Dynamic:
         commit_every: int | None,
         check_nan: bool,
         existing: Existing,
+        ids_on: IdsOn,
     ) -> list[DynamicTable]:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         if not found:
@@ -151,12 +156,13 @@ class _Dynamic:
                 f"the tables of a {type(self).__name__} must have different names, got {names}. Rename the duplicates."
             )
         self.dynamic_tables = {table.name: table for table in found}
-        if existing not in get_args(Existing):
-            raise SetupError(
-                f"existing of {type(self).__name__} must be one of {', '.join(get_args(Existing))}, got {existing!r}."
-                " Use one of these."
-            )
-        self.storage = Storage(Path(store), seed, commit_every, check_nan, existing)
+        for option, value, choices in (("existing", existing, Existing), ("ids_on", ids_on, IdsOn)):
+            if value not in get_args(choices):
+                raise SetupError(
+                    f"{option} of {type(self).__name__} must be one of {', '.join(get_args(choices))}, got {value!r}."
+                    " Use one of these."
+                )
+        self.storage = Storage(Path(store), seed, commit_every, check_nan, existing, ids_on)
         return found
 
     def _apply(self, *_: Any, **__: Any) -> Self:
@@ -192,6 +198,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         check_nan: True to refuse to store rows with a NaN (default False). Costs a check of every row that is written.
         existing: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded: ``refuse`` to
             continue (default), ``keep`` them, or ``forget`` them.
+        ids_on: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
 
     Raises:
         SetupError: a table is invalid, or two tables have the same name.
@@ -207,8 +214,9 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         commit_every: int | None = None,
         check_nan: bool = False,
         existing: Existing = "refuse",
+        ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, store, seed, commit_every, check_nan, existing)
+        found = self._keep(tables, store, seed, commit_every, check_nan, existing, ids_on)
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -239,6 +247,7 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         commit_every: see there.
         check_nan: see there.
         existing: see there.
+        ids_on: see there.
 
     Raises:
         SetupError: a table is invalid, two tables have the same name, or their dimensions differ.
@@ -253,8 +262,9 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         commit_every: int | None = None,
         check_nan: bool = False,
         existing: Existing = "refuse",
+        ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, store, seed, commit_every, check_nan, existing)
+        found = self._keep(tables, store, seed, commit_every, check_nan, existing, ids_on)
         dims = {table.name: table.embedding_dim for table in found}
         if len(set(dims.values())) > 1:
             raise SetupError(

@@ -112,8 +112,7 @@ def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJ
     """Return ``features`` in the form of the first batch: the same object, or a copy with reordered keys.
 
     Args:
-        name: name of the sharded module, for messages.
-        features: the batch's features for the module.
+        name: see :func:`check_first`, also for *features*.
         form: form of the first batch.
 
     Raises:
@@ -207,8 +206,7 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     Reads every id once, and waits for the result on a GPU.
 
     Args:
-        name: name of the sharded module, for messages.
-        features: ids per feature.
+        name: see :func:`check_first`, also for *features*.
         tables: the limiting table of each feature; other features are not checked.
     """
     values = features.values()

@@ -7,7 +7,7 @@ its dense layers, in an order that depends on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,27 @@ register_pytree_node(
 )
 
 
-class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class _InOrder:
+    """The parts that both classes share: features in the form of the first batch, outputs in the unsharded order."""
+
+    begin: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
+    _finished: Callable[[Any, LazyAwaitable[Any]], LazyAwaitable[Any]]
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """TorchRec's input dist, of features in the form of the first batch."""
+        found: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, self.begin(ctx, features))  # type: ignore[misc]
+        return found
+
+    def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
+        """TorchRec's output dist, with outputs in the unsharded order."""
+        return self._finished(ctx, super().output_dist(ctx, output))  # type: ignore[misc]
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
+        """TorchRec's lookup and output dist, with outputs in the unsharded order."""
+        return self._finished(ctx, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+
+
+class OrderedEmbeddingBagCollection(_InOrder, ShardedEmbeddingBagCollection):
     """Pooled embeddings with columns in the unsharded order and correct means of row-sharded tables."""
 
     def __init__(
@@ -114,26 +134,12 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._configs, self._uses_weights = module.embedding_bag_configs(), module.is_weighted()
         self._row_means = RowMeans(self._configs, table_name_to_parameter_sharding, *take_over_means(self))
 
-    def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's input dist, of features in the form of the first batch."""
-        return super().input_dist(ctx, self.begin(ctx, features))
-
     def begin(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute; the divisor of means is computed here, where the lengths of bags are known."""
         features = _in_first_form(self, self._configs, features, self._uses_weights)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
         return features
-
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's output dist, with outputs in the unsharded order."""
-        return self._finished(ctx, super().output_dist(ctx, output))
-
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's lookup and output dist, with outputs in the unsharded order."""
-        return self._finished(ctx, super().compute_and_output_dist(ctx, input))
 
     def _finished(
         self, ctx: EmbeddingBagCollectionContext, awaitable: LazyAwaitable[KeyedTensor]
@@ -148,34 +154,20 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return found if found.keys() == wanted else OrderedKeyedTensor(found, wanted)
 
 
-class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
+class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
     """Sequence embeddings as a dictionary in the unsharded order."""
 
     def __init__(self, module: EmbeddingCollectionInterface, *arguments: Any, **named: Any) -> None:
         super().__init__(module, *arguments, **named)
         self._configs = module.embedding_configs()
 
-    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's input dist, of features in the form of the first batch."""
-        return super().input_dist(ctx, self.begin(ctx, features))
-
     def begin(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute."""
         return _in_first_form(self, self._configs, features, False)
 
-    def output_dist(
-        self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
+    def _finished(
+        self, _: Any, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """TorchRec's output dist, with outputs in the unsharded order."""
-        return self._ordered(super().output_dist(ctx, output))
-
-    def compute_and_output_dist(
-        self, ctx: EmbeddingCollectionContext, input: KJTList
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """TorchRec's lookup and output dist, with outputs in the unsharded order."""
-        return self._ordered(super().compute_and_output_dist(ctx, input))
-
-    def _ordered(self, awaitable: LazyAwaitable[dict[str, JaggedTensor]]) -> LazyAwaitable[dict[str, JaggedTensor]]:
         awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._configs)})
         return awaitable
 

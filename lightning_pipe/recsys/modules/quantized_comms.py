@@ -28,13 +28,13 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingPlan,
-    ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
+from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.modules.tables import Table
 
 __all__ = ["PRECISIONS", "QuantizedComms"]
@@ -50,8 +50,6 @@ _OPS = (
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
     CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
 )
-# These sharding types add up parts of a pooled embedding on the way. int8 codes, with a scale per row, cannot be added.
-_ADDED_UP = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 _LARGEST = torch.finfo(torch.float32).max
 _ADVICE = "for example {'forward': 'bf16', 'backward': 'fp16'}"
 
@@ -140,7 +138,8 @@ class QuantizedComms:
 
     def usable(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
         """Return the sharding types that a table can have with these precisions."""
-        return [kind for kind in sharding_types if not (pooled and self.has_int8 and kind in _ADDED_UP)]
+        # BY_ROWS add up parts of a pooled embedding on the way. int8 codes, with a scale per row, cannot be added.
+        return [kind for kind in sharding_types if not (pooled and self.has_int8 and kind in BY_ROWS)]
 
     def check_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
         """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""

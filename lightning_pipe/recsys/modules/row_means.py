@@ -15,9 +15,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["RowMeans", "divide"]
+__all__ = ["BY_ROWS", "RowMeans", "divide"]
 
-_BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 
 
 class RowMeans:
@@ -39,7 +39,7 @@ class RowMeans:
     ) -> None:
         features: dict[str, str] = {}
         for config, outputs in zip(configs, get_embedding_names_by_table(list(configs)), strict=True):
-            if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in _BY_ROWS:
+            if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in BY_ROWS:
                 features |= dict(zip(outputs, config.feature_names, strict=True))
         self._features = [features.get(name) for name in names]
         self._widths = list(widths)

@@ -16,7 +16,7 @@ from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower,
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
-from torchrec.distributed.types import ShardedModule, ShardingType
+from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import (
@@ -42,6 +42,7 @@ from lightning_pipe.recsys.modules.inputs import (
     refuse_trained_weights,
     without_side_effects,
 )
+from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, splits_length
 
 __all__ = ["Sharded", "find_sharded"]
@@ -52,9 +53,6 @@ _PIPELINED = (
     ShardedFeatureProcessedEmbeddingBagCollection,
     BaseShardedManagedCollisionEmbeddingCollection,
 )
-_SHARDED_BY_ROWS = {
-    kind.value for kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-}
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
 
@@ -152,11 +150,11 @@ class Sharded:
         if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
         kinds = sharding_types(self.module)
-        if kinds & _SHARDED_BY_ROWS:
+        if kinds & BY_ROWS:
             dynamic = isinstance(self.module, ShardedDynamicModule)  # always sharded by rows
             raise InputError(
                 f"sharded module {self.name!r} got features with a batch size per feature, but has tables sharded"
-                f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, and"
+                f" {', '.join(sorted(kinds & BY_ROWS))}: their gradients differ in size between ranks, and"
                 " Gloo cannot exchange them."
                 f" {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se one batch size."
             )

@@ -49,9 +49,8 @@ class TableBackward:
         kernel is called again, for a backward with the current rate.
 
         Args:
-            embeddings: embeddings of the step, which release their outputs and gradients.
-            scale: factor of every gradient; None for 1.
-            agree_unused: leave out modules whose output no rank used; without effect after ``begin``.
+            embeddings: see :meth:`ModelRewrite.backward`, also for *scale* and *agree_unused*, which has no effect
+                after ``begin``.
         """
         if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
             self.begin(embeddings, agree_unused)

@@ -24,7 +24,7 @@ from lightning_pipe._compat.managed_collision import id_maps_in
 from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import from_rank, gather, raise_together
+from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.dynamic.tables.opening import check_data_type, in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
@@ -105,16 +105,14 @@ def shard_model(
     Raises:
         SetupError: the module cannot be sharded or trained as requested on some rank; raised on every rank.
     """
-    found, error = None, None
     per_node = nullcontext if replicas is None else replicas.counted_per_node
-    try:
+
+    def look() -> _Unsharded:
         comms = _look_at_comms(quantized_comms, sharders)
         with per_node():
-            found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
-    except Exception as caught:  # of any type: the other ranks wait for an answer
-        error = caught
-    raise_together(error, "the module cannot be sharded", group)
-    assert found is not None
+            return _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
+
+    found = on_all_ranks(look, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
     agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms

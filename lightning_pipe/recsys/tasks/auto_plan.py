@@ -166,11 +166,9 @@ def propose_plans(
 
     Args:
         tasks: tasks of :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
-        own: time of each task in its thread, in serial order (seconds).
+        own: see :func:`recsys_costs`, also for *peers* and *device*.
         beside: time of an iteration outside of the tasks (seconds).
         max_in_flight: largest number of batches in flight.
-        peers: True if there are other ranks.
-        device: device that batches are moved to.
         keep: largest number of plans.
     """
     costs = recsys_costs(own, peers=peers, device=device)

@@ -26,10 +26,8 @@ class PipelinedEvaluation:
 
     Args:
         session: session of the model.
-        step: name of the model's method that evaluates a batch.
+        step: see :meth:`RecsysSession.evaluation_tasks`, also for *transfer* and *actions*.
         training: plan of the training.
-        transfer: moves a batch to the device.
-        actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
     Attributes:
         pipeline: pipeline of the evaluation.

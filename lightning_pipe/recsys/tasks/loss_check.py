@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import communicating_device
 
 
 def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
@@ -18,7 +19,10 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
     Raises:
         InputError: the loss is not finite; names this rank's loss and the ranks concerned.
     """
-    bad = torch.zeros(group.size() if group is not None else 1, device=_device(loss, group))
+    device = torch.device("cpu") if loss is None else loss.device
+    if loss is None and group is not None:
+        device = communicating_device(group, device)
+    bad = torch.zeros(group.size() if group is not None else 1, device=device)
     rank = group.rank() if group is not None else 0
     if loss is not None:
         bad[rank] = (~torch.isfinite(loss.detach())).any().to(bad.dtype)
@@ -26,17 +30,8 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
         dist.all_reduce(bad, group=group)
     if bad.any():
         ranks = [index for index, value in enumerate(bad.tolist()) if value]
+        own = None if loss is None else loss.detach().tolist()
         raise InputError(
-            f"expected a finite loss, but it is not finite on rank(s) {ranks} (this rank has {_value(loss)}). Look for"
+            f"expected a finite loss, but it is not finite on rank(s) {ranks} (this rank has {own}). Look for"
             " a division by zero, the logarithm of 0, a learning rate that is too high, or NaNs in the batch."
         )
-
-
-def _value(loss: torch.Tensor | None) -> object:
-    return None if loss is None else loss.detach().tolist()
-
-
-def _device(loss: torch.Tensor | None, group: dist.ProcessGroup | None) -> torch.device:
-    if loss is not None:
-        return loss.device
-    return torch.device("cuda" if group is not None and dist.get_backend(group) == "nccl" else "cpu")

@@ -37,8 +37,7 @@ class RecsysReplays:
     """Effects of the tasks of one model.
 
     Args:
-        rewrite: the rewritten model.
-        reducer: averages dense gradients over ranks; None if they are averaged elsewhere.
+        rewrite: see :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`, also for *reducer*.
     """
 
     def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:

@@ -202,10 +202,8 @@ class RecsysSession:
         """Context with tasks that train as the training's tasks do, while training is suspended. Every rank enters it.
 
         Args:
-            step: as in :meth:`training_tasks`.
+            step: see :meth:`training_tasks`, also for *clipped* and *actions*, which include *transfer*.
             plan: plan that the tasks are for.
-            clipped: as in :meth:`training_tasks`.
-            actions: as in :meth:`training_tasks`, including *transfer*.
         """
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
@@ -245,9 +243,8 @@ class RecsysSession:
 
         Args:
             step: name of the model's method that evaluates a batch.
-            transfer: moves a batch to the device.
+            transfer: see :meth:`training_tasks`, also for *actions*.
             lookup_context: context of the lookups, such as a precision plugin's.
-            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
         Returns:
             The detached rewrite and its tasks.
@@ -271,10 +268,8 @@ class RecsysSession:
 
         Args:
             step: name of the model's method that trains or evaluates a batch.
-            split_backward: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`.
-            look_ahead: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`.
-            free_features_early: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`; None for the
-                session's memory option.
+            split_backward: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`, also for
+                *look_ahead* and *free_features_early* (default None: the session's memory option).
         """
         early = self.options.memory.free_features_early if free_features_early is None else free_features_early
         return ModelRewrite(

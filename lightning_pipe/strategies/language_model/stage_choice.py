@@ -90,9 +90,8 @@ class StageChooser:
         maker: maker of stage parts.
         allowed: function that returns True if a schedule may be used.
         plan_of: function that converts a candidate to a plan for the maker.
-        num_microbatches: number of micro-batches; None to choose among the divisors of the batch.
-        memory_limit: bytes per rank; None for the free memory of the device, without a limit on the CPU.
-        trials: number of candidates that run real steps.
+        num_microbatches: see :class:`~lightning_pipe.strategies.language_model.auto.AutoLLMPipelineStrategy`, also for
+            *memory_limit* and *trials*.
     """
 
     maker: PartsMaker

@@ -16,11 +16,11 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.batches.microbatches import count_tokens
 from lightning_pipe.llm.batches.padding import (
     SequenceKeys,
-    block_diagonal_mask,
     pad_microbatch,
     target_length,
 )
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from tests.llm.document_masks import block_diagonal_mask
 from tests.rounding import Reference
 
 

@@ -174,7 +174,7 @@ class Measured:
     def whole(self) -> tuple[int, int, int]:
         x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
         gc.collect()
-        with LiveBytes({}) as live:
+        with LiveBytes() as live:
             output = self.stage(x)
             kept, forward, live.peak = live.now, live.peak, live.now
             output.backward(torch.ones_like(output))
@@ -183,7 +183,7 @@ class Measured:
     def held(self) -> int:
         x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
         gc.collect()
-        with LiveBytes({}) as live:
+        with LiveBytes() as live:
             output = self.stage(x).clone()
             gradient = torch.ones_like(output)
             groups = stage_backward_input([output], [gradient], [x], self.stage.parameters())[1]

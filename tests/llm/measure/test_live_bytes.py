@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.forward_bytes import ForwardBytes
 from lightning_pipe._compat.pipelining import KEEPS_MESSAGES
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
@@ -39,7 +40,7 @@ class Stage(nn.Module):
 
 def test_a_storage_counts_once_from_when_it_is_made_until_it_is_gone() -> None:
     before = torch.zeros(100)
-    with LiveBytes({}) as live:
+    with LiveBytes() as live:
         made = torch.ones(1000)
         assert live.now == 4000
         view, _ = made.view(10, 100)[2:], before.view(10, 10)
@@ -62,7 +63,7 @@ def test_what_a_forward_keeps_for_the_backward_belongs_to_it() -> None:
     stage = Stage()
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     stage(x).sum().backward()  # gradients of parameters are there
-    with LiveBytes({3: stage}) as live:
+    with ForwardBytes({3: stage}) as live:
         outputs = [stage(x), stage(x)]
         # What the layers give is let go of, but for tanh's, which is the second layer's input; and there is the sum.
         assert live.of_forwards == {(3, 0): UNIT, (3, 1): UNIT}
@@ -105,7 +106,7 @@ def held(name: str, group: dist.ProcessGroup) -> list[dict[tuple[int, int], int]
     inputs: list[Any] = [(torch.randn(ROWS, WIDTH),) for _ in range(MICROBATCHES)]
     nothing: list[dict[str, Any]] = [{} for _ in inputs]
     run_schedule(schedule, inputs, nothing, list(inputs))
-    with LiveBytes({stage.stage_index: stage.submod for stage in stages}) as live:
+    with ForwardBytes({stage.stage_index: stage.submod for stage in stages}) as live:
         run_schedule(schedule, inputs, nothing, list(inputs))
     return live.after_forwards
 

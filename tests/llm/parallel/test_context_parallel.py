@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.padding import SequenceKeys, block_diagonal_mask
+from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions, cut_sequence
+from tests.llm.document_masks import block_diagonal_mask
 
 
 def tokens_of(rows: int, length: int) -> dict[str, Any]:

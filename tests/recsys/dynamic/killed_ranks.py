@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 import lightning_pipe.recsys.dynamic
+from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.dynamic.store.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
@@ -139,7 +140,7 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
         store = open_together(lambda: make(Path(folder), here.rank), group)
         for version in range(store.state.committed + 1, versions + 1):
             apply(store, version, here.rank)
-            commit_together(store, group, version, {"step": str(version)})
+            commit_together(store, group, {"step": str(version)})
             _note(Path(folder), here.rank, f"committed {version}")
         apply(store, versions + 1, here.rank)
         store.close()
@@ -194,6 +195,29 @@ def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> i
             _note(Path(folder), here.rank, f"committed {versions}")
         store.close()
     return counted()
+
+
+def train_on_after_a_failed_commit(here: Here, folder: str) -> str:
+    """The store of rank 1 cannot commit the first version, and can the second; returns the first one's error."""
+    group = join(here)
+    store: Any = open_together(lambda: make(Path(folder), here.rank), group)
+    commit, message = store.commit, ""
+
+    def fails(version: int) -> None:
+        store.commit = commit
+        raise OSError("no room")
+
+    if here.rank == 1:
+        store.commit = fails
+    for version in (1, 2):
+        apply(store, version, here.rank)
+        try:
+            commit_together(store, group, {"step": str(version)})
+        except SetupError as error:
+            message = str(error)
+    _note(Path(folder), here.rank, "committed 2")
+    store.close()
+    return message
 
 
 def look(here: Here, folder: str) -> Seen:

@@ -80,7 +80,7 @@ def both_ways(rank: int, world_size: int, path: Path) -> Any:
     states, later = {}, Later()
     ways: dict[str, dict[str, Any]] = {"foreground": {}, "background": BACKGROUND}
     for name, strategy in ways.items():
-        options["train"] = loader(24 * world_size, in_order=True)
+        options["train"] = loader(48 * world_size, in_order=True, ids=400)
         callbacks = [later, Keeping(path / name, EVERY)]
         with later.holding():
             states[name] = run(
@@ -89,9 +89,9 @@ def both_ways(rank: int, world_size: int, path: Path) -> Any:
                 **options,
                 strategy=strategy,
                 callbacks=callbacks,
-                module={"cache_rows": 48 * world_size},
+                module={"cache_rows": 96 * world_size},
             )
-    options["train"] = loader(24 * world_size, in_order=True)
+    options["train"] = loader(48 * world_size, in_order=True, ids=400)
     losses, state = run(
         path / "store of background",
         "prefetch",
@@ -99,7 +99,7 @@ def both_ways(rank: int, world_size: int, path: Path) -> Any:
         ckpt_path=path / "background" / f"step={EVERY}.ckpt",
         strategy=BACKGROUND,
         callbacks=[Keeping(path / "again", 100)],
-        module={"cache_rows": 48 * world_size},
+        module={"cache_rows": 96 * world_size},
     )
     return states, (losses, state), later.waited
 
@@ -113,7 +113,7 @@ def test_checkpoints_hold_the_rows_of_their_steps_though_training_has_gone_on(wo
         assert same(states["background"][1], whole[1])
         assert losses == whole[0][EVERY:]
         assert same(state, whole[1])
-    steps = [f"step={step}.ckpt" for step in range(EVERY, 13, EVERY)]
+    steps = [f"step={step}.ckpt" for step in range(EVERY, 25, EVERY)]
     found = [rows_in(tmp_path / "background" / step) for step in steps]
     assert found == [rows_in(tmp_path / "foreground" / step) for step in steps]
     assert len(found[0]) < len(found[-1])
@@ -151,9 +151,9 @@ def test_automatic_commits_are_made_in_the_background_too(tmp_path: Path) -> Non
             run(
                 tmp_path / name,
                 "prefetch",
-                train=loader(64, in_order=True),
+                train=loader(64, in_order=True, ids=400),
                 strategy=strategy,
-                module={"commit_every": 2},
+                module={"commit_every": 2, "cache_rows": 96},
                 callbacks=[later, Interrupting(5)],
             )
         assert (later.waited > 0) == (name == "background")
@@ -186,7 +186,7 @@ def failing_store(rank: int, world_size: int, path: Path) -> str:
         run(
             path / "store",
             "prefetch",
-            train=loader(24 * world_size, in_order=True),
+            train=loader(48 * world_size, in_order=True, ids=400),
             use_distributed_sampler=False,
             enable_checkpointing=True,
             strategy=BACKGROUND,

@@ -37,7 +37,7 @@ class Dynamic(nn.Module):
 
     def __init__(self, store: Path, **options: Any) -> None:
         super().__init__()
-        module_options = {key: options.pop(key) for key in ("existing", "commit_every") if key in options}
+        module_options = {key: options.pop(key) for key in ("existing", "commit_every", "ids_on") if key in options}
         options = {"cache_rows": 96, "embedding_dim": WIDTH, "initial": {"uniform": [-0.5, 0.5]}, **options}
         people = DynamicTable(name="people", feature_names=["user", "friend"], **options)
         past = DynamicTable(name="past", feature_names=["past"], **options)
@@ -145,7 +145,7 @@ class Evicted(Callback):
 
 
 def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
-    """Without host rows, with some, and resumed from a checkpoint that was written in the background."""
+    """Without host rows, with some, and with ids on the device from a checkpoint that was written in the background."""
 
     def trained(name: str, module: dict[str, Any], *callbacks: Callback, **options: Any) -> Any:
         train = loader(24 * world_size, in_order=True, dataset=ManyIds(24 * world_size))
@@ -153,16 +153,18 @@ def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
         options = {"use_distributed_sampler": False, "enable_checkpointing": True, **options}
         return run(path / name, "prefetch", train=train, module=module, callbacks=list(callbacks), **options)
 
-    some, evicted = {"host_rows": 10 * world_size}, Evicted()
+    some: dict[str, Any] = {"host_rows": 10 * world_size}
+    evicted = Evicted()
     plain = trained("plain", {}, Keeping(path / "none", 100))
     background = {"async_checkpoints": True}
     host = trained("host", some, Keeping(path / "kept", 4), evicted, strategy=background)
+    some["ids_on"] = "device"
     losses, state = trained("new", some, Keeping(path / "none", 100), ckpt_path=path / "kept" / "step=4.ckpt")
     return [plain, host, (plain[0][:4] + losses, state), evicted.number]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_in_host_memory_change_nothing(world_size: int, tmp_path: Path) -> None:
+def test_rows_in_host_memory_and_ids_on_the_device_change_nothing(world_size: int, tmp_path: Path) -> None:
     for plain, host, again, evicted in run_ranks(with_host_rows, world_size, tmp_path):
         assert evicted > 20
         assert host[0] == plain[0] == again[0]
@@ -336,35 +338,51 @@ class Profile(Callback):
         self.batches, self.tasks, self.result = batches, tasks, None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        if trainer.global_step == 4:
+        if trainer.global_step == 10:
             before, strategy = len(module.losses), trainer.strategy
             self.result = strategy.profile(self.batches, self.tasks, rounds=1, iterations=2)  # type: ignore[attr-defined]
             del module.losses[before:]
 
 
+class Evictions(Callback):
+    """Counts the rows that have left the caches."""
+
+    number = 0
+
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        modules = trainer.strategy.sharded_model.dynamic_rows.values()  # type: ignore[attr-defined]
+        self.number = sum(cache.stats.evicted for rows in modules for cache in rows.caches.values())
+
+
 def profiled(rank: int, world_size: int, path: Path, plan: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     found: list[Any] = []
-    profile = Profile(list(loader(24 * world_size, in_order=True))[rank::world_size])
-    for name, callbacks in (("without", []), ("with", [profile])):
+    profile, evictions = Profile(list(loader(24 * world_size, in_order=True, ids=400))[rank::world_size]), Evictions()
+    for name, callbacks in (("without", [evictions]), ("with", [profile])):
         given = {key: dict(value) if isinstance(value, dict) else value for key, value in options.items()}
-        train = loader(24 * world_size, in_order=True)
-        found.append(run(path / name, plan, train=train, use_distributed_sampler=False, callbacks=callbacks, **given))
+        train = loader(64 * world_size, in_order=True, ids=400)
+        given.update(train=train, use_distributed_sampler=False, callbacks=callbacks, max_epochs=1)
+        found.append(run(path / name, plan, **given))
+    assert evictions.number > 0
     return found[0], found[1], profile.result
 
 
 PROFILED_UNDER = ("serial", "base", "prefetch", "early_prefetch", "semi_sync")
-PROFILED = {
-    "sgd": {"sparse": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}},
-    "adam, commits, eviction": {"sparse": ADAM, "module": {"commit_every": 1, "cache_rows": 130}},
-    "host rows": {"module": {"host_rows": 100, "cache_rows": 130}},
-    "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2}},
+PROFILED: dict[str, dict[str, Any]] = {
+    "sgd": {"sparse": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}, "module": {"cache_rows": 128}},
+    "adam, commits": {"sparse": ADAM, "module": {"commit_every": 1, "cache_rows": 128}},
+    "commits in the background": {
+        "module": {"commit_every": 2, "cache_rows": 128},
+        "strategy": {"async_checkpoints": True},
+    },
+    "host rows": {"module": {"host_rows": 100, "cache_rows": 128}},
+    "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2, "cache_rows": 128}},
 }
 
 
 @pytest.mark.parametrize(
     ("world_size", "plan", "name"),
     sampled_rows(
-        [*product((1,), PROFILED_UNDER, PROFILED), *product((2,), PROFILED_UNDER, ["adam, commits, eviction"])],
+        [*product((1,), PROFILED_UNDER, PROFILED), *product((2,), PROFILED_UNDER, ["adam, commits"])],
         lambda case: case[0] == 1 and case[1] == "prefetch",
         lambda case: "-".join(map(str, case)),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache import host_rows, row_slots
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
 from lightning_pipe.recsys.dynamic.store import row_levels
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_on_device
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.reference import OPTIMIZERS, Begun, Reference, columns_of
@@ -47,6 +49,7 @@ class Settings:
     ahead: bool
     host_rows: int
     spread: bool
+    ids_on_device: bool
 
     @classmethod
     def random(cls, chance: random.Random) -> Settings:
@@ -64,6 +67,7 @@ class Settings:
             # From fewer than a batch has to more than leave the cache between two commits.
             host_rows=chance.choice([0, 1, 5, 20, 200]),
             spread=chance.random() < 0.7,
+            ids_on_device=chance.random() < 0.5,
         )
 
 
@@ -77,6 +81,7 @@ class Run:
     cache: RowCache = field(init=False)
     shared: SharedStore = field(init=False)
     copied: tuple[list[Change], dict[int, bytes]] | None = None
+    prefetches: int = 0
 
     def __post_init__(self) -> None:
         initial = InitialValues("t", 3, Normal(0.0, 1.0), seed=5)
@@ -103,7 +108,20 @@ class Run:
             policy=one.policy,
             admission_threshold=one.threshold,
             ttl=one.ttl,
+            ids=DeviceIds(one.capacity, torch.device("cpu")) if one.ids_on_device else None,
         )
+
+    def prefetch(self, ids: Sequence[int]) -> Ticket:
+        """On the device as batches are; in one of three calls as the cache alone does it."""
+        keys = torch.tensor(ids, dtype=torch.int64)
+        self.prefetches += 1
+        if self.cache.ids is None or self.prefetches % 3 == 0:
+            return self.cache.prefetch(keys)
+        tickets: list[tuple[RowCache, Ticket]] = []
+        (slots,) = prefetch_on_device([(self.cache, self.cache.ids, keys)], tickets)
+        ticket = tickets[0][1]
+        ticket.slots = slots
+        return ticket
 
     def begin(self, ids: list[int], ticket: Ticket, step: int) -> Begun:
         self.cache.begin(ticket, step)
@@ -125,7 +143,7 @@ class Run:
         self.reference.train(begun, gradients)
 
     def evaluate(self, ids: list[int], step: int) -> None:
-        ticket = self.cache.prefetch(torch.tensor(ids))
+        ticket = self.prefetch(ids)
         self.cache.expire(ticket, step)
         self.reference.expire(ids, step)
         self.looked_up(ids, ticket)
@@ -181,7 +199,7 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
         # Any number of batches ahead, from none to all.
         while len(to_come) <= chance.randrange(run.settings.depth + 1):
             ids = _batch(chance, run.settings.spread)
-            to_come.append((ids, run.cache.prefetch(torch.tensor(ids, dtype=torch.int64))))
+            to_come.append((ids, run.prefetch(ids)))
         if chance.random() < 0.3:
             run.evaluate(_batch(chance, run.settings.spread) or [0], last)
         ids, ticket = to_come.popleft()
@@ -238,11 +256,11 @@ def _checkpoint(
             run.cache.forget()
         else:
             run.open_cache(run.store)
-        again = [(ids, run.cache.prefetch(torch.tensor(ids, dtype=torch.int64))) for ids, _ in to_come]
+        again = [(ids, run.prefetch(ids)) for ids, _ in to_come]
         to_come.clear()
         to_come.extend(again)
         for at, (ids, _, found) in enumerate(begun):
-            ticket = run.cache.prefetch(torch.tensor(ids, dtype=torch.int64))
+            ticket = run.prefetch(ids)
             begun[at] = (ids, ticket, run.begin(ids, ticket, found.step))
     else:
         for at, (ids, ticket, found) in enumerate(begun):
@@ -252,8 +270,8 @@ def _checkpoint(
 class _Worker:
     """Prefetches in a thread of its own, at most so many batches ahead."""
 
-    def __init__(self, cache: RowCache, batches: Sequence[list[int]], depth: int) -> None:
-        self._cache, self._batches = cache, batches
+    def __init__(self, prefetch: Callable[[list[int]], Ticket], batches: Sequence[list[int]], depth: int) -> None:
+        self._prefetch, self._batches = prefetch, batches
         self._tickets: list[Ticket | BaseException | None] = [None] * len(batches)
         self._ready = [threading.Event() for _ in batches]
         self._room = threading.Semaphore(depth)
@@ -275,7 +293,7 @@ class _Worker:
             if self._closed:
                 return
             try:
-                self._tickets[at] = self._cache.prefetch(torch.tensor(ids, dtype=torch.int64))
+                self._tickets[at] = self._prefetch(ids)
             except BaseException as error:
                 self._tickets[at] = error
             self._ready[at].set()
@@ -299,7 +317,7 @@ def test_a_worker_that_prefetches_beside_training_changes_nothing(seed: int, way
     one.capacity = BATCH * (one.depth + 2)
     run = Run(one)
     batches = [_batch(chance, run.settings.spread) for _ in range(300)]
-    with _Worker(run.cache, batches, one.depth) as worker:
+    with _Worker(run.prefetch, batches, one.depth) as worker:
         for at, ids in enumerate(batches):
             ticket = worker.ticket(at)
             if at % 11 == 5:

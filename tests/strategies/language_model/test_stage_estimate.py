@@ -47,7 +47,7 @@ class Counting(pl.Callback):
     """Bytes of all tensors that training makes, at the worst moment."""
 
     def __init__(self) -> None:
-        self.live = RealBytes({})
+        self.live = RealBytes()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:

@@ -1,7 +1,4 @@
-"""Records in host memory, between a cache on a GPU and the store on disk.
-
-Tested in ``tests/recsys/dynamic/cache/test_host_rows.py``.
-"""
+"""Records in host memory, between a cache on a GPU and the store on disk."""
 
 from __future__ import annotations
 

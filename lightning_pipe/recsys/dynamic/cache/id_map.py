@@ -1,7 +1,7 @@
 """Hash map from int64 ids to cache slots, with operations on whole batches.
 
 The compiled library uses open addressing with software prefetching over the batch. Without the library, a dictionary
-gives the same results.
+gives the same results. ``DeviceIds`` is a table on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["LAST_TICK", "IdMap", "Slots", "distinct"]
+__all__ = ["LAST_TICK", "IdMap", "IdTable", "Slots", "distinct"]
 
 Slots = npt.NDArray[np.int64]
 
@@ -36,18 +36,19 @@ class IdMap:
 
     Args:
         capacity: number of slots, which are numbered from 0, and maximum number of ids; 1 to 2^31 - 1.
+        table: table of the same capacity (default None: one in host memory).
 
     Raises:
         SetupError: The capacity is below 1 or above 2^31 - 1.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, table: IdTable | None = None) -> None:
         if not 1 <= capacity <= _MOST_SLOTS:
             raise SetupError(f"the capacity of an id map is {capacity} slots; expected 1 to {_MOST_SLOTS}")
         self.capacity = capacity
         self._keys = np.zeros(capacity, np.int64)
         library = native.library()
-        self._table: _Table = _Dictionary(capacity) if library is None else _Compiled(library, capacity)
+        self._table = table or (_Dictionary(capacity) if library is None else _Compiled(library, capacity))
 
     def __len__(self) -> int:
         return self._table.used
@@ -64,8 +65,8 @@ class IdMap:
             tick: time of this use, 0 to ``LAST_TICK``; not used by any earlier call.
 
         Returns:
-            The slots, -1 for keys without a slot; the distinct slots in order of first occurrence; and the indices of
-            the keys without a slot, in order.
+            The slots, -1 for keys without a slot; the distinct slots, in order of first occurrence if the table is on
+            the host; and the indices of the keys without a slot, in order.
         """
         return self._table.touch(_checked(keys), tick)
 
@@ -78,7 +79,7 @@ class IdMap:
 
     def remove(self, slots: Slots) -> None:
         """Free *slots*, distinct and in use."""
-        self._table.remove(self._keys[slots])
+        self._table.remove(self._keys[slots], slots)
         self._table.used -= len(slots)
 
     def keys_of(self, slots: Slots) -> Keys:
@@ -118,7 +119,13 @@ def _checked(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(keys)
 
 
-class _Table(ABC):
+class IdTable(ABC):
+    """Table of an ``IdMap``, which describes the methods.
+
+    Attributes:
+        used: number of ids, set by the map.
+    """
+
     used = 0
 
     @abstractmethod
@@ -131,7 +138,7 @@ class _Table(ABC):
     def insert(self, keys: Keys, slots: Slots, tick: int) -> None: ...
 
     @abstractmethod
-    def remove(self, keys: Keys) -> None: ...
+    def remove(self, keys: Keys, slots: Slots) -> None: ...
 
     @abstractmethod
     def ticks(self) -> npt.NDArray[np.int64]: ...
@@ -143,7 +150,7 @@ class _Table(ABC):
     def clear(self) -> None: ...
 
 
-class _Compiled(_Table):
+class _Compiled(IdTable):
     def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
         self._capacity = capacity
         # At most half full.
@@ -177,7 +184,7 @@ class _Compiled(_Table):
         count = self._library.lp_id_map_number(*self._of(keys), _address(slots), _address(found))
         return found[:count], slots
 
-    def remove(self, keys: Keys) -> None:
+    def remove(self, keys: Keys, slots: Slots) -> None:
         self._library.lp_id_map_remove(*self._of(np.ascontiguousarray(keys)))
 
     def ticks(self) -> npt.NDArray[np.int64]:
@@ -195,7 +202,7 @@ class _Compiled(_Table):
         return _address(self._entries), ctypes.c_int64(self._bits), _address(keys), ctypes.c_int64(len(keys))
 
 
-class _Dictionary(_Table):
+class _Dictionary(IdTable):
     def __init__(self, capacity: int) -> None:
         self._slots: dict[int, int] = {}
         self._ticks = np.zeros(capacity, np.int64)
@@ -214,9 +221,10 @@ class _Dictionary(_Table):
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
         self._ticks[slots] = tick
 
-    def remove(self, keys: Keys) -> None:
+    def remove(self, keys: Keys, slots: Slots) -> None:
+        self._ticks[slots] = 0
         for key in keys.tolist():
-            self._ticks[self._slots.pop(key)] = 0
+            del self._slots[key]
 
     def ticks(self) -> npt.NDArray[np.int64]:
         return self._ticks.copy()

@@ -1,250 +1,33 @@
-"""Bounded cache of rows over a store on disk: one rank's part of a table that has a row for every int64 id.
+"""Bounded cache of rows over a store on disk, as a whole: what is written, scanned, copied and restored.
 
-    worker  prefetch(i + 1) ────────── prefetch(i + 2) ─────────      finds, reads, creates and evicts rows: no effect
-                                                                      on training results
-    main    begin(i) ─ lookup ─ backward ─ trained(i) ─ begin(i + 1)  counts, restarts and admits rows in the order of
-                                                                      training: the same under every plan
-
-The rows of an open batch, from its prefetch to its end, are pinned: their slots are not reused, and only the main
-thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
-can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
-operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
-headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
+``row_batches`` has the operations of each batch, and describes threads and locks.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.recsys.dynamic.cache.cached_rows import CachedRows, headers_of
-from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
-from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
-from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, RowHeaders
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots
-from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.cache.row_batches import RowBatches
+from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats
+from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+from lightning_pipe.recsys.dynamic.store.row_levels import Change
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 __all__ = ["CacheStats", "RowCache", "Ticket"]
 
 
-class RowCache:
-    """One rank's part of a table.
-
-    Args:
-        table: name of the table.
-        columns: weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns the tensors
-            and changes only rows of batches that have begun.
-        below: all rows that are not cached. A record is a header (count and last step, int64 each) followed by the
-            bytes of the row in each column.
-        initial: initial weights of new rows.
-        state_fill: initial values of the optimiser states, one number for each column after the first.
-        policy: eviction policy (default ``"lru"``); see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
-        admission_threshold: n, if rows are trained from the n-th batch in which their id occurs (default 1: from the
-            first). Until then the lookup reads initial values, and updates by the optimiser are reverted. Batches are
-            counted instead of occurrences, because deduplication loses how often a batch repeats an id.
-        ttl: maximum number of steps since a row was last seen; older rows restart with initial values (default None:
-            rows never expire). If the plan begins a batch before an earlier one is trained, ``ttl`` must be at least
-            the number of steps between the two.
-        check_nan: if True, refuse to write rows with NaN to the store (default False). Costs a pass over the rows.
-        ids_of: function that maps keys to the ids shown in messages (default None: the keys are shown).
-
-    Attributes:
-        table: name of the table.
-        capacity: number of slots.
-        width: number of bytes of a record.
-
-    Raises:
-        SetupError: The arguments do not match each other.
-    """
-
-    def __init__(
-        self,
-        table: str,
-        columns: Sequence[Tensor],
-        below: RowLevel,
-        *,
-        initial: InitialValues,
-        state_fill: Sequence[float] = (),
-        policy: Policy = "lru",
-        admission_threshold: int = 1,
-        ttl: int | None = None,
-        check_nan: bool = False,
-        ids_of: Callable[[Keys], Keys] | None = None,
-    ) -> None:
-        if admission_threshold < 1 or (ttl is not None and ttl < 1):
-            raise SetupError(
-                f"table {table!r} has admission_threshold={admission_threshold} and ttl={ttl}; expected at least 1 for"
-                " both, or ttl=None for rows that never expire"
-            )
-        self.table = table
-        self._columns = RowColumns(table, columns, state_fill)
-        self.capacity = self._columns.capacity
-        self.width = BYTES + self._columns.width
-        self._below = below
-        self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
-        policy = checked_policy(table, policy)
-        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of)
-        self._step: int | None = None
-        self._version = 0  # incremented whenever rows or headers change, which invalidates scans
-        self._rows_lock = threading.Lock()
-        self._rehearsal: Rehearsal | None = None
-        self._open = OpenBatches(self._undo, self._columns.behind)
-        self._lock = self._open.lock
-
-    @property
-    def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of a row and type, for each column."""
-        return self._columns.kinds
-
-    @property
-    def stats(self) -> CacheStats:
-        """Statistics of the cache so far."""
-        return replace(self._slots.stats)
-
-    # Called on any thread, for later batches.
-
-    def prefetch(self, keys: Tensor, *, again: bool = False) -> Ticket:
-        """Cache the rows of a batch's ids and pin them until the ticket ends.
-
-        Args:
-            keys: ids of the batch, an int64 vector; ids may repeat.
-            again: True to leave the rows of earlier batches of a rehearsal in the cache (default False).
-
-        Raises:
-            InputError: Open batches use more rows than the cache has slots; ``check_nan`` found NaN in a row to evict;
-                or *keys* have another type or shape. No row is lost, and the batch pins no rows.
-            SetupError: The store failed, with the same guarantees.
-        """
-        if keys.dtype != torch.int64 or keys.ndim != 1:
-            raise InputError(
-                f"table {self.table!r} got ids of {keys.dtype} and shape {tuple(keys.shape)}; expected a vector of"
-                " int64. Convert the ids"
-            )
-        ids = keys.detach().cpu().numpy()
-        with self._rows_lock:
-            if self._rehearsal is not None and not again:
-                self._slots.cool(self._rehearsal, ids, self._pinned()[0])
-            slots, rows, missing = self._slots.touch(ids)
-            batch = Batch(rows)
-            with self._lock:
-                self._bring_up_to_date()
-                self._open.add(batch)
-            try:
-                if missing.size:
-                    slots[missing], brought = self._slots.bring(ids[missing], self._pinned)
-                    batch.rows = np.concatenate([rows, brought])
-                    if self._rehearsal is not None:
-                        self._rehearsal.brings(brought)
-                return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
-            except BaseException:
-                self._open.drop(batch)
-                raise
-
-    def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
-        with self._lock:
-            self._bring_up_to_date()
-            return self._open.pinned(self.capacity), len(self._open) - 1
-
-    def _bring_up_to_date(self) -> None:
-        """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
-        self._open.end_dropped()
-        self._slots.settle()
-
-    # Called on the main thread, in the order of training.
-
-    def begin(self, ticket: Ticket, step: int) -> None:
-        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows.
-
-        Args:
-            ticket: ticket of the batch's prefetch.
-            step: number of the batch in the order of training; it increases from batch to batch.
-
-        Raises:
-            PlanError: The step does not increase, the ticket has already begun or ended, or ``ttl`` is shorter than the
-                distance to a batch that has begun and is not trained yet.
-        """
-        with self._lock:
-            self._bring_up_to_date()
-            batch = self._open.check(self.table, ticket, begun=False)
-            others = self._open.begun(but=() if self._rehearsal is None else self._rehearsal.suspended)
-            if (self._step is not None and step < self._step) or (others and step <= others[-1][1].step):
-                raise PlanError(
-                    f"table {self.table!r}: step {step} begins after step {self._step}; expected increasing steps."
-                    " Begin batches in the order in which they are trained"
-                )
-            ttl = self._headers.ttl
-            if ttl is not None and others and step - others[0][1].step > ttl:
-                raise PlanError(
-                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0][1].step} is"
-                    " trained, so rows of that batch would expire while in use; expected a ttl of at least"
-                    f" {step - others[0][1].step} for this plan. Raise ttl, or use a plan that looks batches up later."
-                    " (Each call of a module counts as a batch, also within one step.)"
-                )
-            self._step = step
-            self._version += 1
-            batch.begun = self._headers.begin(batch.rows, step)
-            self._slots.start(batch.begun.expired)
-            self._slots.stats.expired += len(batch.begun.expired)
-
-    def expire(self, ticket: Ticket, step: int) -> None:
-        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values.
-
-        Args:
-            ticket: ticket of the batch's prefetch.
-            step: step of the last trained batch.
-        """
-        with self._lock:
-            self._bring_up_to_date()
-            expired = self._headers.expired(self._open.check(self.table, ticket, begun=False).rows, step)
-            if expired.size:
-                self._version += 1
-                self._slots.forget(expired)
-
-    def trained(self, ticket: Ticket) -> None:
-        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values.
-
-        Raises:
-            PlanError: The ticket has not begun, or has ended.
-        """
-        with self._lock:
-            self._open.end_dropped()
-            batch = self._open.check(self.table, ticket, begun=True)
-            assert batch.begun is not None
-            self._version += 1
-            # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
-            self._slots.start_or_owe(batch.begun.young)
-            self._slots.stats.held_back += len(batch.begun.young)
-            self._columns.behind(self._columns.mark())
-            self._open.end(batch)
-
-    def discard(self, ticket: Ticket) -> None:
-        """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, if it was called.
-
-        May be called on any thread, in finalisers, and for tickets that have ended. Updates that a backward has already
-        made to existing rows are not reverted.
-        """
-        if not ticket.batch.ended:
-            ticket.batch.mark = self._columns.mark()
-            self._open.drop(ticket.batch)
-
-    def _undo(self, batch: Batch) -> None:
-        assert batch.begun is not None
-        self._version += 1
-        self._headers.undo(batch.rows, batch.begun)
-        self._slots.start_or_owe(self._headers.young(batch.rows))
+class RowCache(RowBatches):
+    """One rank's part of a table. For the arguments, see :class:`RowBatches`."""
 
     # Called on the main thread between batches; prefetches may run at the same time.
 
@@ -257,14 +40,14 @@ class RowCache:
             InputError: ``check_nan`` found NaN in a row.
             SetupError: The store failed. The next call retries the rows that were not written.
         """
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             for change in self._changes():
                 self.keep(change)
             self._kept()
 
     def copy_changes(self) -> list[Change]:
         """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             return list(self._changes())
 
     def keep(self, change: Change) -> None:
@@ -279,7 +62,7 @@ class RowCache:
 
     def kept(self) -> None:
         """Record that the store has all of the last :meth:`copy_changes`. May be called on any thread."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._kept()
 
     def _kept(self) -> None:
@@ -305,7 +88,7 @@ class RowCache:
 
     def forget(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._version += 1
             self._step = None
             self._open.end_all()
@@ -314,20 +97,27 @@ class RowCache:
 
     def rehearse(self, rehearses: bool) -> None:
         """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
+            self._below.flush()
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             self._rehearsal = Rehearsal(self.capacity, self._open.all(), missing) if rehearses else None
 
+    def cool(self, keys: Tensor) -> None:
+        """Evict rows before a prefetch of *keys*, if the cache is in a rehearsal."""
+        with self.moving:
+            if self._rehearsal is not None:
+                self._slots.cool(self._rehearsal, keys.detach().cpu().numpy(), self._pinned()[0])
+
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the state of the cache."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._bring_up_to_date()
             self._below.flush()
             return self._open.all(), self._step, self._slots.snapshot()
 
     def restore(self, kept: tuple[Any, ...]) -> None:
         """Restore a snapshot. Ends batches that were opened after it."""
-        with self._rows_lock, self._lock:
+        with self.moving, self._lock:
             self._version += 1
             opened, self._step, slots = kept
             self._open.end_all(but=opened)
@@ -344,7 +134,7 @@ class RowCache:
         """
         if self._headers.ttl is None:
             return 0
-        with self._rows_lock:
+        with self.moving:
             with self._lock:
                 self._bring_up_to_date()
                 self._version += 1
@@ -358,8 +148,7 @@ class RowCache:
                 stored.append(ended[self._slots.map.find(ended) < 0])
             for keys in filter(len, stored):
                 self._below.erase(keys)
-            number = sum(map(len, stored))
-            self._slots.stats.expired += number
+            self._slots.stats.expired += (number := sum(map(len, stored)))
             return number + len(cached)
 
     def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
@@ -377,7 +166,7 @@ class RowCache:
         version = self._version
         scan = self._below.scan(chunk)
         while True:
-            with self._rows_lock:
+            with self.moving:
                 if self._version != version:
                     raise PlanError(
                         f"table {self.table!r} has changed while its rows were scanned. Finish the scan before the next"

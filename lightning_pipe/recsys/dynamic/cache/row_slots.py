@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.dynamic.cache.cached_rows import headers_of
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
@@ -63,8 +65,8 @@ class RowSlots:
     """Slots of one table's columns.
 
     Args:
-        table, below, initial, policy, check_nan, ids_of: see
-            :class:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache`.
+        table, below, initial, policy, check_nan, ids_of, ids: see
+            :class:`~lightning_pipe.recsys.dynamic.cache.row_batches.RowBatches`.
         columns: columns of the table.
         headers: headers of the same number of slots.
 
@@ -84,12 +86,13 @@ class RowSlots:
         policy: Policy,
         check_nan: bool,
         ids_of: Callable[[Keys], Keys] | None = None,
+        ids: DeviceIds | None = None,
     ) -> None:
         self._table, self._columns, self.headers = table, columns, headers
         self._below = below
         self._initial, self._policy, self._check_nan = initial, policy, check_nan
         self._ids_of = ids_of
-        self.map = IdMap(columns.capacity)
+        self.map = IdMap(columns.capacity, ids)
         self.stats = CacheStats()
         self._tick = 0
         # Rows whose restart failed and is repeated by settle().
@@ -100,14 +103,25 @@ class RowSlots:
 
     def touch(self, keys: Keys) -> tuple[Slots, Slots, Slots]:
         """Same as ``IdMap.touch``, with the tick of a new batch and statistics."""
+        slots, rows, missing = self.map.touch(keys, self._next_tick(len(keys)))
+        self.stats.hits -= len(missing)
+        return slots, rows, missing
+
+    def use(self, ids: DeviceIds, found: Tensor) -> tuple[Slots, Keys]:
+        """Same as ``DeviceIds.use``, with the tick of a new batch and statistics."""
+        rows, missing = ids.use(found, self._next_tick(len(found) - 2))
+        self.stats.hits -= len(missing)
+        return rows, missing
+
+    def _next_tick(self, number: int) -> int:
+        """Tick of a new batch; its ids count as hits."""
         if self._tick == LAST_TICK:
             self.map.reset_ticks()
             self._tick = 0
         self._tick += 1
-        slots, rows, missing = self.map.touch(keys, self._tick)
-        self.stats.ids += len(keys)
-        self.stats.hits += len(keys) - len(missing)
-        return slots, rows, missing
+        self.stats.ids += number
+        self.stats.hits += number
+        return self._tick
 
     def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
         """Load the rows of ids that are not cached from the store, or create them.

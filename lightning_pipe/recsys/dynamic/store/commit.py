@@ -61,24 +61,29 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
         raise
 
 
-def commit_together(
-    store: RowStore, group: dist.ProcessGroup, version: int, notes: Mapping[str, str] | None = None
-) -> None:
-    """Commit the writes of all ranks as *version*, on all ranks or on none. Collective.
+def commit_together(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
+    """Commit the writes of all ranks as the next version, on all ranks or on none. Collective.
 
     Args:
         store: this rank's store, with all writes that belong to the version.
         group: process group of all ranks.
-        version: number of the new version, committed + 1.
         notes: texts stored with the version.
 
     Raises:
         SetupError: On every rank, if any rank could not prepare, which keeps the previous version; or if any rank could
-            not commit. In that case the stores must be opened again, which completes the commit on all ranks.
+            not commit. In that case the next commit, or the next opening of the stores, first completes this one on all
+            ranks.
     """
-    failed = f"version {version} of the rows cannot be committed"
-    on_all_ranks(lambda: store.prepare(version, notes), failed, group)
-    on_all_ranks(lambda: store.commit(version), failed, group)
+    newest = max(gather(store.state.committed, group))
+    failed = f"version {newest + 1} of the rows cannot be committed"
+
+    def prepare() -> None:
+        if store.state.committed < newest:
+            store.commit(newest)  # failed here before, but not on all ranks
+        store.prepare(newest + 1, notes)
+
+    on_all_ranks(prepare, failed, group)
+    on_all_ranks(lambda: store.commit(newest + 1), failed, group)
 
 
 def _wrong(states: list[StoreState], version: int) -> str | None:

@@ -8,8 +8,6 @@ A level returns the last record that was written to it. Each level writes to the
 latest when the cache is flushed. For a commit in the background, the changes of all levels are copied, writes to the
 store are held back in memory, and :meth:`RowLevel.keep` writes the copies. The store then has the rows of one step,
 while rows of later steps are evicted.
-
-Tested in ``tests/recsys/dynamic/store/test_row_levels.py``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe._compat.torchrec import kernels_of, lookups_of
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
@@ -195,6 +196,7 @@ def _cache(
         admission_threshold=table.admission_threshold,
         ttl=table.ttl,
         check_nan=storage.check_nan,
+        ids=DeviceIds(len(columns[0]), columns[0].device) if storage.ids_on == "device" else None,
     )
 
 

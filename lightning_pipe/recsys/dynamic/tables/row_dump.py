@@ -1,11 +1,9 @@
 """Rows of a module as of one step, which all ranks commit and write to a checkpoint, also while training continues.
 
-    training     dump ── copy ── step ── step ── step ─────────────────── copies changed rows, then holds evictions back
-    background                   └─ commit ─────────── write(folder)
-                                    changed rows,      all rows, as they were
-                                    two phases         in the committed version
-
-Tested in ``tests/recsys/dynamic/tables/test_row_dump.py``.
+training     dump ── copy ── step ── step ── step ─────────────────── copies changed rows, then holds evictions back
+background                   └─ commit ─────────── write(folder)
+                                changed rows,      all rows, as they were
+                                two phases         in the committed version
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 
 __all__ = ["DumpedRows", "RowDump", "stored_rows"]
 
+_FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
 
 
@@ -97,23 +96,24 @@ class RowDump:
         group, store = group or self._group, self._store.base
         notes = {"version": self.committed["version"], **self._progress}
         try:
-            on_all_ranks(self._keep, "rows cannot be read or written", group, InputError)
-            commit_together(store, group, store.state.committed + 1, notes)
+            on_all_ranks(self._keep, _FAILED, group, InputError)
+            commit_together(store, group, notes)
             for cache in self._caches.values():
                 cache.kept()
             if to_write:
                 self._scans = {table: store.scan(table, _SCANNED) for table in self._caches}
             if self._copies is None:
                 self._dumped(True)
+            else:
+                on_all_ranks(self._store.release, _FAILED, group, InputError)
         except BaseException:
+            # Evictions stay in memory until the next use of the rows, which writes them on all ranks together.
+            self._scans = {}
             self._dumped(False)
             raise
         finally:
             self._copies = None
-            try:
-                self._store.release()
-            finally:
-                self._committed.set()
+            self._committed.set()
 
     def _keep(self) -> None:
         if self._copies is None:
@@ -135,13 +135,18 @@ class RowDump:
         """Record that ``commit`` is going to be called on another thread."""
         self._queued = True
 
+    def give_up(self) -> None:
+        """Prevent the commit if it has not begun. Rows that were copied count as changed."""
+        if self._begun.acquire(blocking=False):
+            self._copies = None
+            self._dumped(False)
+            self._committed.set()
+
     def finish(self) -> None:
         """Wait for the commit, or give it up if an error has prevented its start."""
-        if self._queued or not self._begun.acquire(blocking=False):
-            self._committed.wait()
-        else:
-            self._copies = None
-            self._store.release()
+        if not self._queued:
+            self.give_up()
+        self._committed.wait()
 
 
 class DumpedRows:
@@ -169,9 +174,14 @@ class DumpedRows:
             dump.queued()
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
-        """Commit the rows; see :meth:`RowDump.commit`."""
-        for dump in self._dumps.values():
-            dump.commit(group, to_write=to_write)
+        """Commit the rows; see :meth:`RowDump.commit`. After an error, the commits of later modules are given up."""
+        try:
+            for dump in self._dumps.values():
+                dump.commit(group, to_write=to_write)
+        except BaseException:
+            for dump in self._dumps.values():
+                dump.give_up()
+            raise
 
     def write(self, folder: Path) -> None:
         """Write this rank's rows, as they were committed, to a folder for each module."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
@@ -22,6 +21,7 @@ from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
+from lightning_pipe.recsys.dynamic.tables.batch_ids import on_host, prefetch_on_device
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
 from lightning_pipe.recsys.dynamic.tables.progress import read_progress
@@ -132,7 +132,7 @@ class RowTables:
     def commit_due(self) -> None:
         """Begin an automatic commit that is due, unless a checkpoint has made it. Collective, before a batch begins."""
         saves = self.saves
-        if not self._due:
+        if not self._due or self._rehearses:
             return
         if saves is None:
             self.commit()
@@ -148,7 +148,8 @@ class RowTables:
 
         Args:
             features: distributed features, whose values are mixed ids that this rank owns.
-            again: see :meth:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache.prefetch`.
+            again: True for a replay in a rehearsal, which leaves the rows of earlier batches in the cache (default
+                False).
 
         Returns:
             The pinned rows; with ``error`` set if the prefetch failed.
@@ -159,19 +160,26 @@ class RowTables:
             self._settle_existing()
             self._changed = True
             # One copy of a batch in each direction, for all tables. Only this thread waits, and only for the copy.
-            ids = _on_host(features.values())
-            slots = torch.empty_like(ids, dtype=torch.int64, pin_memory=features.values().is_cuda)
-            for table, begin, end in self._runs:
-                where = slice(offsets[begin], offsets[end])
-                cache = self.caches[table]
-                ticket = cache.prefetch(ids[where], again=again)
-                tickets.append((cache, ticket))
-                slots[where] = ticket.slots
+            values = features.values()
+            runs = [(self.caches[table], slice(offsets[begin], offsets[end])) for table, begin, end in self._runs]
+            looked = [(cache, cache.ids, values[where]) for cache, where in runs if cache.ids is not None]
+            if self._rehearses and not again:
+                for cache, where in runs:
+                    cache.cool(values[where])
+            if looked:
+                on_device = torch.cat(prefetch_on_device(looked, tickets))
+            else:
+                ids = on_host(values)
+                slots = torch.empty_like(ids, pin_memory=values.is_cuda)
+                for cache, where in runs:
+                    ticket = cache.prefetch(ids[where])
+                    tickets.append((cache, ticket))
+                    slots[where] = ticket.slots
+                on_device = slots.to(values.device, non_blocking=True)
         except Exception as error:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        on_device = slots.to(features.values().device, non_blocking=True)
         return BatchRows(with_tensors(features, values=on_device), tickets, self)
 
     def _settle_existing(self) -> None:
@@ -199,10 +207,10 @@ class RowTables:
         The caller restores a :meth:`snapshot` before the end. Evicted rows take host memory.
         """
         self._finish()
-        self._store.hold()
-        self._rehearses = True
         for cache in self.caches.values():
             cache.rehearse(True)
+        self._store.hold()
+        self._rehearses = True
         try:
             yield
         finally:
@@ -250,8 +258,7 @@ class RowTables:
 
     def dump(self) -> RowDump:
         """Prepare a commit and a checkpoint of the current rows. Collective. Waits for an earlier one."""
-        self._finish()
-        self._together(self._settle_existing)
+        self._together(self._ready)
         self._uncommitted, self._due = 0, False
         self._dump = RowDump(self.caches, self._store, self.group, self.description, self.progress(), self._dumped)
         return self._dump
@@ -266,6 +273,12 @@ class RowTables:
             self._dump.finish()
             self._dump = None
 
+    def _ready(self) -> None:
+        """Wait for a commit, and write evictions that it has held back."""
+        self._finish()
+        self._store.release()
+        self._settle_existing()
+
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch.
 
@@ -273,8 +286,7 @@ class RowTables:
             table: name of the table.
             since: first batch number; rows last seen before it are skipped (default 0: all rows).
         """
-        self._finish()
-        self._settle_existing()
+        self._ready()
         return map(stored_rows, self.caches[table].rows(since=since))
 
     def write(self, folder: Path, since: int = 0) -> None:
@@ -317,6 +329,7 @@ class RowTables:
 
     def _read(self, folder: Path, with_states: bool) -> None:
         self._changed = True
+        self._store.drop()
         for table, cache in self.caches.items():
             cache.forget()
             self._erase(table)
@@ -328,14 +341,14 @@ class RowTables:
 
     def purge(self) -> int:
         """Erase expired rows and return their number. Scans the whole store."""
-        self._finish()
-        self._settle_existing()
+        self._ready()
         self._changed = True
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:
         """Discard all rows. Every rank calls it at the same point of training."""
         self._finish()
+        self._store.drop()
         self._existing = "keep"
         self._changed = True
         for table, cache in self.caches.items():
@@ -379,15 +392,3 @@ class RowTables:
         self._uncommitted = 0
         for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
-
-
-def _on_host(ids: Tensor) -> Tensor:
-    """Ids on the host; a copy from a GPU is in pinned memory, so that it does not wait for other work of the host."""
-    if not ids.is_cuda:
-        return ids.detach()
-    copy = torch.empty_like(ids, device="cpu", pin_memory=True)
-    copy.copy_(ids.detach(), non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    return copy

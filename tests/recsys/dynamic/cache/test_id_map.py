@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, distinct
 
 # A few that meet often, the ends of the range, and what a small table's places depend on.
@@ -19,14 +21,19 @@ CALLS = st.lists(
 BOTH_WAYS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 
 
+def _map(way: str, capacity: int) -> IdMap:
+    return IdMap(capacity, DeviceIds(capacity, torch.device("cpu")) if way == "on device" else None)
+
+
 def _keys(keys: list[int]) -> np.ndarray:
     return np.array(keys, np.int64)
 
 
 @given(CALLS)
 @BOTH_WAYS
+@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_it_is_a_dictionary(way: str, calls: list[tuple[str, list[int]]]) -> None:
-    table, slots, ticks = IdMap(CAPACITY), dict[int, int](), dict[int, int]()
+    table, slots, ticks = _map(way, CAPACITY), dict[int, int](), dict[int, int]()
     for tick, (call, keys) in enumerate(calls, start=1):
         if call == "insert":
             new = [key for key in dict.fromkeys(keys) if key not in slots]
@@ -47,7 +54,10 @@ def test_it_is_a_dictionary(way: str, calls: list[tuple[str, list[int]]]) -> Non
         elif call == "touch":
             found, touched, missing = table.touch(_keys(keys), tick)
             assert found.tolist() == [slots.get(key, -1) for key in keys]
-            assert touched.tolist() == list(dict.fromkeys(slots[key] for key in keys if key in slots))
+            distinct_slots = list(dict.fromkeys(slots[key] for key in keys if key in slots))
+            # On a device, their order is any.
+            sort = sorted if way == "on device" else list
+            assert sort(touched.tolist()) == sort(distinct_slots)
             assert missing.tolist() == [at for at, key in enumerate(keys) if key not in slots]
             ticks.update(dict.fromkeys(touched.tolist(), tick))
         assert table.find(_keys(keys)).tolist() == [slots.get(key, -1) for key in keys]
@@ -65,10 +75,11 @@ def test_distinct_ids_keep_their_order(way: str, keys: list[int]) -> None:
     assert found[places].tolist() == keys
 
 
+@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_a_full_map_that_loses_and_gains_ids_for_long_finds_them_all(way: str) -> None:
     source = np.random.default_rng(0)
     capacity = 1000
-    table, held = IdMap(capacity), np.arange(capacity) * 2**40
+    table, held = _map(way, capacity), np.arange(capacity) * 2**40
     table.insert(held, np.arange(capacity))
     for turn in range(1, 60):
         slots = source.permutation(capacity)[:300]
@@ -81,8 +92,9 @@ def test_a_full_map_that_loses_and_gains_ids_for_long_finds_them_all(way: str) -
     assert len(table) == capacity
 
 
+@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_ticks_start_over(way: str) -> None:
-    table = IdMap(2)
+    table = _map(way, 2)
     table.insert(_keys([5, 6]), _keys([0, 1]), LAST_TICK - 1)
     table.touch(_keys([5]), LAST_TICK)
     assert table.ticks().tolist() == [LAST_TICK, LAST_TICK - 1]

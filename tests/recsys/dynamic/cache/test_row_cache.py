@@ -411,13 +411,14 @@ def test_a_rehearsal_reads_the_rows_of_a_batch_each_time_and_leaves_the_cache_as
     kept = table.cache.snapshot()
     reads = []
     for step in range(8, 12):
-        read = table.cache.stats.read
-        table.train(step, *((1, 2, 7) if step % 2 else (3, 7)))
+        ids, read = (1, 2, 7) if step % 2 else (3, 7), table.cache.stats.read
+        table.cache.cool(torch.tensor(ids))
+        table.train(step, *ids)
         reads.append(table.cache.stats.read - read)
     assert reads[2:] == reads[:2] != [0, 0]
     again = table.cache.stats.read
     for _ in range(2):
-        table.cache.discard(table.cache.prefetch(torch.tensor([1, 2, 7]), again=True))
+        table.cache.discard(table.cache.prefetch(torch.tensor([1, 2, 7])))
     assert table.cache.stats.read == again
     table.cache.restore(kept)
     table.cache.rehearse(False)

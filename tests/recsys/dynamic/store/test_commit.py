@@ -17,6 +17,7 @@ from tests.recsys.dynamic.killed_ranks import (
     noted,
     train,
     train_behind,
+    train_on_after_a_failed_commit,
     was_killed,
 )
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
@@ -109,6 +110,12 @@ def test_killed_at_any_time_several_times_over(ranks: Nursery, tmp_path: Path, s
     ended = ranks.run(train, RANKS, str(tmp_path), versions + 1, None)
     assert all(one.code == 0 for one in ended), told(ended)
     assert _check(ranks, tmp_path) == versions + 1
+
+
+def test_a_commit_that_failed_on_one_rank_alone_is_completed_by_the_next(ranks: Nursery, tmp_path: Path) -> None:
+    ended = ranks.run(train_on_after_a_failed_commit, RANKS, str(tmp_path))
+    assert all(one.code == 0 and "no room" in one.value for one in ended), told(ended)
+    assert _check(ranks, tmp_path) == 2
 
 
 def test_another_number_of_ranks_is_refused_on_all(ranks: Nursery, trained: Path) -> None:

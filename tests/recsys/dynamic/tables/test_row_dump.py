@@ -14,6 +14,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import read_rows
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import SGD, Model, rows_of, same, shard, train
 
@@ -80,6 +81,30 @@ def test_rows_that_a_commit_could_not_write_are_in_the_next_one(
     sharded.commit_rows()
     sharded.close()
     assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+
+
+def test_evictions_that_could_not_be_written_are_in_the_next_commit(
+    saves: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
+    train(sharded, range(2))
+    dumped = sharded.dump_rows()
+    dumped.copy()
+    train(sharded, range(2, 9))
+    assert any(rows._store.snapshot() for rows in sharded.dynamic_rows.values())
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedStore, "_pass_some_on", _no_room_for_evictions)
+        with pytest.raises(SetupError, match="no room"):
+            dumped.commit(saves.group)
+    train(sharded, range(9, 12))
+    sharded.commit_rows()
+    expected = rows_of(sharded)
+    sharded.close()
+    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+
+
+def _no_room_for_evictions(store: SharedStore) -> None:
+    raise SetupError("no room")
 
 
 def _no_room(store: RocksDbStore, *args: Any) -> None:

@@ -51,8 +51,9 @@ def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> 
 def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> dict[str, Any]:
     results = {plan: under(plan, path / plan, optimizer) for plan in PLANS}
     small = under("prefetch", path / "small", optimizer, cache_rows=50 * world_size)
+    device = under("prefetch", path / "device", optimizer, cache_rows=50 * world_size, host_rows=9, ids_on="device")
     large = under("serial", path / "large", optimizer, cache_rows=4000)
-    return {**results, "small": small, "large": large}
+    return {**results, "small": small, "device": device, "large": large}
 
 
 TRAINED = [(1, SGD), (2, SGD), (2, ADAGRAD), (1, ROW_WISE_ADAGRAD), (3, ROW_WISE_ADAGRAD), (1, ADAM), (2, ADAM)]
@@ -71,7 +72,7 @@ def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
 ) -> None:
     ranks = run_ranks(trained, world_size, tmp_path, optimizer)
     for results in ranks:
-        for way in (*PLANS[1:], "small", "large"):
+        for way in (*PLANS[1:], "small", "device", "large"):
             assert same(results[way]["scores"], results["serial"]["scores"]), way
             assert same(results[way]["outcome"], results["serial"]["outcome"]), way
     assert sum(results["small"]["evicted"] for results in ranks) > 0
@@ -452,6 +453,12 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str
     right: dict[str, Any] = {"name": "t", "embedding_dim": 4, "feature_names": ["f"], "cache_rows": 10}
     with pytest.raises(SetupError, match=message):
         DynamicTable(**{**right, **changes})
+
+
+def test_ids_are_on_the_host_or_on_the_device(tmp_path: Path) -> None:
+    table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
+    with pytest.raises(SetupError, match=r"ids_on of .* must be one of host, device, got 'gpu'"):
+        DynamicEmbeddingBagCollection([table], tmp_path, ids_on="gpu")  # type: ignore[arg-type]
 
 
 def test_two_tables_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,267 @@
+"""Bounded cache of rows over a store on disk: one rank's part of a table that has a row for every int64 id.
+
+    worker  prefetch(i + 1) ────────── prefetch(i + 2) ─────────      finds, reads, creates and evicts rows: no effect
+                                                                      on training results
+    main    begin(i) ─ lookup ─ backward ─ trained(i) ─ begin(i + 1)  counts, restarts and admits rows in the order of
+                                                                      training: the same under every plan
+
+The rows of an open batch, from its prefetch to its end, are pinned: their slots are not reused, and only the main
+thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
+can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
+operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
+headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
+
+Tested in ``tests/recsys/dynamic/cache/test_row_cache.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
+from lightning_pipe.recsys.dynamic.cache.id_map import Slots
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
+from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
+from lightning_pipe.recsys.dynamic.store.row_levels import RowLevel
+from lightning_pipe.recsys.dynamic.store.row_store import Keys
+
+__all__ = ["RowBatches"]
+
+
+class RowBatches:
+    """Batches of one rank's part of a table: the part of a cache that each batch uses.
+
+    Args:
+        table: name of the table.
+        columns: weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns the tensors
+            and changes only rows of batches that have begun.
+        below: all rows that are not cached. A record is a header (count and last step, int64 each) followed by the
+            bytes of the row in each column.
+        initial: initial weights of new rows.
+        state_fill: initial values of the optimiser states, one number for each column after the first.
+        policy: eviction policy (default ``"lru"``); see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
+        admission_threshold: n, if rows are trained from the n-th batch in which their id occurs (default 1: from the
+            first). Until then the lookup reads initial values, and updates by the optimiser are reverted. Batches are
+            counted instead of occurrences, because deduplication loses how often a batch repeats an id.
+        ttl: maximum number of steps since a row was last seen; older rows restart with initial values (default None:
+            rows never expire). If the plan begins a batch before an earlier one is trained, ``ttl`` must be at least
+            the number of steps between the two.
+        check_nan: if True, refuse to write rows with NaN to the store (default False). Costs a pass over the rows.
+        ids_of: function that maps keys to the ids shown in messages (default None: the keys are shown).
+        ids: map of ids to slots on the columns' device (default None: in host memory).
+
+    Attributes:
+        table: name of the table.
+        ids: the same.
+        moving: lock of rows, which may be held from :meth:`DeviceIds.look` to :meth:`DeviceIds.apply`.
+        capacity: number of slots.
+        width: number of bytes of a record.
+
+    Raises:
+        SetupError: The arguments do not match each other.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        columns: Sequence[Tensor],
+        below: RowLevel,
+        *,
+        initial: InitialValues,
+        state_fill: Sequence[float] = (),
+        policy: Policy = "lru",
+        admission_threshold: int = 1,
+        ttl: int | None = None,
+        check_nan: bool = False,
+        ids_of: Callable[[Keys], Keys] | None = None,
+        ids: DeviceIds | None = None,
+    ) -> None:
+        if admission_threshold < 1 or (ttl is not None and ttl < 1):
+            raise SetupError(
+                f"table {table!r} has admission_threshold={admission_threshold} and ttl={ttl}; expected at least 1 for"
+                " both, or ttl=None for rows that never expire"
+            )
+        self.table = table
+        self._columns = RowColumns(table, columns, state_fill)
+        self.capacity = self._columns.capacity
+        self.width = BYTES + self._columns.width
+        self._below = below
+        self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
+        policy = checked_policy(table, policy)
+        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of, ids)
+        self._step: int | None = None
+        self._version = 0  # incremented whenever rows or headers change, which invalidates scans
+        self.ids, self.moving = ids, threading.RLock()
+        self._rehearsal: Rehearsal | None = None
+        self._open = OpenBatches(self._undo, self._columns.behind)
+        self._lock = self._open.lock
+
+    @property
+    def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of a row and type, for each column."""
+        return self._columns.kinds
+
+    @property
+    def stats(self) -> CacheStats:
+        """Statistics of the cache so far."""
+        return replace(self._slots.stats)
+
+    # Called on any thread, for later batches.
+
+    def prefetch(self, keys: Tensor) -> Ticket:
+        """Cache the rows of a batch's ids and pin them until the ticket ends.
+
+        Args:
+            keys: ids of the batch, an int64 vector; ids may repeat.
+
+        Raises:
+            InputError: Open batches use more rows than the cache has slots; ``check_nan`` found NaN in a row to evict;
+                or *keys* have another type or shape. No row is lost, and the batch pins no rows.
+            SetupError: The store failed, with the same guarantees.
+        """
+        if keys.dtype != torch.int64 or keys.ndim != 1:
+            raise InputError(
+                f"table {self.table!r} got ids of {keys.dtype} and shape {tuple(keys.shape)}; expected a vector of"
+                " int64. Convert the ids"
+            )
+        ids = keys.detach().cpu().numpy()
+        with self.moving:
+            slots, rows, missing = self._slots.touch(ids)
+            brought, batch = self._pin(rows, ids[missing])
+            slots[missing] = brought
+            return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
+
+    def pin(self, found: Tensor) -> Ticket:
+        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot.
+
+        Args:
+            found: what the look found, copied to the host.
+        """
+        assert self.ids is not None
+        with self.moving:
+            brought, batch = self._pin(*self._slots.use(self.ids, found))
+            return Ticket(torch.from_numpy(brought), batch, self._open.dropped)
+
+    def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, Batch]:
+        """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
+        batch = Batch(rows)
+        with self._lock:
+            self._bring_up_to_date()
+            self._open.add(batch)
+        try:
+            if not missing.size:
+                return missing, batch
+            slots, brought = self._slots.bring(missing, self._pinned)
+            batch.rows = np.concatenate([rows, brought])
+            if self._rehearsal is not None:
+                self._rehearsal.brings(brought)
+            return slots, batch
+        except BaseException:
+            self._open.drop(batch)
+            raise
+
+    def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
+        with self._lock:
+            self._bring_up_to_date()
+            return self._open.pinned(self.capacity), len(self._open) - 1
+
+    def _bring_up_to_date(self) -> None:
+        """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
+        self._open.end_dropped()
+        self._slots.settle()
+
+    # Called on the main thread, in the order of training.
+
+    def begin(self, ticket: Ticket, step: int) -> None:
+        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows.
+
+        Args:
+            ticket: ticket of the batch's prefetch.
+            step: number of the batch in the order of training; it increases from batch to batch.
+
+        Raises:
+            PlanError: The step does not increase, the ticket has already begun or ended, or ``ttl`` is shorter than the
+                distance to a batch that has begun and is not trained yet.
+        """
+        with self._lock:
+            self._bring_up_to_date()
+            batch = self._open.check(self.table, ticket, begun=False)
+            others = self._open.begun(but=() if self._rehearsal is None else self._rehearsal.suspended)
+            if (self._step is not None and step < self._step) or (others and step <= others[-1][1].step):
+                raise PlanError(
+                    f"table {self.table!r}: step {step} begins after step {self._step}; expected increasing steps."
+                    " Begin batches in the order in which they are trained"
+                )
+            ttl = self._headers.ttl
+            if ttl is not None and others and step - others[0][1].step > ttl:
+                raise PlanError(
+                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0][1].step} is"
+                    " trained, so rows of that batch would expire while in use; expected a ttl of at least"
+                    f" {step - others[0][1].step} for this plan. Raise ttl, or use a plan that looks batches up later."
+                    " (Each call of a module counts as a batch, also within one step.)"
+                )
+            self._step = step
+            self._version += 1
+            batch.begun = self._headers.begin(batch.rows, step)
+            self._slots.start(batch.begun.expired)
+            self._slots.stats.expired += len(batch.begun.expired)
+
+    def expire(self, ticket: Ticket, step: int) -> None:
+        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values.
+
+        Args:
+            ticket: ticket of the batch's prefetch.
+            step: step of the last trained batch.
+        """
+        with self._lock:
+            self._bring_up_to_date()
+            expired = self._headers.expired(self._open.check(self.table, ticket, begun=False).rows, step)
+            if expired.size:
+                self._version += 1
+                self._slots.forget(expired)
+
+    def trained(self, ticket: Ticket) -> None:
+        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values.
+
+        Raises:
+            PlanError: The ticket has not begun, or has ended.
+        """
+        with self._lock:
+            self._open.end_dropped()
+            batch = self._open.check(self.table, ticket, begun=True)
+            assert batch.begun is not None
+            self._version += 1
+            # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
+            self._slots.start_or_owe(batch.begun.young)
+            self._slots.stats.held_back += len(batch.begun.young)
+            self._columns.behind(self._columns.mark())
+            self._open.end(batch)
+
+    def discard(self, ticket: Ticket) -> None:
+        """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, if it was called.
+
+        May be called on any thread, in finalisers, and for tickets that have ended. Updates that a backward has already
+        made to existing rows are not reverted.
+        """
+        if not ticket.batch.ended:
+            ticket.batch.mark = self._columns.mark()
+            self._open.drop(ticket.batch)
+
+    def _undo(self, batch: Batch) -> None:
+        assert batch.begun is not None
+        self._version += 1
+        self._headers.undo(batch.rows, batch.begun)
+        self._slots.start_or_owe(self._headers.young(batch.rows))

@@ -1,0 +1,60 @@
+"""Copies of a batch's ids between device and host: one in each direction, for all tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+
+__all__ = ["on_device", "on_host", "prefetch_on_device"]
+
+
+def prefetch_on_device(
+    parts: Sequence[tuple[RowCache, DeviceIds, Tensor]], tickets: list[tuple[RowCache, Ticket]]
+) -> list[Tensor]:
+    """Cache and pin the rows of a batch whose ids are looked up on their device.
+
+    Args:
+        parts: each cache, its map, and the ids of the batch.
+        tickets: list to which each cache is added with its ticket, also before an error.
+
+    Returns:
+        The slots of each of the ids, on the device.
+    """
+    with ExitStack() as held:
+        for cache, _, _ in parts:
+            held.enter_context(cache.moving)
+        looked = [ids.look(values) for _, ids, values in parts]
+        found = on_host(torch.cat([part for _, part in looked])).split([len(part) for _, part in looked])
+        for (cache, _, _), part in zip(parts, found, strict=True):
+            tickets.append((cache, cache.pin(part)))
+        changes = [[ticket.slots, *ids.changes()] for (_, ticket), (_, ids, _) in zip(tickets, parts, strict=True)]
+        flat = [part for of_table in changes for part in of_table]
+        copies = iter(on_device(torch.cat(flat), parts[0][2].device).split([len(part) for part in flat]))
+        for (slots, _), (_, ids, _) in zip(looked, parts, strict=True):
+            slots.masked_scatter_(slots < 0, next(copies))
+            ids.apply(next(copies), next(copies), next(copies))
+    return [slots for slots, _ in looked]
+
+
+def on_host(ids: Tensor) -> Tensor:
+    """Ids on the host; a copy from a GPU is in pinned memory, so that it does not wait for other work of the host."""
+    if not ids.is_cuda:
+        return ids.detach()
+    copy = torch.empty_like(ids, device="cpu", pin_memory=True)
+    copy.copy_(ids.detach(), non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return copy
+
+
+def on_device(slots: Tensor, device: torch.device) -> Tensor:
+    """Copy to *device*, without waiting for it."""
+    return slots.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else slots
