@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 from lightning_pipe.llm.model.moe import MoE
 
-__all__ = ["has_routers", "skip_experts", "tap_routers"]
+__all__ = ["experts_of", "has_routers", "run_local_experts", "skip_experts", "tap_routers"]
 
 
 def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
@@ -72,6 +75,50 @@ def skip_experts(model: nn.Module) -> None:
     """
     for _, experts in _blocks(model):
         experts.forward = _pass_on
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Experts of each mixture of a model, Hugging Face's or :class:`MoE`, by name."""
+    found = {id(experts) for _, experts in _blocks(model)}
+    return {name: module for name, module in model.named_modules() if id(module) in found}
+
+
+def run_local_experts(
+    experts: nn.Module,
+    exchange: Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Forward of experts that several ranks share, with the class's own computation of the experts.
+
+    Args:
+        experts: experts, whose parameters are sharded by expert.
+        exchange: sends tokens, sorted by expert, to the ranks of their experts, calls a function with the tokens
+            received and the number for each local expert, and returns the results.
+        hidden_states: tokens, (tokens, dim).
+        top_k_index: numbers of the experts of each token, (tokens, k).
+        top_k_weights: factors of their results, (tokens, k).
+    """
+    local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in experts.named_parameters()}
+
+    def run(tokens: Tensor, counts: Tensor) -> Tensor:
+        # A copy with plain tensors as its weights: the class indexes them, and FSDP's hooks belong to the original.
+        twin: Any = object.__new__(type(experts))
+        twin.__dict__ = {**vars(experts), "_parameters": {}, "num_experts": len(counts), **local}
+        index = torch.arange(len(counts), device=tokens.device).repeat_interleave(counts, output_size=len(tokens))
+        results: Tensor = type(experts).forward(twin, tokens, index[:, None], tokens.new_ones(len(tokens), 1))
+        # Gradients of zeros for experts without a token: data-parallel ranks wait for each other's.
+        zeros = torch.stack([one.flatten()[0] * 0 for one in local.values()])
+        return results + zeros.sum().to(results.dtype)
+
+    chosen = top_k_index.flatten()
+    order = chosen.argsort(stable=True)
+    number = sum(len(one) for one in list(experts.parameters())[:1])  # of all ranks: a DTensor has the whole shape
+    counts = chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
+    results = exchange(run, hidden_states[order // top_k_index.shape[-1]], counts)
+    by_token = results[order.argsort()].view(*top_k_index.shape, -1)
+    return (by_token * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
 def _pass_on(hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:

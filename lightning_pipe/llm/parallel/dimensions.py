@@ -39,7 +39,7 @@ class ParallelDims:
         tp: tensor parallelism: number of ranks that share the matrices of each layer (default 1). The plan comes from
             the model's Hugging Face config or its ``get_tensor_parallel_plan()``.
         ep: expert parallelism: number of ranks that share the experts of :class:`~lightning_pipe.llm.model.moe.MoE`
-            layers (default 1). It must divide ``dp_shard`` times ``cp``.
+            layers, or of Hugging Face's (default 1). It must divide ``dp_shard`` times ``cp``.
         cp_method: method of context parallelism (default ``ulysses``). ``ulysses`` exchanges heads for tokens and needs
             a multiple of ``cp`` heads. ``ring`` passes keys and values around any number of ranks; lengths are rounded
             up to a multiple of twice ``cp``. With masks of padding or documents the ring gathers keys and values.

@@ -7,6 +7,9 @@ The number of tokens sent to each rank differs between calls, so ranks exchange 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.model.hf_experts import experts_of, run_local_experts
 from lightning_pipe.llm.model.moe import Experts, MoE
 
 __all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
@@ -26,20 +30,30 @@ def check_experts(model: nn.Module, size: int) -> None:
     """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks.
 
     Raises:
-        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers, or a number of experts that
-            ``size`` does not divide.
+        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers or Hugging Face's blocks of
+            experts, experts of another layout, or a number of experts that ``size`` does not divide.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    layers = experts_of(model)
     if not layers:
         raise SetupError(
             f"parallel.ep is {size}, but {type(model).__name__} has no experts; expected layers of the class"
-            " lightning_pipe.llm.model.moe.MoE. Build the model from them, or leave parallel.ep at 1"
+            " lightning_pipe.llm.model.moe.MoE, or Hugging Face's blocks with a router and experts. Build the model"
+            " from them, or leave parallel.ep at 1"
         )
-    for name, layer in layers.items():
-        if layer.num_experts % size:
+    for name, experts in layers.items():
+        numbers = {len(parameter) for parameter in experts.parameters()}
+        if len(numbers) != 1 or (not hasattr(experts, "_apply_gate") and type(experts) is not Experts):
             raise SetupError(
-                f"{name} has {layer.num_experts} experts, which parallel.ep={size} does not divide; expected the same"
-                " number of experts on every rank. Set parallel.ep to a divisor, or change the number of experts"
+                f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
+                " whose parameters have one entry for each expert in dimension 0, and whose forward takes the tokens,"
+                " and the numbers and weights of the experts of each token, as in transformers' models with an"
+                " experts_implementation. Leave parallel.ep at 1"
+            )
+        number = numbers.pop()
+        if number % size:
+            raise SetupError(
+                f"{name} has {number} experts, which parallel.ep={size} does not divide; expected the same number of"
+                " experts on every rank. Set parallel.ep to a divisor, or change the number of experts"
             )
 
 
@@ -65,37 +79,47 @@ def parallelise_experts(
         SetupError: as :func:`check_experts`; experts whose widths cannot be sharded evenly over ``shard``.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
-    for layer in [module for module in stage.modules() if isinstance(module, MoE)]:
-        check_experts(layer, mesh.size())
-        _keep_own(layer.experts, mesh)
-        layer.exchange = _TokenExchange(mesh.get_group())
+    layers = experts_of(stage)
+    if layers:
+        check_experts(stage, mesh.size())
+    for experts in layers.values():
+        _keep_own(experts, mesh)
         if data_mesh is not None and sharded:
-            _check_widths(layer.experts, data_mesh["shard"].size())
+            _check_widths(experts, data_mesh["shard"].size())
             # Sharded by width: the first dimension is already sharded over `mesh`.
             fully_shard(
-                layer.experts,
+                experts,
                 mesh=data_mesh,
                 reshard_after_forward=reshard_after_forward,
                 shard_placement_fn=lambda _: Shard(1),
             )
         elif data_mesh is not None:
-            replicate(layer.experts, mesh=data_mesh)
+            replicate(experts, mesh=data_mesh)
+    exchange = _TokenExchange(mesh.get_group())
+    for module in stage.modules():
+        if isinstance(module, MoE):
+            module.exchange = exchange
+        elif module in layers.values() and not isinstance(module, Experts):
+            module.forward = partial(run_local_experts, module, exchange)
 
 
 def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
     """Parameters sharded by :func:`parallelise_experts`, which data parallelism of the stage must ignore."""
-    layers = (module for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None)
-    return {parameter for layer in layers for parameter in layer.experts.parameters()}
+    layers: list[nn.Module] = [
+        module.experts for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None
+    ]
+    layers += [experts for experts in experts_of(stage).values() if isinstance(vars(experts).get("forward"), partial)]
+    return {parameter for experts in layers for parameter in experts.parameters()}
 
 
-def _keep_own(experts: Experts, mesh: DeviceMesh) -> None:
+def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
         own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
-def _check_widths(experts: Experts, size: int) -> None:
+def _check_widths(experts: nn.Module, size: int) -> None:
     widths = {parameter.shape[1] for parameter in experts.parameters()}
     if any(width % size for width in widths):
         raise SetupError(
@@ -111,8 +135,8 @@ class _TokenExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
-        """As :class:`Experts`, with the token counts of the experts of all ranks."""
+    def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
+        """As :class:`~lightning_pipe.llm.model.moe.Experts`, with the token counts of the experts of all ranks."""
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
         # Tokens arrive sorted by source rank, then by expert.

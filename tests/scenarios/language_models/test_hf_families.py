@@ -124,3 +124,30 @@ def test_a_family_is_loaded_trained_as_by_a_plain_loop_and_exported(family: str,
     with torch.no_grad():
         logits = loaded(input_ids=batch["input_ids"], use_cache=False).logits
         assert float((module.predict_step([batch], 0)[0] - logits).abs().max()) < WITHIN
+
+
+def rows_of(part: int) -> list[list[dict[str, Tensor]]]:
+    """Every other row of each micro-batch, for one of two data-parallel ranks."""
+    return [[{key: value[part : part + 1] for key, value in batch.items()} for batch in step] for step in batches()]
+
+
+def trained_with_shared_experts(rank: int, world: int, folder: Path, family: str) -> list[float]:
+    module = Noting(folder / "before", attention=attention_of(family))
+    strategy = llm("1f1b", COUNT, pp=2, dp_shard=2, ep=2)
+    trainer = fit(module, strategy, rows_of(rank % 2), use_distributed_sampler=False)
+    trainer.save_checkpoint(folder / "stages")
+    return module.losses
+
+
+@pytest.mark.parametrize("family", sampled(MIXTURES, lambda family: family == "qwen3_moe"))
+def test_experts_on_two_ranks_each_are_trained_as_by_a_plain_loop(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    config = HFCausalLM(config_of(family), attention=attention_of(family)).config
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "before")
+    expected = trained_by_a_plain_loop(tmp_path / "before", family)
+    found = run_ranks(trained_with_shared_experts, 4, tmp_path, family)
+    for first, second in (found[:2], found[2:]):
+        assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, abs=WITHIN)
+    export_pretrained(tmp_path / "stages", config, tmp_path / "after")
+    names = [set(module_of(tmp_path / name, family).pretrained_weights().tensors) for name in ("before", "after")]  # type: ignore[union-attr]
+    assert names[0] == names[1]
