@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Kept:
-    tensors: list[Tensor]
+    tensors: list[tuple[Tensor, Tensor]]
     states: list[dict[Tensor, State]]
     groups: list[list[State]]
     gradients: list[Tensor | None]
@@ -66,7 +66,8 @@ class ModelKeeper:
         replicas = self._sharded.replicas
         steps = 0 if replicas is None else replicas.steps
         rows = [one.snapshot() for one in self._sharded.dynamic_rows.values()]
-        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps, rows)
+        tensors = [(tensor, _copied(tensor)) for tensor in self._tensors()]
+        return _Kept(tensors, states, groups, gradients, steps, rows)
 
     @torch.no_grad()
     def restore(self, kept: _Kept) -> None:
@@ -75,10 +76,10 @@ class ModelKeeper:
             self._sharded.replicas.steps = kept.replica_steps
         for rows, values in zip(self._sharded.dynamic_rows.values(), kept.rows, strict=True):
             rows.restore(values)
-        tensors = self._tensors()
-        # Lookups made ahead may still run backward: the rows they read have the same values again.
-        with version_counters_preserved(tuple(tensors)):
-            for tensor, value in zip(tensors, kept.tensors, strict=True):
+        # Lookups made ahead may still run backward: the rows they read have the same values again. Buffers that the
+        # first input dist has created since the snapshot are constants.
+        with version_counters_preserved(tuple(tensor for tensor, _ in kept.tensors)):
+            for tensor, value in kept.tensors:
                 tensor.copy_(value)
         for optimizer, states in zip(self._optimizers, kept.states, strict=True):
             for parameter in [one for one in optimizer.state if one not in states]:

@@ -344,6 +344,24 @@ class Profile(Callback):
             del module.losses[before:]
 
 
+class AtOnce(Profile):
+    """Asks for one before the first batch, and for another later."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 0:
+            self.result = trainer.strategy.profile(self.batches, ["EmbPrefetch"], rounds=1, iterations=2)  # type: ignore[attr-defined]
+            module.losses.clear()
+
+
+def test_training_begins_as_without_a_profile_before_it(tmp_path: Path) -> None:
+    found = []
+    for name, callbacks in (("without", []), ("with", [AtOnce(list(loader(24, in_order=True)))])):
+        train = loader(64, in_order=True, ids=400)
+        found.append(run(tmp_path / name, "prefetch", train=train, callbacks=callbacks, module={"cache_rows": 128}))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
 class Evictions(Callback):
     """Counts the rows that have left the caches."""
 

@@ -106,6 +106,25 @@ def test_what_optimisers_and_gradients_hold_is_put_back(kind: type[Measured]) ->
     assert same(runs[1], runs[0]) == []
 
 
+class AtOnce(Profiles):
+    """Profiles before the first batch."""
+
+    def __init__(self, tasks: Any = None) -> None:
+        super().__init__(tasks, at=-1)
+        self.first = list(loader(8))  # an iterator of a loader draws a random number
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.result is None:
+            self.result = trainer.strategy.profile(self.first, self.tasks, rounds=1, iterations=1)
+            self.losses_after = len(pl_module.losses)
+
+
+@pytest.mark.parametrize("plan", ["serial", "prefetch"])
+def test_training_begins_as_without_a_profile_before_it(plan: str) -> None:
+    runs = [trained(plan, profiles) for profiles in (None, AtOnce(["EmbForward"]))]
+    assert same(runs[1], runs[0]) == []
+
+
 class Scheduled(Measured):
     """Another learning rate in each step, which tables follow."""
 
