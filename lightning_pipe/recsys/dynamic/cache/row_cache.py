@@ -152,7 +152,7 @@ class RowCache(RowBatches):
             return number + len(cached)
 
     def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
-        """Yield all rows, cached or not, in the store's order. Flushes first.
+        """Flush, and iterate over all rows, cached or not, in the store's order.
 
         Args:
             since: first step; rows last seen before it are skipped (default None: all rows).
@@ -163,8 +163,11 @@ class RowCache(RowBatches):
             PlanError: A batch was begun or ended, or rows were erased, after the scan began.
         """
         self.flush()
-        version = self._version
-        scan = self._below.scan(chunk)
+        return self._scanned(self._below.scan(chunk), self._version, since, step)
+
+    def _scanned(
+        self, scan: Iterator[tuple[Keys, Records]], version: int, since: int | None, step: int | None
+    ) -> Iterator[CachedRows]:
         while True:
             with self.moving:
                 if self._version != version:
