@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_pipe.cli.training import Parser, PipelineCLI
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
 
-__all__ = ["export"]
+__all__ = ["export", "needs_pyarrow"]
 
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
@@ -58,17 +59,23 @@ def export(arguments: Sequence[str]) -> None:
     if os.path.lexists(options.out):
         raise SetupError(f"--out must be new, but {options.out!r} exists. Give another name, or remove it")
     if options.to == "rows":
-        from lightning_pipe.recsys.serving.table_files import write_tables  # lazy: needs pyarrow
-
+        with needs_pyarrow():
+            from lightning_pipe.recsys.serving.table_files import write_tables
         for name, count in write_tables(options.checkpoint, options.out).items():
             print(printable(f"{options.out}/{name}: {count} rows"))
         return
+    from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic_type  # lazy: needs TorchRec
+    from lightning_pipe.recsys.serving import programs
+
     if not options.config:
         raise SetupError(f"--to {options.to} needs the model: give --config FILE, the configuration of the training")
     model, batch = _model_and_batch([f"--config={one}" for one in options.config] + others)
+    if found := [name for name, one in model.named_modules() if is_dynamic_type(type(one))]:
+        raise SetupError(
+            f"--to {options.to} needs tables of fixed size, but the model's {', '.join(found)} have dynamic tables,"
+            " whose rows are in no parameter. Export them with --to rows, and export a model that takes their vectors"
+        )
     _load(model, options.checkpoint)
-    from lightning_pipe.recsys.serving import programs  # lazy: needs TorchRec
-
     if options.to == "quantized":
         form = programs.write_quantized(model.eval(), batch, options.out, options.bits)
     else:
@@ -76,6 +83,19 @@ def export(arguments: Sequence[str]) -> None:
         form = write(model.eval(), batch, options.out)
     Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
     print(printable(f"Wrote {options.out}, which takes the tensors of {options.out}.inputs.json"))
+
+
+@contextmanager
+def needs_pyarrow() -> Iterator[None]:
+    """Context of an import that needs pyarrow; SetupError if it is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+
+        yield
+    except ImportError as error:
+        raise SetupError(
+            f"Parquet files need the package pyarrow, which cannot be imported: {error}. Install lightning-pipe[data]"
+        ) from error
 
 
 def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:

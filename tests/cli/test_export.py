@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_pipe.cli.main import main
+from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicTable
 from tests.strategies.cases import ADAGRAD, Clicks, fit, loader, recsys
 
 CONFIG = """
@@ -76,3 +78,28 @@ def test_wrong_calls_say_what_to_give(checkpoint: Path, tmp_path: Path, capsys: 
     (tmp_path / "there").touch()
     assert run(checkpoint, "rows", tmp_path / "there") == 1
     assert "Give another name, or remove it" in capsys.readouterr().err
+
+
+class Unsized(Served):
+    """Its tables have no fixed size, so a program cannot contain them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=8)
+        self.bags = DynamicEmbeddingBagCollection([table], store="unused")
+
+
+def test_dynamic_tables_are_refused_before_anything_is_traced(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("Served", "Unsized"))
+    assert run(checkpoint, "quantized", tmp_path / "out", "--config", str(tmp_path / "config.yaml")) == 1
+    assert "the model's bags have dynamic tables" in capsys.readouterr().err
+
+
+def test_parquet_files_need_pyarrow(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run(checkpoint, "rows", tmp_path / "out") == 1
+    assert "Install lightning-pipe[data]" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def check_experts(model: nn.Module, size: int) -> None:
         )
     for name, experts in layers.items():
         numbers = {len(parameter) for parameter in experts.parameters()}
-        if len(numbers) != 1 or (not hasattr(experts, "_apply_gate") and type(experts) is not Experts):
+        if len(numbers) != 1 or (not hasattr(experts, "has_gate") and type(experts) is not Experts):
             raise SetupError(
                 f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
                 " whose parameters have one entry for each expert in dimension 0, and whose forward takes the tokens,"
