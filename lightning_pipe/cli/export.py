@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_pipe.cli.training import Parser, PipelineCLI
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
 
-__all__ = ["export", "needs_pyarrow"]
+__all__ = ["export"]
 
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
@@ -59,8 +58,8 @@ def export(arguments: Sequence[str]) -> None:
     if os.path.lexists(options.out):
         raise SetupError(f"--out must be new, but {options.out!r} exists. Give another name, or remove it")
     if options.to == "rows":
-        with needs_pyarrow():
-            from lightning_pipe.recsys.serving.table_files import write_tables
+        from lightning_pipe.recsys.serving.table_files import write_tables  # lazy: needs pyarrow
+
         for name, count in write_tables(options.checkpoint, options.out).items():
             print(printable(f"{options.out}/{name}: {count} rows"))
         return
@@ -83,19 +82,6 @@ def export(arguments: Sequence[str]) -> None:
         form = write(model.eval(), batch, options.out)
     Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
     print(printable(f"Wrote {options.out}, which takes the tensors of {options.out}.inputs.json"))
-
-
-@contextmanager
-def needs_pyarrow() -> Iterator[None]:
-    """Context of an import that needs pyarrow; SetupError if it is not installed."""
-    try:
-        import pyarrow  # noqa: F401
-
-        yield
-    except ImportError as error:
-        raise SetupError(
-            f"Parquet files need the package pyarrow, which cannot be imported: {error}. Install lightning-pipe[data]"
-        ) from error
 
 
 def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:

@@ -262,10 +262,7 @@ def _look(arguments: list[str]) -> None:
 
         diagnose(options.paths)
     elif options.command == "rows":
-        from lightning_pipe.cli.export import needs_pyarrow  # lazy: needs Lightning
-
-        with needs_pyarrow():
-            from lightning_pipe.recsys.serving.row_diff import write_row_diff
+        from lightning_pipe.recsys.serving.row_diff import write_row_diff  # lazy: needs pyarrow
 
         since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since
         for name, count in write_row_diff(options.checkpoint, since, options.out).items():

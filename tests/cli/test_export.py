@@ -101,5 +101,9 @@ def test_parquet_files_need_pyarrow(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("arrow", "table_files", "row_diff"):  # as in a new process
+        monkeypatch.delitem(sys.modules, f"lightning_pipe.recsys.serving.{name}", raising=False)
     assert run(checkpoint, "rows", tmp_path / "out") == 1
+    assert "Install lightning-pipe[data]" in capsys.readouterr().err
+    assert main(["rows", "diff", str(checkpoint), "--since", "1", "--out", str(tmp_path / "out")]) == 1
     assert "Install lightning-pipe[data]" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
-from lightning_pipe.llm.model.moe import MoE
+from lightning_pipe.llm.model.moe import MoE, Run, weighted_sum
 
 __all__ = ["experts_of", "has_routers", "run_local_experts", "skip_experts", "tap_routers"]
 
@@ -85,7 +86,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def run_local_experts(
     experts: nn.Module,
-    exchange: Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor],
+    exchange: Callable[[Run, Tensor, Tensor], Tensor],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -112,13 +113,8 @@ def run_local_experts(
         zeros = torch.stack([one.flatten()[0] * 0 for one in local.values()])
         return results + zeros.sum().to(results.dtype)
 
-    chosen = top_k_index.flatten()
-    order = chosen.argsort(stable=True)
-    number = sum(len(one) for one in list(experts.parameters())[:1])  # of all ranks: a DTensor has the whole shape
-    counts = chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
-    results = exchange(run, hidden_states[order // top_k_index.shape[-1]], counts)
-    by_token = results[order.argsort()].view(*top_k_index.shape, -1)
-    return (by_token * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    number = len(next(experts.parameters()))  # of all ranks: a DTensor has the whole shape
+    return weighted_sum(partial(exchange, run), hidden_states, top_k_index, top_k_weights, number)
 
 
 def _pass_on(hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 
-__all__ = ["Experts", "MoE"]
+__all__ = ["Experts", "MoE", "Run", "weighted_sum"]
+
+# Results of experts, from tokens sorted by expert and the number of tokens of each expert.
+Run = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
@@ -104,18 +108,14 @@ class MoE(nn.Module):
         self.z_coefficient = z_coefficient
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = Experts(dim, hidden_dim, num_experts)
-        self.exchange: Callable[[Experts, Tensor, Tensor], Tensor] | None = None
+        self.exchange: Callable[[Run, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token's sum over its experts, in the shape and type of ``x``: (..., dim)."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self._route(tokens)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        sent = tokens[order // self.top_k]
-        results = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
-        by_token = results[order.argsort()].view(*chosen.shape, x.shape[-1])
-        return (by_token * weights[..., None]).sum(1).to(x.dtype).view_as(x)
+        run: Run = self.experts if self.exchange is None else partial(self.exchange, self.experts)
+        return weighted_sum(run, tokens, chosen, weights, self.num_experts).view_as(x)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, and what their results are multiplied by: (tokens, top_k)."""
@@ -132,6 +132,24 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def weighted_sum(run: Run, tokens: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """Sum of the results of each token's experts, in the type of the tokens.
+
+    Args:
+        run: computes experts from tokens sorted by expert, and the number of tokens of each expert.
+        tokens: tokens, (tokens, dim).
+        chosen: numbers of the experts of each token, (tokens, k).
+        weights: factors of their results, (tokens, k).
+        num_experts: number of experts.
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(order))
+    results = run(tokens[order // chosen.shape[-1]], counts)
+    by_token = results[order.argsort()].view(*chosen.shape, tokens.shape[-1])
+    return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 def _matrices(weight: Tensor) -> tuple[Tensor, ...]:

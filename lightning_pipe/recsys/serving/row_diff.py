@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
+from lightning_pipe.recsys.serving.arrow import pa, pq
 from lightning_pipe.recsys.serving.table_files import Rows, open_checkpoint, saved_tables, write_vectors
 
 __all__ = ["write_row_diff"]

@@ -20,6 +20,7 @@ from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_fo
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
+from lightning_pipe.recsys.serving.arrow import pa, pq
 
 __all__ = ["Rows", "open_checkpoint", "saved_tables", "write_tables", "write_vectors"]
 
@@ -121,9 +122,6 @@ def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple
 
 def write_vectors(folder: Path, name: str, width: int, chunks: Iterator[tuple[Tensor, Tensor]]) -> int:
     """Write ids and vectors [n, width] of a table to ``NAME.parquet``, and return the number of rows."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if {"/", "\0"} & {*name}:  # it would be a file elsewhere
         raise SetupError(f"the table name {name!r} cannot name a file, since it has a slash. Use another checkpoint")
     count, schema = 0, pa.schema({"id": pa.int64(), "vector": pa.list_(pa.float32(), width)})

@@ -98,7 +98,8 @@ class RowCache(RowBatches):
     def rehearse(self, rehearses: bool) -> None:
         """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
         with self.moving, self._lock:
-            self._below.flush()
+            if rehearses:
+                self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             self._rehearsal = Rehearsal(self.capacity, self._open.all(), missing) if rehearses else None
 

@@ -1,9 +1,11 @@
 """Rows of a module as of one step, which all ranks commit and write to a checkpoint, also while training continues.
 
-training     dump ── copy ── step ── step ── step ─────────────────── copies changed rows, then holds evictions back
-background                   └─ commit ─────────── write(folder)
-                                changed rows,      all rows, as they were
-                                two phases         in the committed version
+    training     dump ── copy ── step ── step ── step ─────────────────── copies changed rows, then holds evictions back
+    background                   └─ commit ─────────── write(folder)
+                                    changed rows,      all rows, as they were
+                                    two phases         in the committed version
+
+The two threads communicate over different process groups.
 """
 
 from __future__ import annotations

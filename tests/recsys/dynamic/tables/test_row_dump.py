@@ -26,6 +26,11 @@ def saves(one_rank: None) -> Iterator[BackgroundSave]:
     saves.close()
 
 
+def reopened(folder: Path) -> Any:
+    """Rows of the last commit."""
+    return rows_of(shard(Model(folder / "rows", cache_rows=60, existing="keep"), SGD))
+
+
 def test_what_is_written_is_of_the_step_of_the_copy_whatever_is_trained_meanwhile(
     saves: BackgroundSave, tmp_path: Path
 ) -> None:
@@ -46,7 +51,7 @@ def test_what_is_written_is_of_the_step_of_the_copy_whatever_is_trained_meanwhil
     other.read_rows(tmp_path / "written", dumped.committed, with_optimizers=True)
     assert same(rows_of(other), at_copy)
     sharded.close()
-    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), at_copy)
+    assert same(reopened(tmp_path), at_copy)
 
 
 def test_a_commit_that_never_began_is_given_up_by_the_next_use_of_the_rows(
@@ -62,53 +67,40 @@ def test_a_commit_that_never_began_is_given_up_by_the_next_use_of_the_rows(
         given_up.commit(saves.group)
     sharded.commit_rows()
     sharded.close()
-    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+    assert same(reopened(tmp_path), expected)
 
 
-def test_rows_that_a_commit_could_not_write_are_in_the_next_one(
-    saves: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
-    train(sharded, range(2))
-    dumped = sharded.dump_rows()
-    dumped.copy()
-    with monkeypatch.context() as patched:
-        patched.setattr(RocksDbStore, "write", _no_room)
-        with pytest.raises(SetupError, match="no room"):
-            dumped.commit(saves.group)
-    train(sharded, range(2, 9))
-    expected = rows_of(sharded)
-    sharded.commit_rows()
-    sharded.close()
-    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
-
-
-def test_evictions_that_could_not_be_written_are_in_the_next_commit(
-    saves: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
-    train(sharded, range(2))
-    dumped = sharded.dump_rows()
-    dumped.copy()
-    train(sharded, range(2, 9))
-    assert any(rows._store.snapshot() for rows in sharded.dynamic_rows.values())
-    with monkeypatch.context() as patched:
-        patched.setattr(SharedStore, "_pass_some_on", _no_room_for_evictions)
-        with pytest.raises(SetupError, match="no room"):
-            dumped.commit(saves.group)
-    train(sharded, range(9, 12))
-    sharded.commit_rows()
-    expected = rows_of(sharded)
-    sharded.close()
-    assert same(rows_of(shard(Model(tmp_path / "rows", cache_rows=60, existing="keep"), SGD)), expected)
+def _no_room(store: RocksDbStore, *args: Any) -> None:
+    raise store._folder.unwritable("no room")
 
 
 def _no_room_for_evictions(store: SharedStore) -> None:
     raise SetupError("no room")
 
 
-def _no_room(store: RocksDbStore, *args: Any) -> None:
-    raise store._folder.unwritable("no room")
+@pytest.mark.parametrize(
+    ("kind", "method", "fails"),
+    [(RocksDbStore, "write", _no_room), (SharedStore, "_pass_some_on", _no_room_for_evictions)],
+    ids=["changed rows", "evictions"],
+)
+def test_rows_that_a_commit_could_not_write_are_in_the_next_one(
+    kind: type, method: str, fails: Any, saves: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
+    train(sharded, range(2))
+    dumped = sharded.dump_rows()
+    dumped.copy()
+    train(sharded, range(2, 9))
+    assert any(rows._store.snapshot() for rows in sharded.dynamic_rows.values())  # evictions are held back
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, fails)
+        with pytest.raises(SetupError, match="no room"):
+            dumped.commit(saves.group)
+    train(sharded, range(9, 12))
+    expected = rows_of(sharded)
+    sharded.commit_rows()
+    sharded.close()
+    assert same(reopened(tmp_path), expected)
 
 
 def test_rows_with_nan_end_a_commit_in_the_background(saves: BackgroundSave, tmp_path: Path) -> None:
