@@ -178,7 +178,7 @@ FAULTS = [
         "recsys/dynamic/store/test_row_files.py",
     ),
     Fault(
-        "recsys/dynamic/cache/row_cache.py",
+        "recsys/dynamic/cache/row_batches.py",
         "step - others[0][1].step > ttl:",
         "step - others[0][1].step != ttl:",
         "recsys/dynamic/cache/test_row_cache.py",

@@ -28,7 +28,7 @@ REASONS = {
     " pageable memory",
     ("EmbPrefetch", "torchrec.sparse.jagged_tensor._safe_tolist"): "the number of received ids of each feature, which"
     " the lookup needs",
-    ("EmbPrefetch", "recsys.dynamic.tables.row_tables._on_host"): "the ids of the batch, looked up on the host: one"
+    ("EmbPrefetch", "recsys.dynamic.tables.batch_ids.on_host"): "the ids of the batch, looked up on the host: one"
     " copy for all tables",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "the slots of evicted rows, copied from pageable memory,"
     " and these rows, written to the store",
