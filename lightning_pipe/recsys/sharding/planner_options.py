@@ -117,7 +117,7 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
         unwanted |= COLUMN_TYPES
     allowed = SHARDING_TYPES[table.module_type]
     if unwanted & set(allowed):
-        left_out = unwanted | ONLY_WHEN_ASKED[table.module_type]
+        left_out = unwanted | ONLY_WHEN_ASKED.get(table.module_type, set())
         types = [sharding_type for sharding_type in allowed if sharding_type not in left_out]
         constraints[name] = dataclasses.replace(given or ParameterConstraints(), sharding_types=types)
 

@@ -63,11 +63,6 @@ COLUMN_TYPES = {
 # several nodes, and rows of a feature-processed table are split after position weights are known.
 ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
     EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
-    EmbeddingCollection: set(),
-    ManagedCollisionEmbeddingBagCollection: set(),
-    ManagedCollisionEmbeddingCollection: set(),
-    DynamicEmbeddingBagCollection: set(),
-    DynamicEmbeddingCollection: set(),
     FeatureProcessedEmbeddingBagCollection: {
         ShardingType.GRID_SHARD.value,
         ShardingType.ROW_WISE.value,

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.recsys.dynamic.cache.cached_rows import CachedRows, headers_of
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_batches import RowBatches
-from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, headers_of
 from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
 from lightning_pipe.recsys.dynamic.store.row_levels import Change
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
@@ -152,23 +153,20 @@ class RowCache(RowBatches):
             self._slots.stats.expired += (number := sum(map(len, stored)))
             return number + len(cached)
 
-    def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
+    def rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
         """Flush, and iterate over all rows, cached or not, in the store's order.
 
         Args:
-            since: first step; rows last seen before it are skipped (default None: all rows).
-            step: step of the last trained batch; rows expired at this step are skipped (default None: no row is).
+            since: first step; rows last seen before it are skipped (default 0: all rows).
             chunk: maximum number of rows in each item (default 65536).
 
         Raises:
             PlanError: A batch was begun or ended, or rows were erased, after the scan began.
         """
         self.flush()
-        return self._scanned(self._below.scan(chunk), self._version, since, step)
+        return self._scanned(self._below.scan(chunk), self._version, since)
 
-    def _scanned(
-        self, scan: Iterator[tuple[Keys, Records]], version: int, since: int | None, step: int | None
-    ) -> Iterator[CachedRows]:
+    def _scanned(self, scan: Iterator[tuple[Keys, Records]], version: int, since: int) -> Iterator[StoredRows]:
         while True:
             with self.moving:
                 if self._version != version:
@@ -180,13 +178,11 @@ class RowCache(RowBatches):
             if found is None:
                 return
             keys, records = found
-            headers = headers_of(records)
-            chosen = np.ones(len(keys), bool) if since is None else headers[:, 1] >= since
-            if step is not None:
-                chosen &= ~self._headers.expired_headers(headers, step)
+            chosen = headers_of(records)[:, 1] >= since
             if chosen.any():
                 yield self.decode(keys[chosen], records[chosen])
 
-    def decode(self, keys: Keys, records: Records) -> CachedRows:
+    def decode(self, keys: Keys, records: Records) -> StoredRows:
         """Rows of a chunk of records."""
-        return CachedRows.of(keys, records, self._columns)
+        counts, last_seen = (torch.tensor(part) for part in headers_of(records).T)
+        return StoredRows(torch.from_numpy(keys), counts, last_seen, self._columns.typed(records[:, BYTES:]))

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
+from lightning_pipe.recsys.dynamic.store.row_store import Records
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["BYTES", "COPIED", "Begun", "RowHeaders"]
+__all__ = ["BYTES", "COPIED", "Begun", "RowHeaders", "headers_of"]
 
 # Size of a header in a record: count and last_seen, int64 each.
 BYTES = 16
@@ -127,3 +128,8 @@ class RowHeaders:
     def young(self, rows: Slots) -> Slots:
         """Select the *rows* that are not admitted."""
         return rows[self.counts[rows] < self._threshold]
+
+
+def headers_of(records: Records) -> npt.NDArray[np.int64]:
+    """Count and last step of each record: [records, 2]."""
+    return np.array(records[:, :BYTES], order="C").view(np.int64)

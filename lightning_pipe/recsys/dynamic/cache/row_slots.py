@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.cached_rows import headers_of
 from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders, headers_of
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 

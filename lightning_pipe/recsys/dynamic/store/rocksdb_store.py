@@ -32,12 +32,7 @@ from rocksdict import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.record_bytes import (
-    join_keys,
-    join_records,
-    split_keys,
-    split_records,
-)
+from lightning_pipe.recsys.dynamic.store.record_bytes import join_keys, join_records, split_keys, split_records
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 

@@ -1,6 +1,7 @@
 """Readers of the small files in a store's folder, which may be damaged or hostile. The type of every value is checked.
 
-Checksums detect damage, but not files that someone else has written.
+Checksums detect damage, but not files that someone else has written. A file that does not exist is a FileNotFoundError,
+one with other contents, or that is not regular, a ValueError.
 
 Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
@@ -19,12 +20,7 @@ __all__ = ["fingerprint", "part_of", "read_committed", "read_contents", "read_he
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Read the header of the store from ``store.json``.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It has other contents.
-    """
+    """Read the header of the store from ``store.json``."""
     found = read_json(folder / "store.json")
     if type(found) is not dict or found.keys() - {"format", "engine", "description", "part"}:
         raise ValueError(f"store.json holds {short(found)}, expected format, engine, description and part")
@@ -33,11 +29,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def part_of(header: dict[str, Any]) -> RunPart | None:
-    """Part of a run that the store's header names; None if the store has not joined a run.
-
-    Raises:
-        ValueError: The entry has other contents.
-    """
+    """Part of a run that the store's header names; None if the store has not joined a run."""
     part = header.get("part")
     kinds = {"run": str, "rank": int, "ranks": int}
     if part is not None and (type(part) is not dict or {name: type(one) for name, one in part.items()} != kinds):
@@ -46,12 +38,7 @@ def part_of(header: dict[str, Any]) -> RunPart | None:
 
 
 def read_committed(folder: Path) -> int:
-    """Read the committed version from ``committed.json``.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It has other contents.
-    """
+    """Read the committed version from ``committed.json``."""
     found = read_json(folder / "committed.json")
     version = found["version"] if type(found) is dict and found.keys() == {"version"} else None
     if type(version) is not int or not 0 <= version < 1 << 63:
@@ -60,12 +47,7 @@ def read_committed(folder: Path) -> int:
 
 
 def read_contents(folder: Path, version: int) -> dict[str, Any]:
-    """Read the notes and the list of files of a version from its ``contents.json``.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It has other contents, or belongs to another version.
-    """
+    """Read the notes and the list of files of a version from its ``contents.json``."""
     found = read_json(folder / "contents.json")
     where = f"contents.json of version {version}"
     if type(found) is not dict or found.keys() != {"version", "notes", "files"}:
@@ -92,10 +74,6 @@ def fingerprint(path: Path, shared: str, expected: list[int] | None = None) -> l
         path: the file.
         shared: end of the names of files that the engine never changes after writing.
         expected: expected size and checksum. A file of another size is not read (default None: read in any case).
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It is not a regular file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -26,12 +26,7 @@ from typing import Any
 
 from lightning_pipe.engine.common.durable_files import sync, sync_name
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.durable import (
-    discard,
-    link_files,
-    move,
-    write_json,
-)
+from lightning_pipe.recsys.dynamic.store.durable import discard, link_files, move, write_json
 from lightning_pipe.recsys.dynamic.store.folder_lock import FolderLock
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart, StoreState
 from lightning_pipe.recsys.dynamic.store.version_files import (

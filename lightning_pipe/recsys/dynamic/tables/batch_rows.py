@@ -19,11 +19,9 @@ Tickets = Sequence[tuple[RowCache, Ticket]]
 
 
 class Counter(Protocol):
-    """Counter of batches."""
+    """Counter of batches; ``RowTables`` is one."""
 
-    @property
-    def trained_step(self) -> int:
-        """Number of the last trained batch."""
+    trained_step: int
 
     def next_step(self) -> int:
         """Begin a batch and return its number."""
@@ -51,11 +49,7 @@ class BatchRows:
     """
 
     def __init__(
-        self,
-        features: KeyedJaggedTensor | None,
-        tickets: Tickets,
-        counter: Counter,
-        error: Exception | None = None,
+        self, features: KeyedJaggedTensor | None, tickets: Tickets, counter: Counter, error: Exception | None = None
     ) -> None:
         self.features = features
         self.error = error

@@ -13,15 +13,14 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
-from lightning_pipe.recsys.dynamic.cache.cached_rows import CachedRows
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, rows_folder, write_rows
@@ -29,7 +28,7 @@ from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 
-__all__ = ["DumpedRows", "RowDump", "stored_rows"]
+__all__ = ["DumpedRows", "RowDump", "with_own_ids"]
 
 _FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
@@ -130,7 +129,7 @@ class RowDump:
         """Write this rank's rows, as they were committed, to files."""
         while self._scans:
             table, scan = self._scans.popitem()
-            chunks = (stored_rows(self._caches[table].decode(keys, records)) for keys, records in scan)
+            chunks = (with_own_ids(self._caches[table].decode(keys, records)) for keys, records in scan)
             write_rows(folder, table, self._group.rank(), self._group.size(), chunks)
 
     def queued(self) -> None:
@@ -191,7 +190,6 @@ class DumpedRows:
             dump.write(rows_folder(folder, name))
 
 
-def stored_rows(rows: CachedRows) -> StoredRows:
-    """Rows with their original ids."""
-    ids = unmix(torch.from_numpy(rows.keys))
-    return StoredRows(ids, torch.tensor(rows.counts), torch.tensor(rows.last_seen), rows.columns)
+def with_own_ids(rows: StoredRows) -> StoredRows:
+    """Rows of a cache with their original ids instead of mixed ones."""
+    return replace(rows, ids=unmix(rows.ids))

@@ -25,7 +25,7 @@ from lightning_pipe.recsys.dynamic.tables.batch_ids import on_host, prefetch_on_
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
 from lightning_pipe.recsys.dynamic.tables.progress import read_progress
-from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, stored_rows
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_own_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 
@@ -55,6 +55,8 @@ class RowTables:
         group: the process group.
         description: description of the tables.
         saves: writes automatic commits in the background; None: in the foreground.
+        step: number of the last batch that has begun, which becomes ``last_seen`` of its rows.
+        trained_step: number of the last trained batch.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class RowTables:
         self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
-        self._step = self._trained_step = self._uncommitted = 0
+        self.step = self.trained_step = self._uncommitted = 0
         self._own_seed = self._seed = seed
         self._reseed = reseed
         self._existing: Existing = existing if store.base.state.committed > 0 else "keep"
@@ -96,25 +98,15 @@ class RowTables:
 
     # ------------------------------------------------------------------ batches
 
-    @property
-    def step(self) -> int:
-        """Number of the last batch that has begun, which becomes ``last_seen`` of its rows."""
-        return self._step
-
     def next_step(self) -> int:
         """Begin a batch and return its number."""
-        self._step += 1
+        self.step += 1
         self._changed = True
-        return self._step
-
-    @property
-    def trained_step(self) -> int:
-        """Number of the last trained batch."""
-        return self._trained_step
+        return self.step
 
     def trained_up_to(self, step: int) -> None:
         """Record that the batch with this number has been trained."""
-        self._trained_step = max(self._trained_step, step)
+        self.trained_step = max(self.trained_step, step)
 
     def step_ended(self) -> None:
         """Count a training step. After every ``commit_every`` steps, commit on all ranks together.
@@ -192,7 +184,7 @@ class RowTables:
         """Raise SetupError if the store has an earlier run's rows, ``existing`` is ``refuse`` and no rows were read."""
         if self._existing == "refuse":
             raise SetupError(
-                f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self._step}"
+                f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self.step}"
                 " batches, but no checkpoint was loaded. Resume from that run's checkpoint, use an empty folder, or"
                 " give the module existing='keep' to continue with the rows (and new dense parameters) or"
                 " existing='forget' to start without them"
@@ -223,11 +215,11 @@ class RowTables:
         """Copy of all cached rows in host memory, and of the progress, in a rehearsal."""
         caches = [cache.snapshot() for cache in self.caches.values()]
         steps = [one.steps for one in self._row_optimizers]
-        return caches, self._store.snapshot(), steps, self._step, self._trained_step
+        return caches, self._store.snapshot(), steps, self.step, self.trained_step
 
     def restore(self, kept: tuple[Any, ...]) -> None:
         """Restore a snapshot."""
-        caches, held, steps, self._step, self._trained_step = kept
+        caches, held, steps, self.step, self.trained_step = kept
         for cache, one in zip(self.caches.values(), caches, strict=True):
             cache.restore(one)
         self._store.restore(held)
@@ -287,7 +279,7 @@ class RowTables:
             since: first batch number; rows last seen before it are skipped (default 0: all rows).
         """
         self._ready()
-        return map(stored_rows, self.caches[table].rows(since=since))
+        return map(with_own_ids, self.caches[table].rows(since=since))
 
     def write(self, folder: Path, since: int = 0) -> None:
         """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
@@ -297,7 +289,7 @@ class RowTables:
     def progress(self) -> dict[str, str]:
         """Progress of training, stored together with written rows: step, seed and optimiser steps, as texts."""
         steps = ",".join(str(one.steps) for one in self._row_optimizers)
-        return {"step": str(self._step), "seed": str(self._seed), "optimizer_steps": steps}
+        return {"step": str(self.step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
         """Replace all rows by those that any number of ranks has written, and commit them. Collective.
@@ -317,15 +309,13 @@ class RowTables:
         same = with_states and bool(version) and version == self.version and not self._changed
         if not all(gather(same, self.group)):
             # All files are checked before any row is discarded.
-            self._together(lambda: check_rows(folder, self._columns()))
+            columns: dict[str, Columns] = {table: cache.columns for table, cache in self.caches.items()}
+            self._together(lambda: check_rows(folder, columns))
             self._together(lambda: self._read(folder, with_states))
         self._existing = "keep"
         self._set_progress(progress if with_states else {name: progress.get(name, "") for name in ("step", "seed")})
         if self._changed:
             self.commit()
-
-    def _columns(self) -> dict[str, Columns]:
-        return {table: cache.columns for table, cache in self.caches.items()}
 
     def _read(self, folder: Path, with_states: bool) -> None:
         self._changed = True
@@ -343,7 +333,7 @@ class RowTables:
         """Erase expired rows and return their number. Scans the whole store."""
         self._ready()
         self._changed = True
-        return sum(cache.purge(self._step) for cache in self.caches.values())
+        return sum(cache.purge(self.step) for cache in self.caches.values())
 
     def forget(self) -> None:
         """Discard all rows. Every rank calls it at the same point of training."""
@@ -384,7 +374,7 @@ class RowTables:
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         optimizers = len(self._row_optimizers)
         step, seed, steps = read_progress(progress, self.caches, self._own_seed, optimizers)
-        self._step = self._trained_step = step
+        self.step = self.trained_step = step
         if self._reseed is not None:
             # New rows get the initial values that they would have had in the original run.
             self._seed = seed

@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
@@ -194,6 +194,7 @@ class _RowWise:
     """Sharding options of dynamic modules: row-wise, with fused kernels."""
 
     fused_params: dict[str, Any] | None
+    kind: type[ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection]
 
     def __init__(self, comms: QuantizedComms) -> None:
         super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
@@ -205,47 +206,31 @@ class _RowWise:
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [EmbeddingComputeKernel.FUSED.value]
 
-    def _arguments(self, params: dict[str, ParameterSharding]) -> dict[str, Any]:
+    def shard(
+        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
+    ) -> Any:
         # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time.
         kernels = {**(self.fused_params or {}), "bounds_check_mode": BoundsCheckMode.NONE}
-        return {"fused_params": kernels, "qcomm_codecs_registry": self._comms.registry(params)}
+        return self.kind(
+            module,
+            params,
+            env,
+            fused_params=kernels,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
+        )
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
     """Sharder of ``DynamicEmbeddingBagCollection``."""
 
-    @property
-    def module_type(self) -> type[DynamicEmbeddingBagCollection]:
-        return DynamicEmbeddingBagCollection
-
-    def shard(
-        self,
-        module: Any,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingBagCollection:
-        return ShardedDynamicEmbeddingBagCollection(
-            module, params, env, device=device, module_fqn=module_fqn, **self._arguments(params)
-        )
+    kind = ShardedDynamicEmbeddingBagCollection
+    module_type = DynamicEmbeddingBagCollection
 
 
 class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
     """Sharder of ``DynamicEmbeddingCollection``."""
 
-    @property
-    def module_type(self) -> type[DynamicEmbeddingCollection]:
-        return DynamicEmbeddingCollection
-
-    def shard(
-        self,
-        module: Any,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingCollection:
-        return ShardedDynamicEmbeddingCollection(
-            module, params, env, device=device, module_fqn=module_fqn, **self._arguments(params)
-        )
+    kind = ShardedDynamicEmbeddingCollection
+    module_type = DynamicEmbeddingCollection

@@ -29,6 +29,17 @@ _OPERATORS = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
+# Arguments of the operators: attributes of the kernel, options of its optimiser, and what a lookup gives.
+_OF_KERNEL = {
+    *("weights_placements", "weights_offsets", "D_offsets", "total_D", "max_D", "hash_size_cumsum"),
+    *("total_hash_size_bits", "output_dtype", "momentum1_host", "momentum1_placements", "momentum1_offsets"),
+}
+_OF_OPTIONS = {
+    *("gradient_clipping", "max_gradient", "stochastic_rounding", "eps"),
+    *("weight_decay", "weight_decay_mode", "max_norm"),
+}
+_OF_LOOKUP = ("host_weights", "indices", "offsets", "pooling_mode", "indice_weights", "feature_requires_grad")
+_KNOWN = {*_OF_KERNEL, *_OF_OPTIONS, *_OF_LOOKUP, "learning_rate"}
 
 
 def look_slots_up(kernel: Any) -> bool:
@@ -87,7 +98,8 @@ class _SlotLookup:
         self._kernel = kernel
         self._operator = operator
         self._whole = whole
-        self._takes = {argument.name for argument in schema_of(operator).arguments}
+        takes = {argument.name for argument in schema_of(operator).arguments}
+        self._of_kernel, self._of_options = takes & _OF_KERNEL, takes & _OF_OPTIONS
 
     def __call__(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
@@ -96,45 +108,17 @@ class _SlotLookup:
             # Inputs that the fast lookup does not support, such as a batch size per feature.
             return self._whole(indices, offsets, per_sample_weights, **others)
         kernel = self._kernel
-        options = kernel.optimizer_args
-        given = {
-            "host_weights": kernel.weights_host,
-            "weights_placements": kernel.weights_placements,
-            "weights_offsets": kernel.weights_offsets,
-            "D_offsets": kernel.D_offsets,
-            "total_D": kernel.total_D,
-            "max_D": kernel.max_D,
-            "hash_size_cumsum": kernel.hash_size_cumsum,
-            "total_hash_size_bits": kernel.total_hash_size_bits,
-            "indices": indices,
-            "offsets": offsets.to(torch.int64),
-            "pooling_mode": int(kernel.pooling_mode.value),
-            "indice_weights": per_sample_weights,
-            "feature_requires_grad": None,
-            "gradient_clipping": options.gradient_clipping,
-            "max_gradient": options.max_gradient,
-            "stochastic_rounding": options.stochastic_rounding,
-            "learning_rate": kernel.learning_rate_tensor.item(),
-            "output_dtype": kernel.output_dtype,
-        }
-        if "momentum1_host" in self._takes:
-            for name in ("momentum1_host", "momentum1_placements", "momentum1_offsets"):
-                given[name] = getattr(kernel, name)
-            given["eps"] = options.eps
-        if "weight_decay" in self._takes:
-            given["weight_decay"] = options.weight_decay
-            given["weight_decay_mode"] = options.weight_decay_mode
-            given["max_norm"] = options.max_norm
-        return self._operator(**given)
-
-
-_KNOWN = {
-    *("host_weights", "weights_placements", "weights_offsets", "D_offsets", "total_D", "max_D", "hash_size_cumsum"),
-    *("total_hash_size_bits", "indices", "offsets", "pooling_mode", "indice_weights", "feature_requires_grad"),
-    *("gradient_clipping", "max_gradient", "stochastic_rounding", "learning_rate", "output_dtype"),
-    *("momentum1_host", "momentum1_placements", "momentum1_offsets", "eps"),
-    *("weight_decay", "weight_decay_mode", "max_norm"),
-}
+        return self._operator(
+            host_weights=kernel.weights_host,
+            indices=indices,
+            offsets=offsets.to(torch.int64),
+            pooling_mode=int(kernel.pooling_mode.value),
+            indice_weights=per_sample_weights,
+            feature_requires_grad=None,
+            learning_rate=kernel.learning_rate_tensor.item(),
+            **{name: getattr(kernel, name) for name in self._of_kernel},
+            **{name: getattr(kernel.optimizer_args, name) for name in self._of_options},
+        )
 
 
 @cache
