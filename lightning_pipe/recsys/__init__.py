@@ -12,57 +12,30 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-    from lightning_pipe.recsys.batches.token_weighted_loss import TokenCount, token_weighted_mean
-    from lightning_pipe.recsys.dynamic.store.row_files import read_rows
-    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer as BatchBalancer
+    from lightning_pipe.recsys.batches.token_weighted_loss import TokenCount as TokenCount
+    from lightning_pipe.recsys.batches.token_weighted_loss import token_weighted_mean as token_weighted_mean
+    from lightning_pipe.recsys.dynamic.store.row_files import read_rows as read_rows
+    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer as SparseOptimizer
     from lightning_pipe.recsys.modules.dynamic_modules import (
-        DynamicEmbeddingBagCollection,
-        DynamicEmbeddingCollection,
-        DynamicTable,
+        DynamicEmbeddingBagCollection as DynamicEmbeddingBagCollection,
     )
-    from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-    from lightning_pipe.recsys.sharding.replicas import make_replica_groups
-    from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
-    from lightning_pipe.recsys.tasks.actions import RecsysActions
-    from lightning_pipe.recsys.tasks.context import RecsysContext
-    from lightning_pipe.recsys.tasks.declarations import RecsysTask
-    from lightning_pipe.recsys.tasks.options import (
-        CheckOptions,
-        MemoryOptions,
-        RewriteOptions,
-        ShardingOptions,
-        WireOptions,
-    )
-    from lightning_pipe.recsys.tasks.task_list import recsys_tasks
-    from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
-
-__all__ = [
-    "PLANS",
-    "BatchBalancer",
-    "CheckOptions",
-    "DynamicEmbeddingBagCollection",
-    "DynamicEmbeddingCollection",
-    "DynamicTable",
-    "MemoryOptions",
-    "ModelRewrite",
-    "RecsysActions",
-    "RecsysContext",
-    "RecsysTask",
-    "RewriteOptions",
-    "ShardedModel",
-    "ShardingOptions",
-    "SparseOptimizer",
-    "TokenCount",
-    "TrainPipeline",
-    "WireOptions",
-    "make_replica_groups",
-    "read_rows",
-    "recsys_plan",
-    "recsys_tasks",
-    "shard_model",
-    "token_weighted_mean",
-]
+    from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingCollection as DynamicEmbeddingCollection
+    from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable as DynamicTable
+    from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite as ModelRewrite
+    from lightning_pipe.recsys.sharding.replicas import make_replica_groups as make_replica_groups
+    from lightning_pipe.recsys.sharding.shard import ShardedModel as ShardedModel
+    from lightning_pipe.recsys.sharding.shard import shard_model as shard_model
+    from lightning_pipe.recsys.tasks.actions import RecsysActions as RecsysActions
+    from lightning_pipe.recsys.tasks.context import RecsysContext as RecsysContext
+    from lightning_pipe.recsys.tasks.declarations import RecsysTask as RecsysTask
+    from lightning_pipe.recsys.tasks.options import CheckOptions as CheckOptions
+    from lightning_pipe.recsys.tasks.options import MemoryOptions as MemoryOptions
+    from lightning_pipe.recsys.tasks.options import RewriteOptions as RewriteOptions
+    from lightning_pipe.recsys.tasks.options import ShardingOptions as ShardingOptions
+    from lightning_pipe.recsys.tasks.options import WireOptions as WireOptions
+    from lightning_pipe.recsys.tasks.task_list import recsys_tasks as recsys_tasks
+    from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline as TrainPipeline
 
 # Imported on first use: if packages conflict, the error names the fix, and plans do not require TorchRec.
 _MODULES = {
@@ -89,6 +62,8 @@ _MODULES = {
     "shard_model": "sharding.shard",
     "token_weighted_mean": "batches.token_weighted_loss",
 }
+
+__all__ = ["PLANS", "recsys_plan", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,39 +12,21 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
-    from lightning_pipe.checkpoints.export import export_checkpoint
-    from lightning_pipe.llm.batches.batching import Batching
-    from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
-    from lightning_pipe.llm.parallel.dimensions import ParallelDims
-    from lightning_pipe.llm.split.options import SplitOptions
-    from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
-    from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
-    from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
-    from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
-    from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-    from lightning_pipe.strategies.language_model.pretrained import export_pretrained
-    from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
-    from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
-    from lightning_pipe.strategies.recommender.warm_start import WarmStart
-
-__all__ = [
-    "ActivationCheckpoint",
-    "AutoLLMPipelineStrategy",
-    "Batching",
-    "HFCausalLM",
-    "InProcessPipelineStrategy",
-    "LLMPipelineStrategy",
-    "ParallelDims",
-    "PipelineModule",
-    "PipelineStrategy",
-    "RecsysPipelineStrategy",
-    "SplitOptions",
-    "SplitPoint",
-    "WarmStart",
-    "export_checkpoint",
-    "export_pretrained",
-    "pipe_split",
-]
+    from lightning_pipe.checkpoints.export import export_checkpoint as export_checkpoint
+    from lightning_pipe.llm.batches.batching import Batching as Batching
+    from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint as ActivationCheckpoint
+    from lightning_pipe.llm.parallel.dimensions import ParallelDims as ParallelDims
+    from lightning_pipe.llm.split.options import SplitOptions as SplitOptions
+    from lightning_pipe.llm.split.traced_split import SplitPoint as SplitPoint
+    from lightning_pipe.llm.split.traced_split import pipe_split as pipe_split
+    from lightning_pipe.strategies.in_process import InProcessPipelineStrategy as InProcessPipelineStrategy
+    from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy as AutoLLMPipelineStrategy
+    from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM as HFCausalLM
+    from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule as PipelineModule
+    from lightning_pipe.strategies.language_model.pretrained import export_pretrained as export_pretrained
+    from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy as LLMPipelineStrategy
+    from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy as RecsysPipelineStrategy
+    from lightning_pipe.strategies.recommender.warm_start import WarmStart as WarmStart
 
 # Modules that are imported on first access, so that the other names work without their dependencies.
 _MODULES = {
@@ -66,6 +48,8 @@ _LLM_MODULES = {
     "SplitPoint": "lightning_pipe.llm.split.traced_split",
     "pipe_split": "lightning_pipe.llm.split.traced_split",
 }
+
+__all__ = ["PipelineStrategy", *_MODULES, *_LLM_MODULES]
 
 
 def __getattr__(name: str) -> Any:
