@@ -27,19 +27,6 @@ from types import ModuleType
 
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = [
-    "Installed",
-    "Stack",
-    "Stacks",
-    "check_environment",
-    "find_problem",
-    "import_torchrec",
-    "require_release",
-    "require_torch",
-    "stacks",
-    "warn_of_clash",
-]
-
 
 @dataclass(frozen=True)
 class Stack:

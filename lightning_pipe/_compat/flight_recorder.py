@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["find_mismatches", "process_groups", "recorded", "turn_on"]
-
 # Number of collectives in the ring. A newer PyTorch has 2000 by default, an older one 0.
 _RING = "1000"
 

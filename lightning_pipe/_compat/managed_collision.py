@@ -19,17 +19,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-__all__ = [
-    "ENTRIES_OF_MAP",
-    "NO_ID",
-    "EnumeratorOfAnyMap",
-    "ManagedMap",
-    "id_maps_in",
-    "is_of_map",
-    "maps_before_sharding",
-    "name_of_map",
-]
-
 NO_ID = torch.iinfo(torch.int64).max
 _IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
 ENTRIES_OF_MAP = (_IDS, _ROWS)  # in a state dict, after the map's name

@@ -24,8 +24,6 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe._compat.torch import is_view
 
-__all__ = ["KEEPS_MESSAGES", "forget_output", "is_wait", "make_detachable", "run_microbatches", "with_waits"]
-
 # True if received and sent hidden states of all micro-batches exist until the end of a step, as until PyTorch 2.14.
 KEEPS_MESSAGES = not hasattr(PipelineStage, "release_fwd_send_outputs")
 

@@ -26,18 +26,6 @@ from torch import Tensor
 
 from lightning_pipe._compat.lightning import AutomaticOptimization, ResultCollection, ResultMetric, TrainingEpochLoop
 
-__all__ = [
-    "QuickOptimization",
-    "call_callback_hooks",
-    "call_module_hook",
-    "call_strategy_hook",
-    "data_hook",
-    "end_batch",
-    "is_watched",
-    "make_quick",
-    "replaces",
-]
-
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end",
           "on_test_batch_start", "on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end")  # fmt: skip

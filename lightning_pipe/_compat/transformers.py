@@ -19,15 +19,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = [
-    "Conversion",
-    "conversions_of",
-    "is_pretrained_model",
-    "no_initialisers",
-    "not_ignored",
-    "rows_of_one_document",
-]
-
 
 def is_pretrained_model(model: nn.Module) -> bool:
     """Return True for a model of transformers, without importing it."""

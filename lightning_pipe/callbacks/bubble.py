@@ -21,8 +21,6 @@ from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measur
 from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.strategies.running_work import RunningStages, running
 
-__all__ = ["BubbleMonitor", "bubble_table"]
-
 _KEPT = 1000  # steps; more would hardly change the medians
 
 

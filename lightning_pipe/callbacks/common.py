@@ -15,15 +15,6 @@ from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
-__all__ = [
-    "CallbackWithGroup",
-    "checked_path",
-    "log_values",
-    "loop_of",
-    "numbered",
-    "pipeline_of",
-]
-
 
 def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
     """Loop that runs tasks. The callback must have checked in ``on_fit_start`` that the trainer has one."""

@@ -15,8 +15,6 @@ from lightning_pipe.engine import ProfileResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["cost_figure", "log_figure"]
-
 
 def cost_figure(profile: ProfileResult) -> Figure:
     """Bar chart of each task's own and exposed time in ms, with confidence intervals for the exposed time."""

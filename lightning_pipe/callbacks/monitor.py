@@ -32,8 +32,6 @@ from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running_work import running
 
-__all__ = ["PipelineMonitor", "leave_step_out"]
-
 _FEWEST = 3  # iterations of an epoch below which no verdict is given
 _LATEST = 1000  # steps of an epoch over which the median wait is taken
 

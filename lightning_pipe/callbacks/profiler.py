@@ -29,8 +29,6 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
 from lightning_pipe.strategies.running_work import running
 
-__all__ = ["PipelineProfiler"]
-
 _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
 _TRACED = 6  # batches traced before a profile, for the report's timeline
 

@@ -14,8 +14,6 @@ from lightning_pipe.engine.observe.timeline import EVALUATION, Bar, task_bars
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.strategies.running_work import Running
 
-__all__ = ["Recording"]
-
 _ENDS = 5  # batch ends to keep; a picture shows no more batches
 
 

@@ -14,8 +14,6 @@ from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import Timeline
 
-__all__ = ["require_plotly", "write_report"]
-
 _HIDDEN = 0.5  # smallest part of a task's own time that must overlap for the task to be called hidden
 # Needed because the simulation assumes that exchanges take no time on the rank's cores.
 _SHARED = (

@@ -18,8 +18,6 @@ from lightning_pipe.engine.observe.timeline import WAITS, Bar, Timeline
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["cost_chart", "timeline_chart", "what_if_chart"]
-
 _STRONG, _LIGHT, _BETTER, _WORSE, _SAME = "#0072B2", "#B9CFE0", "#009E73", "#D55E00", "#9AA5B1"
 _FONT = {
     "family": "system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif",

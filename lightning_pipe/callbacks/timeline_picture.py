@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-__all__ = ["draw_timeline", "require_matplotlib"]
-
 # The colours of Okabe and Ito without black, and one more, which colour-blind readers can distinguish. Adjacent batches
 # never share a colour.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")

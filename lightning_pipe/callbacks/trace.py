@@ -23,8 +23,6 @@ from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running_work import running
 
-__all__ = ["PipelineTrace"]
-
 _DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 
-__all__ = ["StepUse", "Straggler", "Verdict", "find_straggler", "find_verdict", "forward_wait", "rank_waits"]
-
 # Tasks that spend their time waiting for other ranks, if there are several.
 _FORWARD_WAITS = ("EmbInputDistWait", "EmbPrefetch")
 _BACKWARD_WAITS = ("FinalizeGrads",)

@@ -13,8 +13,6 @@ from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.engine.planning.simulation import simulate
 
-__all__ = ["IN_ORDER", "WhatIf", "ask_what_if"]
-
 _FACTORS = (0.5, 2, 4, 10)
 _RANKS = tuple(2**power for power in range(1, 13))
 _NETWORK, _NUMBER = "another network", "another number of ranks"

@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lightning_pipe._compat.torch import timeout_of
 
-__all__ = ["BackgroundSave", "HostCopies"]
-
 
 class HostCopies(dcp.DefaultSavePlanner):
     """Save planner that holds host copies of this rank's part of a state, taken when the planner is created.

@@ -34,8 +34,6 @@ from lightning_pipe.checkpoints.stage_layout import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.whole_file import whole_file
 
-__all__ = ["export_checkpoint"]
-
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
 # Entries of a sharded model that are left out of the file: its optimisers hold no tables, those of one device do.

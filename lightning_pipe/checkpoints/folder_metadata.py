@@ -33,8 +33,6 @@ from lightning_pipe.checkpoints.inert_tensors import DTYPES
 from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, described
 from lightning_pipe.checkpoints.remote_folder import Folder
 
-__all__ = ["load_metadata"]
-
 # Maximum nesting depth of a value in dicts and lists, and in lists alone.
 _LEVELS, _LISTS = 16, 8
 # Maximum number of dimensions along which the chunks of a tensor are smaller than the tensor.

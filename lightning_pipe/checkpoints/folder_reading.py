@@ -30,20 +30,6 @@ from lightning_pipe.checkpoints.whole_folder import restore_replaced
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather
 
-__all__ = [
-    "EXPORTED_FROM",
-    "check_stages",
-    "differences",
-    "fill_alone",
-    "fill_from_folder",
-    "misfits",
-    "read_metadata",
-    "read_rest",
-    "read_whole",
-    "room",
-    "sizes_on_ranks",
-]
-
 # Key of an exported file for the name of its source folder. It is shown if the file is given in place of the folder.
 EXPORTED_FROM = "lightning_pipe_exported_from"
 

@@ -29,8 +29,6 @@ from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
 
-__all__ = ["DYNAMIC_ROWS", "META", "CheckpointPart", "WriteFolder", "reasons", "write_folder", "write_in_background"]
-
 T = TypeVar("T")
 # Signature of write_folder, whose last argument is optional.
 WriteFolder = Callable[..., None]

@@ -19,8 +19,6 @@ import torch
 
 from lightning_pipe.checkpoints.inert_values import Call, Pending, _Refused, check_key, described, whole_size
 
-__all__ = ["ARRAY_CALLS", "PLAIN_CALLS"]
-
 # ---------------------------------------------------------------------- plain types
 
 

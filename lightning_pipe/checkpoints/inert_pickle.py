@@ -24,8 +24,6 @@ from typing import Any
 
 from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, check_key, check_tree, described
 
-__all__ = ["BUDGET", "load_inert"]
-
 # Default memory budget for the objects of a pickle, in bytes. A reader that expects larger pickles passes more.
 BUDGET = 128 * 2**20
 # Upper bounds in bytes for one opcode (a dictionary with its entries in the stack and memo) and one call (a tensor).

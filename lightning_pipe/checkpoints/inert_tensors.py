@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_pipe.checkpoints.inert_values import Call, _Refused, described, whole_size
 
-__all__ = ["DTYPES", "STORAGE_KINDS", "TENSOR_CALLS", "TOKENS", "InertStorage"]
-
 # Maximum size in bytes of a tensor that is larger than its storage. Expanded tensors are.
 _EXPANDED = 2**20
 _STORAGES = {

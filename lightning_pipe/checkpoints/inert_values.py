@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Call", "Pending", "check_key", "check_tree", "described", "whole_size"]
-
 # Limits of a result: nesting depth, and number of objects, where an object counts once for each reference to it.
 _DEPTH, _TREE = 100, 5_000_000
 

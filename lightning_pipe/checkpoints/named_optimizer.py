@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 
-__all__ = ["Group", "by_name", "held_names", "listed", "merge_groups", "optimizer_problems", "pack_state"]
-
 Group = dict[str, Any]
 
 

@@ -27,17 +27,6 @@ from fsspec.core import has_magic, url_to_fs
 
 from lightning_pipe.engine import SetupError
 
-__all__ = [
-    "Folder",
-    "RemotePath",
-    "begin_remote",
-    "finish_remote",
-    "local_copy",
-    "open_folder",
-    "place_of",
-    "remove_remote",
-]
-
 # Size of a read request in bytes, in which small values that are stored in sequence are read together.
 _BLOCK = 2**25
 _LARGEST_MARKER = 2**12

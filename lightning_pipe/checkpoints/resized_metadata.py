@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["resized_metadata"]
-
 
 def resized_metadata(saved: dcp.Metadata, tensors: Mapping[str, tuple[torch.Size, int, int]]) -> dcp.Metadata:
     """Return a copy of the metadata in which the named tensors have other numbers of rows.

@@ -39,8 +39,6 @@ from lightning_pipe.checkpoints.torch_file import known_name, load_torch_file, o
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
 
-__all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_names"]
-
 # Packages that register their own classes with torch.serialization, without the user's consent.
 _REGISTERED = ("numpy.", "tensordict.", "torch._dynamo.", "torch.distributed.", "torch.nested.", "torch.return_types.")
 

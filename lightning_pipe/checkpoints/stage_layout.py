@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["KIND", "MODEL", "OPTIMIZERS", "TIED", "optimizer_part", "other_names", "with_other_names"]
-
 KIND = "under LLMPipelineStrategy. Give the path of one, or load the model's state before it is split"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 # Key for the alternative names of tied parameters, which are written once, under their first name.

@@ -24,8 +24,6 @@ from lightning_pipe.checkpoints.inert_pickle import load_inert
 from lightning_pipe.checkpoints.inert_tensors import DTYPES, STORAGE_KINDS, TENSOR_CALLS, TOKENS, InertStorage
 from lightning_pipe.checkpoints.inert_values import Call, _Damaged, _Refused, described
 
-__all__ = ["known_name", "load_torch_file", "open_archive", "pickle_of"]
-
 # Maximum size in bytes of an archive's central directory. The zip module uses ten times as much memory for it.
 _DIRECTORY = 2**23
 # Size in bytes of the records at the end of an archive that locate the central directory, with the longest comment.

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from lightning_pipe.engine.common.durable_files import sync, sync_all, sync_name
 
-__all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "remove_folder", "restore_replaced"]
-
 
 def folder_to_write(folder: Path) -> Path:
     """Temporary path of a folder while it is written."""

@@ -17,8 +17,6 @@ from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.flight_dump import FORMAT, PATTERN
 
-__all__ = ["diagnose"]
-
 _LARGEST = 64 * 2**20  # bytes of a dump
 _MOST = 5  # sentences
 _LIBRARIES = re.compile(r"site-packages|dist-packages|lib/python3|<frozen|/lightning_pipe/")

@@ -18,8 +18,6 @@ from lightning_pipe.cli.training import Parser, PipelineCLI
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
 
-__all__ = ["export"]
-
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
 Make one artefact for a server from a checkpoint folder of a recsys strategy, on any number of ranks, local or a URL:

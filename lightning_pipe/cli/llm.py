@@ -25,8 +25,6 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
-__all__ = ["estimate_table", "main"]
-
 _ESTIMATE = """\
 Estimate whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and how large its bubble is,
 without training, starting processes or allocating the model. Bytes are determined by running the layers on meta

@@ -25,8 +25,6 @@ from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.pipe.plans import backward_plan, forward_plan, one_forward_one_backward_plan
 from lightning_pipe.strategies.registry import STRATEGIES
 
-__all__ = ["find_plan", "main"]
-
 _SIMULATE = """\
 Predict the iteration time of each plan by simulation, from the costs of its tasks and the latency and bandwidth of a
 network, for any number of ranks. Costs are either a profile.json written by the callback PipelineProfiler, preferably

@@ -16,8 +16,6 @@ from lightning_pipe.engine.planning.costs_yaml import CostsFile
 from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.engine.planning.prediction import PlanPrediction, ScalingBreak
 
-__all__ = ["assumed_cores", "simulation_report"]
-
 
 def simulation_report(
     predictions: Sequence[PlanPrediction],

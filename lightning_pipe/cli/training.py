@@ -20,8 +20,6 @@ from lightning_pipe.environment import check_environment
 from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
 
-__all__ = ["Parser", "PipelineCLI", "count"]
-
 
 class Parser(LightningArgumentParser):
     """Lightning's parser, whose errors explain how to pass options to a strategy."""

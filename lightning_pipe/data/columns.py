@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.common.safe_text import shown
 
-__all__ = ["Column", "columns_of", "read_column"]
-
 Array = NDArray[Any]
 Default = float | Sequence[float]
 

@@ -14,8 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.data.columns import Column, Default, columns_of, read_column
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = ["JaggedCollator"]
-
 
 class JaggedCollator:
     """Collates columns into a batch, without a Python loop over rows for Arrow, NumPy and PyTorch.

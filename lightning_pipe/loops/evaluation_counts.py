@@ -18,8 +18,6 @@ from torch.utils.data import IterableDataset
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather_or_raise
 
-__all__ = ["UNEVEN_ADVICE", "BatchCounts", "compare_counts"]
-
 UNEVEN_ADVICE = (
     "All ranks work together on every batch. Let ranks without a batch join the other ranks"
     " (uneven_evaluation='join'), or give all ranks the same number of batches, with a sampler that pads or with"

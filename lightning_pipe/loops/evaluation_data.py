@@ -42,8 +42,6 @@ from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.uneven_evaluation import Logged, Turn, log_for_others, recorded_logs
 
-__all__ = ["EvaluationData"]
-
 Transfer = Callable[[Any], Any]
 
 

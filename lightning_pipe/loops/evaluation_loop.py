@@ -24,8 +24,6 @@ from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.loops.uneven_evaluation import align_metrics
 
-__all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
-
 _KEY = "lightning_pipe"
 
 

@@ -14,8 +14,6 @@ import lightning.pytorch as pl
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.uneven_evaluation import Turn
 
-__all__ = ["BringsEvaluation", "JoinsEvaluation"]
-
 Transfer = Callable[[Any], Any]
 
 

@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.torch import default_store
 
-__all__ = ["install_interrupted_saves"]
-
 # An error or a signal that all ranks receive reaches them within less than this time.
 _WAIT = timedelta(seconds=5)
 _KEY = "lightning_pipe/interrupted"

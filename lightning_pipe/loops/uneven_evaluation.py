@@ -32,8 +32,6 @@ from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultM
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather
 
-__all__ = ["Logged", "Turn", "UnevenEvaluation", "align_metrics", "log_for_others", "recorded_logs"]
-
 # Handling of evaluations in which some ranks have fewer batches.
 UnevenEvaluation = Literal["join", "error"]
 

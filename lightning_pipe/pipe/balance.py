@@ -24,8 +24,6 @@ from lightning_pipe.engine.planning.shares import contiguous_shares
 from lightning_pipe.pipe.scatter import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
-__all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "even_shares"]
-
 
 def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
     """Split a list of costs into contiguous shares whose largest sum is as small as possible.

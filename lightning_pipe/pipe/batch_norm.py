@@ -13,8 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, position
 
-__all__ = ["DeferredBatchNorm", "defer_batch_norm", "undefer_batch_norm"]
-
 
 class DeferredBatchNorm(_BatchNorm):
     """Normalises each micro-batch by its own mean and variance, and updates running statistics once per mini-batch.

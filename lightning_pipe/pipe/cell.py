@@ -28,8 +28,6 @@ from lightning_pipe.pipe.position import Position
 from lightning_pipe.pipe.randomness import MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips
 
-__all__ = ["Cell", "Gradients", "MiniBatch", "Passed"]
-
 
 @dataclass
 class Passed:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import pytree
 
-__all__ = ["Copier", "Sent"]
-
 
 @dataclass(frozen=True)
 class Sent:

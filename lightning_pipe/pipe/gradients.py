@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["GradientSums", "attach", "attach_loss"]
-
 # Maps gradients of the outputs to gradients of inputs and parameters.
 Backward = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
 

@@ -20,8 +20,6 @@ from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
 from lightning_pipe.pipe.scatter import rows_of, scatter
 
-__all__ = ["LossFunction", "MicroLoss", "MiniBatchLoss", "Reduction", "total_of"]
-
 LossFunction = Callable[[Any, Any], Tensor]
 Reduction = Literal["mean", "sum"]
 

@@ -21,8 +21,6 @@ from lightning_pipe.pipe.position import Position, at
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, using
 
-__all__ = ["Modes", "NamedBuffer", "Partition"]
-
 # One flag per module: True if the module is in training mode.
 Modes = tuple[bool, ...]
 # Module, name of the buffer in the module, and the buffer.

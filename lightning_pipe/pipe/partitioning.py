@@ -19,8 +19,6 @@ from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes
 
-__all__ = ["Checkpoint", "check_checkpoint", "check_sequential", "make_partitions"]
-
 Checkpoint = Literal["always", "except_last", "never"]
 
 

@@ -22,8 +22,6 @@ from lightning_pipe.pipe.scatter import gather, rows_of, to_device
 from lightning_pipe.pipe.scheduler import Scheduler
 from lightning_pipe.pipe.skip import SkipRoute
 
-__all__ = ["Pipe", "pipe_loss"]
-
 
 class Pipe(nn.Module):
     """Splits the layers of a Sequential into partitions that work on different micro-batches at the same time.

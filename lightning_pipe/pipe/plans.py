@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from lightning_pipe.pipe.skip import SkipRoute
 
-__all__ = ["TaskFunction", "backward_plan", "forward_plan", "one_forward_one_backward_plan", "work_of"]
-
 # Function of a task, called with the index of the partition and the context.
 TaskFunction = Callable[[int, IterContext], None]
 

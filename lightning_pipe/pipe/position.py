@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Position", "is_recomputing", "position"]
-
 
 class Position(NamedTuple):
     """Position of a running pipe.

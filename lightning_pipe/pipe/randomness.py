@@ -19,8 +19,6 @@ from torch import Tensor
 from lightning_pipe._compat.torch import TorchDispatchMode, pytree, saved_tensor_hooks, schema_of
 from lightning_pipe.engine import SetupError
 
-__all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
-
 # Held while a thread has replaced the state of a shared generator.
 _lock = threading.Lock()
 _MIXED = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: adjacent counts give seeds far apart

@@ -11,8 +11,6 @@ from lightning_pipe.engine.observe.timeline import BACKWARD, FORWARD, RECOMPUTE,
 from lightning_pipe.pipe.pipe import Pipe
 from lightning_pipe.pipe.plans import work_of
 
-__all__ = ["PartitionRecorder"]
-
 _KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
 
 

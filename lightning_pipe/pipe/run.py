@@ -26,8 +26,6 @@ from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
 from lightning_pipe.pipe.scatter import rows_of, scatter, to_device
 from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
-__all__ = ["Run"]
-
 
 class Run:
     """One mini-batch in a pipe.

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
 
-__all__ = ["gather", "rows_of", "scatter", "to_device"]
-
 
 def rows_of(value: Any) -> int:
     """Number of rows of a mini-batch: the common length of the first dimension of all its tensors.

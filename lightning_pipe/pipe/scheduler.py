@@ -31,8 +31,6 @@ from lightning_pipe.pipe.plans import (
 )
 from lightning_pipe.pipe.skip import SkipRoute
 
-__all__ = ["MicroBatch", "Scheduler"]
-
 Result = TypeVar("Result")
 
 

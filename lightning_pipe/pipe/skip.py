@@ -31,19 +31,6 @@ from torch import nn
 
 from lightning_pipe.engine import SetupError
 
-__all__ = [
-    "Namespace",
-    "SkipKey",
-    "SkipRoute",
-    "Skips",
-    "isolate",
-    "pop",
-    "skip_keys",
-    "skip_routes",
-    "skippable",
-    "stash",
-]
-
 T = TypeVar("T", bound=nn.Module)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable as DynamicTable
     from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite as ModelRewrite
     from lightning_pipe.recsys.sharding.replicas import make_replica_groups as make_replica_groups
-    from lightning_pipe.recsys.sharding.shard import ShardedModel as ShardedModel
     from lightning_pipe.recsys.sharding.shard import shard_model as shard_model
+    from lightning_pipe.recsys.sharding.sharded_model import ShardedModel as ShardedModel
     from lightning_pipe.recsys.tasks.actions import RecsysActions as RecsysActions
     from lightning_pipe.recsys.tasks.context import RecsysContext as RecsysContext
     from lightning_pipe.recsys.tasks.declarations import RecsysTask as RecsysTask
@@ -50,7 +50,7 @@ _MODULES = {
     "RecsysContext": "tasks.context",
     "RecsysTask": "tasks.declarations",
     "RewriteOptions": "tasks.options",
-    "ShardedModel": "sharding.shard",
+    "ShardedModel": "sharding.sharded_model",
     "ShardingOptions": "tasks.options",
     "SparseOptimizer": "kernels.table_optimizer",
     "TokenCount": "batches.token_weighted_loss",

@@ -17,8 +17,6 @@ from packaging.version import InvalidVersion, Version
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 
-__all__ = ["checked_contents"]
-
 # Fields of ModelCheckpoint's state that contain the path of a checkpoint, which it may delete later.
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 _MOST = 2**53  # larger than any number of batches

@@ -28,8 +28,6 @@ from lightning_pipe.engine.common.options import check_flags
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.strategies.base import DistributedStrategy
 
-__all__ = ["FolderCheckpointStrategy"]
-
 
 class FolderCheckpointStrategy(DistributedStrategy):
     """Base class of strategies whose ranks write and read a checkpoint together.

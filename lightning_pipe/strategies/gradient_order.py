@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["gradient_order", "settle_gradient_order"]
-
 
 def gradient_order(model: DistributedDataParallel) -> list[str]:
     """Names of the parameters in the order of their gradients, bucket after bucket."""

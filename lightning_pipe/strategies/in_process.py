@@ -33,8 +33,6 @@ from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
 from lightning_pipe.strategies.running_work import Running
 
-__all__ = ["InProcessPipelineStrategy"]
-
 _BALANCES = ("parameters", *get_args(Measure))
 _CHUNKS = 4  # micro-batches per partition: the bubble is then less than 1/5 of the time
 

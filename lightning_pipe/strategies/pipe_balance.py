@@ -14,8 +14,6 @@ from torch import nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.balance import balance_by_memory, balance_by_time
 
-__all__ = ["Measure", "measured_balance"]
-
 Measure = Literal["time", "memory"]
 
 

@@ -24,8 +24,6 @@ from lightning_pipe.engine.planning.plan_choice import best_by_hand, typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
-__all__ = ["AUTO", "AutoOptions", "choice_report", "tell_choice", "write_choice"]
-
 # Value of the argument ``plan`` that requests a search during training.
 AUTO = "auto"
 

@@ -11,8 +11,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["check_nodes", "own_processes", "started_by_torchrun"]
-
 # Slurm's numbers of batch scripts and shells, which are no job steps, begin here (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
 _NO_STEPS = 0xFFFFFFF0
 

@@ -11,8 +11,6 @@ import yaml
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["LANGUAGE_MODEL", "RECOMMENDER", "refuse_renamed"]
-
 # Former arguments of the strategies for language models, with the option fields that replace them.
 _OF_SPLIT = (
     *("layers_per_stage", "layer_ranges", "balance", "input_weight", "output_weight", "split_spec", "split_policy"),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from lightning_pipe.llm.run.runner import PipelineRunner
     from lightning_pipe.llm.schedules.named import ScheduleSpec
 
-__all__ = ["MicroBatchRecorder", "Running", "RunningStages", "running"]
-
 
 class MicroBatchRecorder(Protocol):
     """Records the work of stages or partitions on micro-batches, from construction until :meth:`stop`."""

@@ -16,7 +16,8 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from tests.rounding import Reference
 
 CPU = torch.device("cpu")

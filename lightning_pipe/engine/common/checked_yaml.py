@@ -16,8 +16,6 @@ import yaml
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.safe_text import printable, shown
 
-__all__ = ["check_keys", "load_mapping"]
-
 # A plan of a hundred tasks has 15 kB, 2,000 values and 4 levels. The largest file within these limits is read in 1 s.
 _MOST_CHARACTERS = 2**18
 _MOST_VALUES = 20_000

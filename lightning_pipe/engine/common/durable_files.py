@@ -12,8 +12,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["sync", "sync_all", "sync_name", "write_file"]
-
 
 def sync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on disk."""

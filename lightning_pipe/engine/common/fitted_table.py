@@ -11,8 +11,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = ["FittedTable", "print_report"]
-
 _WIDE = 10_000  # characters; wider than any table
 _GAP = "   "
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from lightning_pipe.engine.common.errors import PipelineError, SetupError
 
-__all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers", "option_group"]
-
 Group = TypeVar("Group")
 
 

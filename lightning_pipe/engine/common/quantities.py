@@ -9,8 +9,6 @@ from fractions import Fraction
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 
-__all__ = ["parse_bandwidth", "parse_duration", "parse_size"]
-
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # both Unicode signs for micro
 _LONGEST = 100  # characters; Python refuses to convert more than 4,300 digits

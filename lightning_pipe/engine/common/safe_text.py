@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import reprlib
 
-__all__ = ["printable", "shown"]
-
 _MOST = 200  # characters
 
 

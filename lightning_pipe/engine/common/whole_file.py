@@ -11,8 +11,6 @@ from pathlib import Path
 
 from lightning_pipe.engine.common.durable_files import sync_name
 
-__all__ = ["whole_file"]
-
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:

@@ -15,8 +15,6 @@ from typing import Any
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
 
-__all__ = ["trace_events", "write_trace"]
-
 _TICK = 1e-3  # microseconds; times are written with three decimals
 
 

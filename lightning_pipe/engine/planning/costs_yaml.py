@@ -37,8 +37,6 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.planning.costs import LONGEST, TaskCost
 from lightning_pipe.engine.planning.network import CollectiveKind, Message
 
-__all__ = ["CostsFile", "load_costs"]
-
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _KEYS = ("between_ms", "cores", "device_streams", "network", "tasks")
 _TASK_KEYS = ("ms", "resource", "launch_ms", *_KINDS, "background_ms", "background_resource", "waited_by")

@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["best_by_hand", "contenders", "fastest", "most_found", "typical"]
-
 K = TypeVar("K", bound=Hashable)  # key of a plan, such as its name
 
 # Highest probability of choosing a found plan that is not faster than the hand-written ones.

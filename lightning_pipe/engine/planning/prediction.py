@@ -11,8 +11,6 @@ from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 
-__all__ = ["PlanPrediction", "ScalingBreak", "first_break", "predict"]
-
 _WORSE = 1.1  # ratio to the time with the fewest ranks above which a plan breaks
 
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Collection
 from itertools import pairwise
 
-__all__ = ["contiguous_shares"]
-
 
 def contiguous_shares(
     items: int,

@@ -13,8 +13,6 @@ from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
-__all__ = ["check_one_order", "turns_of"]
-
 
 def check_one_order(
     plan: str, tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool

@@ -14,8 +14,6 @@ from pathlib import Path
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.spec import PlanSpec
 
-__all__ = ["named", "plan_file", "read_text"]
-
 _MOST_BYTES = 2**22  # a profile of ten thousand tasks; readers of YAML allow less
 
 

@@ -18,9 +18,6 @@ from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.planning.costs import LONGEST
 
-__all__ = ["ProfileResult", "TaskProfile"]
-
-
 # Share of a task's own time. The hidden share is shown if its interval extends at most this far to each side.
 _KNOWN = 0.25
 # Share of an iteration. An interval within this distance of 0 shows that the exposed time is negligible.

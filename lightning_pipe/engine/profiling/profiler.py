@@ -26,8 +26,6 @@ from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.engine.runtime.pipeline import SWPipeline
 
-__all__ = ["Keeper", "TaskProfiler"]
-
 _RESAMPLES = 2000
 # A task counts as reduced by the replay of another task if at most this share of its time is left.
 _LEFT = 0.5

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from lightning_pipe.engine.common.errors import PipelineError, PlanError
 from lightning_pipe.engine.ranks.together import communicating_device, gather, is_alone
 
-__all__ = ["check_agreement"]
-
 Entry = tuple[str, str]
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_pipe._compat.torch import ALL_TO_ALL_SINGLE, backend_of
 from lightning_pipe.engine.ranks.together import shares_host
 
-__all__ = ["exchanging", "gains_from_messages", "without_exchange"]
-
 _CPU = torch.device("cpu")
 # Message tags are int32 and wrap around.
 _TAGS = 2**31

@@ -25,8 +25,6 @@ from lightning_pipe._compat.flight_recorder import process_groups, recorded, tur
 from lightning_pipe.engine.common.errors import text_of
 from lightning_pipe.engine.common.whole_file import whole_file
 
-__all__ = ["FORMAT", "PATTERN", "FlightDump", "places"]
-
 FORMAT = "lightning_pipe flight dump 1"
 PATTERN = "flight_rank_*.json"
 # Seconds between two looks at the request, and limit of the wait for other ranks' dumps after a timeout.

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_thread, present_as_gloo, timeout_of
 
-__all__ = ["default_timeout", "new_group"]
-
 # Name of the backend in PyTorch's registry.
 _NAME = "gloo_of_lightning_pipe"
 

@@ -18,21 +18,6 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError, text_of
 
-__all__ = [
-    "any_of",
-    "communicating_device",
-    "from_rank",
-    "gather",
-    "gather_or_raise",
-    "gather_to_first",
-    "is_alone",
-    "on_all_ranks",
-    "place_of_process",
-    "raise_gathered",
-    "raise_together",
-    "shares_host",
-]
-
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 Kind = type[PipelineError]

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["ByReference", "Captured", "capture"]
-
 Grafts = Callable[[Tensor], Tensor]
 
 # Never copied: they hold no data of an iteration, or are shared by all iterations.

@@ -12,8 +12,6 @@ import os
 import threading
 from functools import cache
 
-__all__ = ["keep_garbage_from_forks"]
-
 
 @cache
 def keep_garbage_from_forks() -> None:

@@ -20,9 +20,6 @@ from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.runtime.executor import Entered, Executor, Operation, Slot
 
-__all__ = ["Periods", "ends_on_interrupt"]
-
-
 S = TypeVar("S", bound="Periods")
 P = ParamSpec("P")
 T = TypeVar("T")

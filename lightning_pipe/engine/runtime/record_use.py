@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["record_use"]
-
 
 def record_use(value: Any) -> None:
     """Record the current stream as a user of every device tensor in *value*. CPU tensors are ignored.

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask
 from lightning_pipe.engine.runtime.captured import Captured, capture
 
-__all__ = ["Key", "Shortcut", "graft"]
-
 Key = Callable[[IterContext], Hashable]
 
 

@@ -27,8 +27,6 @@ from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops.data.next_batch_status import Statuses
 
-__all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
-
 # A batch, True if it is the loader's last one, and the positions of loaders and random streams after it.
 Fetched = tuple[Any, bool, dict[str, Any]]
 # Behavior in an epoch in which some ranks have fewer batches.

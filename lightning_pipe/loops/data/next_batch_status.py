@@ -31,8 +31,6 @@ try:
 except ImportError:  # not a POSIX system, so the board is not available
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Collected", "ReducedStatuses", "StatusBoard", "StatusGroup", "Statuses", "statuses_of"]
-
 
 class Collected(NamedTuple):
     """Smallest and largest number that any rank posted, and True if any rank posted the flag."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["EndsWithRank", "ending_with_rank"]
-
 # Seconds between two checks, as in PyTorch's workers.
 _PERIOD = 5.0
 

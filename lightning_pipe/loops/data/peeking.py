@@ -11,8 +11,6 @@ from typing import Any
 
 from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched, Source, given_again
 
-__all__ = ["BatchesOfLoader", "PeekingSource", "dataloader_of"]
-
 
 class PeekingSource:
     """Source of batches that can read the next batch without returning it."""

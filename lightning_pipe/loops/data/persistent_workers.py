@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["starting_without_a_draw", "workers_wait"]
-
 
 def workers_wait(loader: Any) -> bool:
     """Return True if a loader's persistent workers have been started and wait for its next iteration."""

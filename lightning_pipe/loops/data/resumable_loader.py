@@ -36,19 +36,6 @@ from lightning_pipe.loops.data.random_streams import damage_named, get_states, p
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.shared_order import MOST, batches_left, order_of
 
-__all__ = [
-    "State",
-    "can_resume",
-    "draws_nothing",
-    "end_of_epoch",
-    "fixed",
-    "is_resumable",
-    "load_states",
-    "resumable",
-    "share_samplers",
-    "snapshot",
-]
-
 State = dict[str, Any]
 
 _CPU = torch.device("cpu")  # device of the generators that a sampler draws from

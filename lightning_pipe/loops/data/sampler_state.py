@@ -22,8 +22,6 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.loops.data.random_streams import damage_named, pack_bytes, unpack_bytes
 
-__all__ = ["SamplerState"]
-
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 2**53  # above any count
 # Attribute of a sampler that holds its first counters, which are needed for the lifetime of the sampler.

@@ -16,8 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_pipe.engine.common.safe_text import shown
 
-__all__ = ["MOST", "batches_left", "of_other_ranks", "order_of"]
-
 State = dict[str, Any]
 MOST = 2**53  # above any count of samples, and any epoch
 

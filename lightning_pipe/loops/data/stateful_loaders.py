@@ -41,17 +41,6 @@ from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, fixe
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.torchdata_samplers import is_from
 
-__all__ = [
-    "IteratorState",
-    "iterator_states",
-    "load_iterators",
-    "loader_states",
-    "next_iterators",
-    "positions_after",
-    "positions_at_end",
-    "watch",
-]
-
 # States of the loaders, and of their iterators, in the same order.
 Positions = tuple[list[Any], list["IteratorState | None"]]
 

@@ -10,8 +10,6 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import Dataset, SequentialSampler
 
-__all__ = ["is_from", "shuffled_over_ranks"]
-
 
 def is_from(project: str, one: Any) -> bool:
     """Return True if the class of *one* is defined in *project*, or derived from such a class."""

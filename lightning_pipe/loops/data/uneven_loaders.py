@@ -18,8 +18,6 @@ from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DistributedSampler
 
-__all__ = ["uneven_loaders"]
-
 _WARNING = "Using `DistributedSampler` with the dataloaders"
 
 

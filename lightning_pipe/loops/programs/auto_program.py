@@ -31,8 +31,6 @@ from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
 
-__all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
-
 # Called with the seconds of each task, by name, and the seconds of an iteration outside of tasks. Returns plans to try,
 # best first.
 Proposal = Callable[[Mapping[str, float], float], Sequence[PipelinePlan]]

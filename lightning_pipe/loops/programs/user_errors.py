@@ -10,8 +10,6 @@ import torch.distributed as dist
 from lightning_pipe.engine import PipelineError, TaskError
 from lightning_pipe.engine.common.errors import text_of
 
-__all__ = ["is_of_group", "note_lost_rank", "user_error"]
-
 
 def user_error(error: TaskError) -> BaseException:
     """Return the exception to raise for a failed task: users' exceptions keep their type, as in Lightning's loop.

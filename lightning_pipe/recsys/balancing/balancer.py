@@ -30,8 +30,6 @@ from lightning_pipe.recsys.balancing.gather import Gathered, Gathering, Room, ch
 from lightning_pipe.recsys.balancing.partition import Ranks, imbalance, loads_of, partition
 from lightning_pipe.recsys.balancing.samples import Samples, take_apart
 
-__all__ = ["Balance", "BalanceReport", "BatchBalancer", "make_balancer"]
-
 Workload = Callable[[Any], torch.Tensor]
 
 _SAME_FORM = ": pad rows to one width on all ranks, or make the part jagged (a KeyedJaggedTensor or JaggedTensor)"

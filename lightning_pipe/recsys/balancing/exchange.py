@@ -19,8 +19,6 @@ from lightning_pipe.recsys.balancing.gather import Gathered
 from lightning_pipe.recsys.balancing.partition import Ranks
 from lightning_pipe.recsys.balancing.samples import Samples
 
-__all__ = ["ExchangeKind", "exchange"]
-
 ExchangeKind = Literal["all_to_all", "all_gather"]
 
 # Bytes from each rank to each rank: [source, destination].

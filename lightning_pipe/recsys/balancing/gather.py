@@ -23,8 +23,6 @@ import torch.distributed as dist
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.balancing.samples import Samples
 
-__all__ = ["Gathered", "Gathering", "Room", "check_workloads"]
-
 _HEAD = 4
 
 

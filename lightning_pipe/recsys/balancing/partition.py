@@ -34,8 +34,6 @@ import numpy.typing as npt
 
 from lightning_pipe.recsys.kernels.native import library
 
-__all__ = ["imbalance", "loads_of", "partition"]
-
 # Imbalance at which swapping stops, and the maximum number of swaps per rank.
 _ENOUGH = 1.001
 _SWAPS = 8

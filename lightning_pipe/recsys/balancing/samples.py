@@ -23,8 +23,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, field_names
 
-__all__ = ["Samples", "take_apart"]
-
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 

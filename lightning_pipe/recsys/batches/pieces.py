@@ -16,8 +16,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_pipe._compat.torchrec import same_tensors
 
-__all__ = ["PIECES", "Attribute", "Item", "Path", "children", "describe", "field_names", "follow", "same_piece", "walk"]
-
 PIECES = (torch.Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
 _OPAQUE = (str, bytes, bytearray, bool, int, float, complex, type, torch.nn.Module)
 

@@ -20,8 +20,6 @@ from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import communicating_device
 
-__all__ = ["TokenCount", "token_weighted_mean"]
-
 # Process group for the counts of each world, made at the first count and dropped with the world.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 

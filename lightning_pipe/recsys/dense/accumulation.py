@@ -14,8 +14,6 @@ from lightning_pipe.engine import IterContext, SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """Selects the batches that clear gradients, average them over ranks and step the dense optimiser.

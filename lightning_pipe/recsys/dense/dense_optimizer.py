@@ -11,8 +11,6 @@ from torch import nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import class_name
 
-__all__ = ["TableParameters", "base_learning_rate", "learning_rate_factor", "take_tables_out"]
-
 
 class TableParameters:
     """Table parameters by identity, each with its name.

@@ -29,8 +29,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 
-__all__ = ["DenseGradientReducer"]
-
 # Kind that a rank sends for each parameter in addition to the gradient. The sum over ranks is 0 if no rank has a
 # gradient and NaN if any rank's gradient is sparse.
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, float("nan")

@@ -10,8 +10,6 @@ from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["broadcast_from_first_rank", "materialise_dense", "unfillable"]
-
 
 def _dense_modules(module: nn.Module, tables: set[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Modules in the order in which they are initialised, children first, without modules inside a table's module."""

@@ -16,19 +16,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 
-__all__ = [
-    "count_step",
-    "counted_as",
-    "evaluating",
-    "fused_kernels",
-    "kernel_prefetches_suspended",
-    "moves_rows_at_zero_gradient",
-    "newest_prefetches",
-    "prefetch_again",
-    "prefetches_suspended",
-    "take_back_step",
-]
-
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the fused lookup kernels inside a sharded module, each once."""

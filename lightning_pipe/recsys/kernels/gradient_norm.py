@@ -17,8 +17,6 @@ from torch import nn
 
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradients
 
-__all__ = ["clip_by_global_norm", "row_gradients", "table_norm"]
-
 
 @torch.no_grad()
 def table_norm(

@@ -30,19 +30,6 @@ from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.fused import counted_as, kernel_prefetches_suspended
 
-__all__ = [
-    "JoinedCall",
-    "KernelCall",
-    "KernelGradients",
-    "LookupCalls",
-    "can_follow_rates",
-    "capture_calls",
-    "check_capturable",
-    "check_tables_wait",
-    "has_dense_kernels",
-    "trains_only_tables",
-]
-
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, BaseShardedManagedCollisionEmbeddingCollection)
 
 

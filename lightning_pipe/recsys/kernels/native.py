@@ -13,8 +13,6 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-__all__ = ["library"]
-
 # Must equal lp_version() in csrc/version.cpp; incremented whenever a function changes.
 _VERSION = 2
 

@@ -17,8 +17,6 @@ from lightning_pipe.recsys.kernels.gradient_norm import row_gradients
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall
 from lightning_pipe.recsys.kernels.row_optimizer import set_row_optimizer
 
-__all__ = ["RowAdam"]
-
 
 class RowAdam:
     """Trains the tables of one kernel in place of its optimiser, of which only the learning rate is used.

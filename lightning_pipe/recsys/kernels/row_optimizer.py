@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["RowOptimizer", "row_optimizer", "set_row_optimizer"]
-
 _ATTRIBUTE = "_lightning_pipe_row_optimizer"
 
 

@@ -27,8 +27,6 @@ from torchrec import optim as torchrec_optim
 from lightning_pipe._compat.torch import optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "named_class", "resolve_table_optimizer"]
-
 _IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a step, but not its result
 
 

@@ -14,17 +14,6 @@ from typing import Any
 
 from lightning_pipe.recsys.batches.pieces import Path, describe, follow, same_piece
 
-__all__ = [
-    "Arguments",
-    "BatchArgument",
-    "CallArguments",
-    "Collection",
-    "ConstantArgument",
-    "PostprocessResults",
-    "Postprocessed",
-    "Source",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call: positional, named
 
 

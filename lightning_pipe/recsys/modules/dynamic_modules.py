@@ -18,17 +18,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 
-__all__ = [
-    "DynamicEmbeddingBagCollection",
-    "DynamicEmbeddingCollection",
-    "DynamicTable",
-    "Existing",
-    "IdsOn",
-    "Storage",
-    "is_dynamic_type",
-]
-
-
 Existing = Literal["refuse", "keep", "forget"]
 IdsOn = Literal["host", "device"]
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)

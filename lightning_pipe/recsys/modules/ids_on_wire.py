@@ -19,8 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torchrec import put_tensors, with_tensors
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["IdsOnWire", "SentAsInt32", "check_ids_on_wire", "sends_int32"]
-
 IdsOnWire = Literal["auto", "int32", "int64"]
 _INT32 = torch.iinfo(torch.int32)
 # Number of ids that are narrowed at a time, which bounds the temporary int64 copy.

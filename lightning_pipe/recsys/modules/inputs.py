@@ -17,20 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torchrec import put_tensors, with_tensors
 from lightning_pipe.engine.common.errors import InputError
 
-__all__ = [
-    "FeatureForm",
-    "TableRows",
-    "check_first",
-    "check_ids",
-    "check_samples",
-    "conform",
-    "other_inputs",
-    "refuse_missing_weights",
-    "refuse_trained_weights",
-    "without_side_effects",
-    "without_weights",
-]
-
 
 @dataclass(frozen=True)
 class FeatureForm:

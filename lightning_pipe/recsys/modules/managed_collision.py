@@ -21,8 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.managed_collision import ManagedMap, id_maps_in
 from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs, with_tensors
 
-__all__ = ["ManagedCollisionBags", "ManagedCollisionSequences", "on_eviction"]
-
 _TOLD = "_lightning_pipe_told_of_evictions"
 
 

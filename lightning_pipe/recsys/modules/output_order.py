@@ -29,8 +29,6 @@ from lightning_pipe._compat.torchrec import module_name, take_over_means
 from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, other_inputs, without_weights
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 
-__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor", "wait_output"]
-
 
 def _names(configs: list[Any]) -> list[str]:
     return [name for names in get_embedding_names_by_table(configs) for name in names]

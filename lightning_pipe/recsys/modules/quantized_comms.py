@@ -37,8 +37,6 @@ from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCol
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = ["PRECISIONS", "QuantizedComms"]
-
 PRECISIONS = {
     "fp32": SparseType.FP32,
     "fp16": SparseType.FP16,

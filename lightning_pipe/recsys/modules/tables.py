@@ -34,8 +34,6 @@ from lightning_pipe.recsys.modules.dynamic_modules import (
     is_dynamic_type,
 )
 
-__all__ = ["TABLE_MODULES", "Table", "find_tables"]
-
 TABLE_MODULES = (
     EmbeddingBagCollection,
     EmbeddingCollection,

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from lightning_pipe.engine import PlanSpec
 
-__all__ = ["BALANCING", "with_balancing"]
-
 BALANCING = ("BalanceStart", "BalanceFinish")
 
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from lightning_pipe.engine import PlanSpec, TaskSchedule
 
-__all__ = ["AVERAGING", "with_replicas"]
-
 AVERAGING = "SyncReplicas"
 
 

@@ -19,8 +19,6 @@ from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessR
 from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
-__all__ = ["Embeddings", "Features", "Inputs", "ModuleCall", "Requests", "Splits"]
-
 
 @dataclass
 class Inputs:

@@ -20,8 +20,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
 
-__all__ = ["Cut", "cut_output", "cut_tensor", "without_gradient"]
-
 
 class Cut:
     """One tensor at the boundary.

@@ -22,8 +22,6 @@ from lightning_pipe.recsys.modules.inputs import FeatureForm
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
-__all__ = ["Announced", "call_now", "join_call", "lookup_mode"]
-
 # Name of a module, and the arguments of a call with features replaced by their forms.
 Announced = tuple[str, Arguments]
 

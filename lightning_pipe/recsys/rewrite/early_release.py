@@ -34,8 +34,6 @@ from lightning_pipe.recsys.modules.call_arguments import (
 from lightning_pipe.recsys.rewrite.batch_state import Inputs
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
-__all__ = ["EarlyRelease", "ReleasedTensor", "own_objects"]
-
 
 class EarlyRelease:
     """Decides which ids are not used again, and releases them.

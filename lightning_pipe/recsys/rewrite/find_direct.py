@@ -12,8 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.recsys.batches.pieces import describe, walk
 from lightning_pipe.recsys.modules.call_arguments import BatchArgument, CallArguments
 
-__all__ = ["find_directly"]
-
 
 def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
     """Return the arguments of a module that looks ``features`` up, or the reason why they are unknown."""

@@ -29,8 +29,6 @@ from lightning_pipe.recsys.modules.call_arguments import (
     Source,
 )
 
-__all__ = ["COMPUTED", "find_by_trace"]
-
 # Beginning of the reason if the step computes an argument.
 COMPUTED = "its argument is computed in the step, "
 

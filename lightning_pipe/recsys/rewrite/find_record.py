@@ -20,8 +20,6 @@ from lightning_pipe.recsys.modules.call_arguments import (
     Source,
 )
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """Observes the calls of sharded modules during one step.

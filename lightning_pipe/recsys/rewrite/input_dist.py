@@ -27,15 +27,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torchrec import forward_through, set_splits
 from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
 
-__all__ = [
-    "FusableAllToAll",
-    "SplitsRequest",
-    "answer_without_splits",
-    "fusing",
-    "send_splits",
-    "splits_length",
-]
-
 _this_thread = threading.local()
 
 

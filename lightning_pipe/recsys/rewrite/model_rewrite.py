@@ -47,8 +47,6 @@ from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, find_sharded
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 
-__all__ = ["ModelRewrite"]
-
 _ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
 
 

@@ -17,8 +17,6 @@ from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArgument
 from lightning_pipe.recsys.rewrite.resolution import Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
-__all__ = ["ReplacedForwards"]
-
 
 class ReplacedForwards(ABC):
     """Replaces the forwards of a model's sharded modules, and of post-processing modules that run ahead.

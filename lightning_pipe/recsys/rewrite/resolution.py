@@ -23,8 +23,6 @@ from lightning_pipe.recsys.rewrite.find_fx import COMPUTED, find_by_trace
 from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
-__all__ = ["Method", "Resolution"]
-
 Method = Literal["auto", "record", "direct", "fx"]
 
 Found = dict[str, CallArguments | str]

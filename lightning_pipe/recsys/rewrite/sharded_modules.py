@@ -45,8 +45,6 @@ from lightning_pipe.recsys.modules.inputs import (
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, splits_length
 
-__all__ = ["Sharded", "find_sharded"]
-
 _PIPELINED = (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,

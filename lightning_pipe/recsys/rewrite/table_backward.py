@@ -24,8 +24,6 @@ from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleCall
 
-__all__ = ["TableBackward"]
-
 
 class TableBackward:
     """Sends the gradients that the dense backward left at the cuts of a batch's embeddings into the tables.

@@ -21,8 +21,6 @@ from lightning_pipe.recsys.kernels.kernel_calls import JoinedCall, KernelCall, K
 from lightning_pipe.recsys.modules.managed_collision import on_eviction
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings
 
-__all__ = ["TableWindow"]
-
 _Pair = tuple[KernelCall, Tensor]
 
 

@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.batches.pieces import PIECES, walk
 
-__all__ = ["FlatBatch", "Scorer"]
-
 
 class FlatBatch:
     """Form of a model's batches: which tensors they hold, and where.

@@ -20,8 +20,6 @@ from lightning_pipe._compat.torch import compile_and_package, sizes_below_two
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
 
-__all__ = ["exported", "write_aoti", "write_quantized", "write_torch_export"]
-
 _WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
 
 

@@ -18,8 +18,6 @@ from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
 from lightning_pipe.recsys.serving.arrow import pa, pq
 from lightning_pipe.recsys.serving.table_files import Rows, open_checkpoint, saved_tables, write_vectors
 
-__all__ = ["write_row_diff"]
-
 
 def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str | Path) -> dict[str, int]:
     """Write the rows of dynamic tables that differ from an older checkpoint, and return the number in each file.

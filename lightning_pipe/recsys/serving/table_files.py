@@ -22,8 +22,6 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
 from lightning_pipe.recsys.serving.arrow import pa, pq
 
-__all__ = ["Rows", "open_checkpoint", "saved_tables", "write_tables", "write_vectors"]
-
 _CHUNK = 65_536  # rows of a row group
 
 # Rows of a dynamic table, whose first column are the weights, and the number of weights of a row. They are read once.

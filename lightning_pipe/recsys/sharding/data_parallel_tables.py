@@ -22,8 +22,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 from lightning_pipe._compat.torch import version_counters_preserved
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 
-__all__ = ["DataParallelTables", "unwrap_lookups"]
-
 
 def unwrap_lookups(lookups: list[nn.Module]) -> None:
     """Unwrap the lookups of a sharded module from DistributedDataParallel, in place.

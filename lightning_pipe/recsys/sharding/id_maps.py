@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from lightning_pipe._compat.managed_collision import NO_ID, ManagedMap, id_maps_in
 from lightning_pipe.engine.ranks.together import from_rank, gather
 
-__all__ = ["IdMaps"]
-
 # All values of a whole map by the names of its entries. Called once for each map that must be redistributed.
 ReadWhole = Callable[[Iterable[str]], dict[str, Tensor]]
 

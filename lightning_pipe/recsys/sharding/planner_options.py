@@ -25,8 +25,6 @@ from lightning_pipe.recsys.sharding.sharders import (
     check_types,
 )
 
-__all__ = ["read_constraints", "read_topology"]
-
 _SET_BY_THE_PROJECT = {"self", "world_size", "compute_device", "custom_topology_data", "generalized_comms_bandwidths"}
 _PLANNER_KEYS = {"batch_size"}
 

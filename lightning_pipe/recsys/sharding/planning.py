@@ -27,8 +27,6 @@ from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.sharders import check_types
 
-__all__ = ["OrderedEnumerator", "check_plan", "make_plan"]
-
 logger = logging.getLogger(__name__)
 
 _TYPE_ORDER = [sharding_type.value for sharding_type in ShardingType]

@@ -35,16 +35,6 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = [
-    "REFUSED_TYPES",
-    "ReplicaAverage",
-    "ReplicaGroups",
-    "check_replicated",
-    "make_replica_groups",
-    "place_on_ranks",
-    "refuse_norm",
-]
-
 # Sharding types that TorchRec spreads over all ranks of a node, or from rank 0 on, whatever group it is given.
 REFUSED_TYPES = frozenset(
     kind.value for kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD, ShardingType.DATA_PARALLEL)

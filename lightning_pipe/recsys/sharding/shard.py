@@ -38,8 +38,6 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from lightning_pipe.recsys.sharding.table_values import copy_values, fill_with_init_fn, pieces_of, release
 
-__all__ = ["ShardedModel", "shard_model"]
-
 
 @dataclass(frozen=True)
 class _Unsharded:

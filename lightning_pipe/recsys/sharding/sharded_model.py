@@ -31,8 +31,6 @@ from lightning_pipe.recsys.sharding.id_maps import IdMaps
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
 from lightning_pipe.recsys.sharding.table_values import full_tensor, pieces_of
 
-__all__ = ["ShardedModel"]
-
 
 class ShardedModel:
     """A module whose tables are sharded, with the optimisers of its tables.

@@ -37,8 +37,6 @@ from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollec
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = ["COLUMN_TYPES", "ONLY_WHEN_ASKED", "SHARDING_TYPES", "check_names", "check_types", "default_sharders"]
-
 _POOLED_TYPES = [sharding_type.value for sharding_type in ShardingType]
 _SEQUENCE_TYPES = [
     ShardingType.TABLE_WISE.value,

@@ -20,8 +20,6 @@ from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = ["LocalShard", "copy_values", "fill_with_init_fn", "full_tensor", "pieces_of", "release"]
-
 BLOCK_BYTES = 64 * 2**20  # rows filled or sent at a time
 
 

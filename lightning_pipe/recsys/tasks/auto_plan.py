@@ -18,8 +18,6 @@ from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_ta
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
-__all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
-
 _WAITED_BY = {task.name: task.waited_by for task in TASKS if task.waited_by is not None}
 _DEVICE = {task.name: task.device for task in TASKS}
 # A wait for a message counts only above this share of the time of the tasks during its transfer; below it, the message

@@ -28,8 +28,6 @@ from lightning_pipe.recsys.tasks.actions import (
 )
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
 
-__all__ = ["TASKS", "LateScaling", "RecsysTask"]
-
 
 @dataclass(frozen=True)
 class LateScaling:

@@ -16,8 +16,6 @@ from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
 from lightning_pipe.recsys.plans.named import evaluation_plan
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 
-__all__ = ["PipelinedEvaluation"]
-
 
 class PipelinedEvaluation:
     """Runs a model on batches without training them, as far ahead as the plan of its training.

@@ -18,9 +18,6 @@ from lightning_pipe._compat.torch import ShardedTensor, version_counters_preserv
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
-__all__ = ["ModelKeeper"]
-
-
 # State of a parameter, by key.
 State = dict[str, Any]
 

@@ -10,8 +10,6 @@ from lightning_pipe.engine.common.options import check_flags, option_group
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 
-__all__ = ["CheckOptions", "MemoryOptions", "RewriteOptions", "SessionOptions", "ShardingOptions", "WireOptions"]
-
 
 @dataclass(frozen=True)
 class ShardingOptions:

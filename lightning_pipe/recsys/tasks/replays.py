@@ -30,8 +30,6 @@ from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inpu
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.context import RecsysContext
 
-__all__ = ["RecsysReplays"]
-
 
 class RecsysReplays:
     """Effects of the tasks of one model.

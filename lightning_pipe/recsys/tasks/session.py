@@ -36,8 +36,6 @@ from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
-__all__ = ["RecsysSession", "starts_alone"]
-
 Transfer = Callable[[Any], Any]
 
 

@@ -14,8 +14,6 @@ from lightning_pipe.recsys.dense.dense_optimizer import base_learning_rate, lear
 from lightning_pipe.recsys.kernels.table_schedule import TableSchedule
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
-__all__ = ["TableRates"]
-
 
 class TableRates:
     """Copies the current learning rates into the tables' fused optimisers.

@@ -11,8 +11,6 @@ from lightning_pipe.recsys.tasks.actions import RecsysActions
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.declarations import TASKS, RecsysTask
 
-__all__ = ["recsys_tasks"]
-
 
 def recsys_tasks(
     actions: RecsysActions | None = None,

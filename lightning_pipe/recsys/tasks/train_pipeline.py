@@ -20,7 +20,7 @@ from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalance
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.accumulation import Accumulation
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import (

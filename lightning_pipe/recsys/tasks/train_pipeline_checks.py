@@ -16,10 +16,8 @@ from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.options import SessionOptions
-
-__all__ = ["check_model", "clipping", "refuse_late_gradients", "refuse_of_strategies"]
 
 
 def check_model(model: object, optimizer: object, forward: object) -> None:

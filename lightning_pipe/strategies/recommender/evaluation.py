@@ -24,8 +24,6 @@ from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.session import RecsysSession
 
-__all__ = ["LOOKUP", "TableEvaluation"]
-
 # Prefix of the announced name of a lookup; the name of the sharded module follows.
 LOOKUP = "lookup in "
 

@@ -25,8 +25,6 @@ from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 
-__all__ = ["WINDOWS", "MapsInFolder", "map_names", "without_maps"]
-
 WINDOWS = "id_windows"  # part of the state that holds what TorchRec's state dicts leave out
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["quiet_torchrec"]
-
 # Regular expression for the beginning of the message, its category, and the module that emits it.
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r"fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel was not", UserWarning, r"torch\.autograd\."),

@@ -22,12 +22,11 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
-from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.options import ShardingOptions
 from lightning_pipe.strategies.recommender.quiet import quiet_torchrec
 from lightning_pipe.strategies.recommender.warm_start import WarmStart
-
-__all__ = ["initial_values_set", "pending_start", "shard_once"]
 
 _ATTRIBUTE = "_lightning_pipe_sharding"
 

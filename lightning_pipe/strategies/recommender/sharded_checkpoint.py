@@ -26,7 +26,7 @@ from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder,
 from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy

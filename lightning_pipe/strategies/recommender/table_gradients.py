@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 

@@ -22,8 +22,6 @@ from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
 from lightning_pipe.strategies.recommender.without_trace import leaving_no_trace
 from lightning_pipe.strategies.refusals import loss_scaler
 
-__all__ = ["TableProfile"]
-
 
 @dataclass(frozen=True)
 class TableProfile:

@@ -28,7 +28,7 @@ from lightning_pipe.recsys.dense.dense_optimizer import take_tables_out
 from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.table_rates import TableRates
@@ -36,8 +36,6 @@ from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions
 from lightning_pipe.strategies.recommender.table_gradients import TableGradients
 from lightning_pipe.strategies.recommender.table_profile import TableProfile
 from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
-
-__all__ = ["TableTraining", "UsersTransfer", "checked_transfer", "leave_tables_out"]
 
 _log = pl.utilities.rank_zero.rank_zero_info
 _log_names = pl.utilities.rank_zero.rank_zero_debug

@@ -23,8 +23,6 @@ from lightning_pipe.engine.common.options import check_choice, option_group
 from lightning_pipe.engine.common.safe_text import printable
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = ["Match", "WarmStart", "match"]
-
 Sizes = Mapping[tuple[Any, ...], torch.Size | None]
 
 _RESET = "Set optimizer_states='reset' to start all tables without states"

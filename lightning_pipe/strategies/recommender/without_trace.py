@@ -17,8 +17,6 @@ from lightning_pipe._compat.lightning import ResultCollection
 from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 
-__all__ = ["leaving_no_trace"]
-
 
 @contextmanager
 def leaving_no_trace(trainer: pl.Trainer, module: pl.LightningModule, device: torch.device) -> Iterator[None]:

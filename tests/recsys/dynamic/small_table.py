@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
-from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
 from tests.recsys.dynamic.memory_store import MemoryStore
 

@@ -23,7 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.managed_collision import NO_ID
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from tests.distributed import run_ranks
 from tests.scenarios.checkpoints import resuming
 from tests.strategies.cases import (

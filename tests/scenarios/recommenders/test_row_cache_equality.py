@@ -19,7 +19,8 @@ from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
-from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store import row_levels
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_on_device

@@ -18,8 +18,6 @@ from torch import Tensor
 from lightning_pipe.recsys.dynamic.cache.id_map import IdTable, Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 
-__all__ = ["DeviceIds"]
-
 
 class DeviceIds(IdTable):
     """Table of an ``IdMap`` on a device. Ticks, and changes that the device does not have yet, are on the host.

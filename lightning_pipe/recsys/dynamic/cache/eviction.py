@@ -11,8 +11,6 @@ import numpy.typing as npt
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 
-__all__ = ["Policy", "Score", "checked_policy", "victims"]
-
 Numbers = npt.NDArray[np.int64]
 # Function (ids, counts, last steps) -> score of each row. Rows with the lowest scores are evicted first.
 Score = Callable[[Keys, Numbers, Numbers], npt.NDArray[Any]]

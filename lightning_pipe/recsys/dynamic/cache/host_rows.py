@@ -13,8 +13,6 @@ from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
-__all__ = ["HostRows"]
-
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing records costs time for every slot.
 _EVICTED = 16
 # Maximum number of records that are copied and written at once.

@@ -17,8 +17,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["LAST_TICK", "IdMap", "IdTable", "Slots", "distinct"]
-
 Slots = npt.NDArray[np.int64]
 
 # Ticks are stored in 32 bits.

@@ -26,8 +26,6 @@ from lightning_pipe.recsys.dynamic.cache.normal_quantile import normal_quantile
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["Constant", "Distribution", "InitialValues", "Normal", "Uniform"]
-
 Values = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint64]
 

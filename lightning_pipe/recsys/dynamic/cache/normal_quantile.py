@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["normal_quantile"]
-
 Doubles = npt.NDArray[np.float64]
 
 # Coefficients, highest power first, for |p - 0.5| <= 0.425, then for r = sqrt(-log(min(p, 1 - p))) <= 5 and for r > 5.

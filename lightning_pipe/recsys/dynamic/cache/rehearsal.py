@@ -13,8 +13,6 @@ import numpy.typing as npt
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.ticket import Batch
 
-__all__ = ["Rehearsal"]
-
 
 class Rehearsal:
     """Rows that the batches of a rehearsal have brought into a cache.

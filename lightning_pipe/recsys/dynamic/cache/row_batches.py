@@ -38,8 +38,6 @@ from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticke
 from lightning_pipe.recsys.dynamic.store.row_levels import RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 
-__all__ = ["RowBatches"]
-
 
 class RowBatches:
     """Batches of one rank's part of a table: the part of a cache that each batch uses.

@@ -18,13 +18,9 @@ from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_batches import RowBatches
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, headers_of
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats
-from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
 from lightning_pipe.recsys.dynamic.store.row_levels import Change
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
-
-__all__ = ["CacheStats", "RowCache", "Ticket"]
 
 
 class RowCache(RowBatches):

@@ -13,8 +13,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 
-__all__ = ["Mark", "RowColumns"]
-
 # Handle of a stream, and an event recorded on it.
 Mark = tuple[int, torch.cuda.Event]
 

@@ -16,8 +16,6 @@ from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 from lightning_pipe.recsys.kernels import native
 
-__all__ = ["BYTES", "COPIED", "Begun", "RowHeaders", "headers_of"]
-
 # Size of a header in a record: count and last_seen, int64 each.
 BYTES = 16
 

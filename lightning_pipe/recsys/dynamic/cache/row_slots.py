@@ -27,8 +27,6 @@ from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders, h
 from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
-__all__ = ["CacheStats", "RowSlots"]
-
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
 _EVICTED = 16
 # Maximum number of rows that are copied and written at once.

@@ -19,8 +19,6 @@ from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.row_columns import Mark
 from lightning_pipe.recsys.dynamic.cache.row_headers import Begun
 
-__all__ = ["Batch", "OpenBatches", "Ticket"]
-
 
 @dataclass(eq=False)
 class Batch:

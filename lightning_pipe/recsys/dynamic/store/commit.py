@@ -19,8 +19,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore, RunPart, StoreState
 
-__all__ = ["commit_together", "open_together"]
-
 _NOT_OPENED = "the store of rows cannot be opened"
 
 

@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 
 from lightning_pipe.engine.common.durable_files import sync, write_file
 
-__all__ = ["checksum", "discard", "link_files", "move", "open_regular", "read_json", "write_json"]
-
 # Bytes; parsed JSON takes at most about fifty times as much memory. A store of 30,000 files fits.
 _LARGEST_JSON = 2 << 20
 

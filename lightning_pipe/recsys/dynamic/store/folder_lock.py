@@ -15,8 +15,6 @@ import os
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["FolderLock"]
-
 _held: dict[Path, FileIO] = {}
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
-__all__ = ["KEY_BYTES", "join_keys", "join_records", "split_keys", "split_records"]
-
 # Number of the table, then the key, encoded so that byte order is numeric order: big-endian with the sign bit inverted.
 KEY_BYTES = 10
 _SIGN = np.uint64(1 << 63)

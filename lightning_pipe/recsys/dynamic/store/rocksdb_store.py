@@ -36,8 +36,6 @@ from lightning_pipe.recsys.dynamic.store.record_bytes import join_keys, join_rec
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 
-__all__ = ["RocksDbStore"]
-
 # Minimum number of keys for which another reader thread pays off.
 _KEYS_PER_READER = 256
 # Seconds per record above which a reader counts as waiting for the disk, alone and as one of several. A read from

@@ -29,8 +29,6 @@ from lightning_pipe.engine.common.durable_files import sync_name, write_file
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
 
-__all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "rows_folder", "write_rows"]
-
 # Shape of a row in the column, and type of the column.
 Column = tuple[tuple[int, ...], torch.dtype]
 Columns = Sequence[Column]

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
 
-__all__ = ["Change", "RowLevel", "SharedStore", "StoredTable"]
-
 # Maximum number of records that are written at once while caches read, so that they wait only briefly.
 _CHUNK = 4096
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Keys", "Records", "RowStore", "RunPart", "StoreState"]
-
 Keys = npt.NDArray[np.int64]
 Records = npt.NDArray[np.uint8]
 

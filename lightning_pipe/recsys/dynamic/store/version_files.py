@@ -16,8 +16,6 @@ from typing import Any
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular, read_json
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
 
-__all__ = ["fingerprint", "part_of", "read_committed", "read_contents", "read_header", "short"]
-
 
 def read_header(folder: Path) -> dict[str, Any]:
     """Read the header of the store from ``store.json``."""

@@ -38,8 +38,6 @@ from lightning_pipe.recsys.dynamic.store.version_files import (
     short,
 )
 
-__all__ = ["VersionedFolder"]
-
 _FORMAT = 1
 # Files of a store whose creation was interrupted.
 _FIRST = {"lock", "committed.json", "committed.json.new", "store.json.new"}

@@ -12,8 +12,6 @@ from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 
-__all__ = ["on_device", "on_host", "prefetch_on_device"]
-
 
 def prefetch_on_device(
     parts: Sequence[tuple[RowCache, DeviceIds, Tensor]], tickets: list[tuple[RowCache, Ticket]]

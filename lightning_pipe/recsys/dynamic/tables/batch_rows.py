@@ -13,8 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 
-__all__ = ["BatchRows", "Counter", "Tickets", "end_step"]
-
 Tickets = Sequence[tuple[RowCache, Ticket]]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mix", "owned", "unmix"]
-
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number

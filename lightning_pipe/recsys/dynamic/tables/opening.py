@@ -34,8 +34,6 @@ from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, Storage
 
-__all__ = ["check_data_type", "in_kernel", "open_rows"]
-
 
 def check_data_type(config: BaseEmbeddingConfig, device: torch.device) -> None:
     """Raise SetupError if FBGEMM has no kernel on *device* for a dynamic table's data type."""

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["read_progress"]
-
 
 def read_progress(
     progress: Mapping[str, str], tables: Iterable[str], seed: int, optimizers: int

@@ -28,8 +28,6 @@ from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 
-__all__ = ["DumpedRows", "RowDump", "with_own_ids"]
-
 _FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
 

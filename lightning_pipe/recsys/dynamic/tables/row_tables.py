@@ -29,8 +29,6 @@ from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_own_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 
-__all__ = ["RowTables"]
-
 
 class RowTables:
     """Caches of all tables, with commits, checkpoints and exports of their rows.

@@ -37,14 +37,6 @@ from lightning_pipe.recsys.modules.dynamic_modules import (
 from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 
-__all__ = [
-    "DynamicBagSharder",
-    "DynamicSequenceSharder",
-    "ShardedDynamicEmbeddingBagCollection",
-    "ShardedDynamicEmbeddingCollection",
-    "ShardedDynamicModule",
-]
-
 
 class ShardedDynamicModule:
     """Common part of pooled and sequence modules: slots replace ids between the input dist and the lookup.

@@ -21,8 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torch import schema_of
 from lightning_pipe._compat.torchrec import fast_kernel_of
 
-__all__ = ["look_slots_up", "skip_to_kernel"]
-
 _OPERATORS = {
     EmbOptimType.EXACT_SGD: "sgd",
     EmbOptimType.SGD: "sgd",

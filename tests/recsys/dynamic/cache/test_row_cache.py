@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK
-from lightning_pipe.recsys.dynamic.cache.row_cache import Ticket
+from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from tests.patience import HANG
 from tests.recsys.dynamic.small_table import Table, first_values
 
