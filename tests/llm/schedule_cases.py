@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
     PipelineScheduleSingle,
+    _Action,
     _batch_p2p,
     _ComputationType,
+    _PipelineScheduleRuntime,
     _wait_batch_p2p,
 )
 
@@ -76,6 +79,49 @@ class OwnSchedule(PipelineScheduleSingle):
             sent += _batch_p2p(stage.get_bwd_send_ops(index))
         _wait_batch_p2p(sent)
         self._update_losses(stage, losses)
+
+
+class PlacedSchedule(_PipelineScheduleRuntime):
+    """All forwards, then all backwards, of two stages on each rank, as a user would write it."""
+
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, **options: Any) -> None:
+        super().__init__(stages, n_microbatches, loss_fn=loss_fn, **options)
+        self.pipeline_order = {
+            rank: [
+                _Action.from_str(f"{stage}{kind}{m}")
+                for kind, order in (("F", held), ("B", held[::-1]))
+                for stage in order
+                for m in range(n_microbatches)
+            ]
+            for rank in range(self.pp_group_size)
+            for held in [self.held(rank, self.pp_group_size)]
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+    @staticmethod
+    def held(rank: int, size: int) -> tuple[int, ...]:
+        """Stages of a rank, in a V."""
+        return rank, 2 * size - 1 - rank
+
+
+class UnbalancedSchedule(PlacedSchedule):
+    """The last rank has one stage, and the first rank all others."""
+
+    @staticmethod
+    def held(rank: int, size: int) -> tuple[int, ...]:
+        return (2 * size - 1,) if rank == size - 1 else tuple(range(2 * size - 1)) if rank == 0 else ()
+
+
+class VOfMulti(PipelineScheduleMulti):
+    """A V on the base class that only sends to other ranks."""
+
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, **options: Any) -> None:
+        super().__init__(stages, n_microbatches, loss_fn=loss_fn, **options)
+        size = self.pp_group_size
+        self.pipeline_order = {
+            rank: [_Action.from_str(f"{stage}{kind}0") for kind in "FB" for stage in (rank, 2 * size - 1 - rank)]
+            for rank in range(size)
+        }
 
 
 def make_pieces(num_stages: int, *, views: bool = False) -> list[Piece]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
+from lightning_pipe.llm.batches.padding import SequenceKeys
 
 __all__ = ["Batching"]
 
@@ -24,6 +25,9 @@ class Batching:
         length_buckets: lengths that sequences are padded to, in tokens (default None: any length). Fewer lengths mean
             fewer shapes to compile and more padding.
         pad_values: pad values of further batch keys, which are padded in dimension 1 (default: none).
+        chunk_dims: dimension of the rows of batch keys in which it is not 0, or None for a value that every micro-batch
+            gets whole, such as ``{"position_ids": 1, "table": None}`` (default: dimension 0 for all tensors), as
+            PyTorch's ``TensorChunkSpec`` and ``_Replicate``. The length of a padded key is the dimension after it.
         strict_batches: refuse a batch whose rows do not fill all micro-batches, instead of adding copies of rows that
             do not train (default False).
         compare_batches: compare the batches of all ranks of a pipeline, tensor by tensor, in every step (default
@@ -40,6 +44,7 @@ class Batching:
     pad_to_multiple_of: int = 1
     length_buckets: Sequence[int] | None = None
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    chunk_dims: Mapping[str, int | None] = field(default_factory=dict)
     strict_batches: bool = False
     compare_batches: bool = False
     schedule_cache_bytes: int = 2**30
@@ -57,7 +62,18 @@ class Batching:
             raise SetupError(
                 f"batching.pad_values is {self.pad_values!r}; expected a mapping from keys of the batch to values"
             )
+        dims = self.chunk_dims
+        given = [one for one in dims.values() if one is not None] if isinstance(dims, Mapping) else None
+        if not is_whole_numbers(given) or min(given, default=0) < 0:
+            raise SetupError(
+                f"batching.chunk_dims is {dims!r}; expected a mapping from keys of the batch to dimensions, whole"
+                " numbers from 0, or None"
+            )
         self.length_multiple(1)
+
+    def sequence_keys(self, ignore_index: int) -> SequenceKeys:
+        """Keys of the values that are padded, for labels that this index excludes."""
+        return SequenceKeys(labels=ignore_index, others=self.pad_values, chunk_dims=self.chunk_dims)
 
     def length_multiple(self, context: int) -> int:
         """Number of tokens that all padded lengths are a multiple of.

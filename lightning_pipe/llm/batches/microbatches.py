@@ -1,8 +1,9 @@
 """A loader's batch cut into the micro-batches of one schedule step, and their outputs joined again.
 
 A schedule runs a fixed number of micro-batches of one shape. A batch that does not fill them is padded at the end with
-rows that do not train and are dropped from the outputs. Only tensors with one row per sample can be cut. The document
-boundaries of a packed batch, or a mask for all rows, are refused: cut by rows they would be wrong, but would still run.
+rows that do not train and are dropped from the outputs. Only tensors with one row per sample can be cut, in dimension 0
+or in a given one. The document boundaries of a packed batch, or a mask for all rows, are refused unless they are to be
+the same for all micro-batches: cut by rows they would be wrong, but would still run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
 
-__all__ = ["MicroBatches", "count_tokens", "split_batch"]
+__all__ = ["ChunkDims", "MicroBatches", "count_tokens", "split_batch", "take_rows"]
+
+ChunkDims = Mapping[str, int | None]
 
 # These describe a whole packed row, so they cannot be cut by rows, whatever their size.
 _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -42,7 +45,7 @@ class MicroBatches:
 
         Args:
             outputs: one output for each micro-batch: a tensor (rows of the micro-batch, ...) with the same other
-                dimensions in all micro-batches, or a tuple, list or dict of such tensors.
+                dimensions in all micro-batches, None, or a tuple, list or dict of these.
 
         Raises:
             InputError: the number of outputs is not the number of micro-batches, or the numbers of rows differ.
@@ -51,6 +54,8 @@ class MicroBatches:
             flat, structures = zip(*map(tree_flatten, outputs), strict=True)
             if len(set(map(len, flat))) == 1:
                 return tree_unflatten([self.trim(leaves) for leaves in zip(*flat, strict=True)], structures[0])
+        if all(output is None for output in outputs):
+            return None
         found = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
         if len(outputs) != len(self.items) or sum(shape[0] for shape in found if shape) != self.rows + self.padded_rows:
             raise InputError(
@@ -73,6 +78,7 @@ def split_batch(
     labels: str = "labels",
     ignore_index: int = -100,
     strict: bool = False,
+    chunk_dims: ChunkDims | None = None,
 ) -> MicroBatches:
     """Cut a batch into micro-batches with the same number of rows.
 
@@ -86,6 +92,8 @@ def split_batch(
         ignore_index: label that does not count in the loss (default -100).
         strict: True to refuse a batch that does not fill all micro-batches (default False). With False, copies of the
             last row (of a list: the last micro-batch) without labels are added.
+        chunk_dims: dimension of the rows by key, or None for a value that goes to every micro-batch unchanged (default:
+            dimension 0 for all tensors).
 
     Returns:
         The micro-batches. If no row was added, their tensors are views of the batch's.
@@ -95,21 +103,49 @@ def split_batch(
             all micro-batches.
     """
     if isinstance(batch, Mapping):
-        return _cut(batch, num_microbatches, labels, ignore_index, strict)
+        return _cut(batch, num_microbatches, labels, ignore_index, strict, chunk_dims or {})
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
-        return _take(batch, num_microbatches, labels, ignore_index, strict)
+        return _take(batch, num_microbatches, labels, ignore_index, strict, chunk_dims or {})
     raise InputError(
         f"the batch is {_describe(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
         " mappings, one for each micro-batch. Return one of them from the collate function"
     )
 
 
+def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, chunk_dims: ChunkDims) -> dict[str, Any]:
+    """Take some of a batch's rows; values without rows are unchanged.
+
+    Args:
+        batch: a mapping, of which tensors with ``rows`` in the dimension of their rows are cut.
+        start: first row.
+        count: number of rows.
+        rows: number of rows of the batch.
+        chunk_dims: see :func:`split_batch`.
+    """
+    return {
+        key: value.narrow(dim, start, count) if dim is not None and value.shape[dim] == rows else value
+        for key, value, dim in _with_dims(batch, chunk_dims)
+    }
+
+
+def _with_dims(batch: Mapping[str, Any], chunk_dims: ChunkDims) -> Iterator[tuple[str, Any, int | None]]:
+    """Keys and values of a batch with the dimension of their rows; None for a value that has no such dimension."""
+    for key, value in batch.items():
+        dim = chunk_dims.get(key, 0)
+        yield key, value, dim if isinstance(value, Tensor) and dim is not None and value.ndim > dim else None
+
+
 def _take(
-    batch: Sequence[Mapping[str, Any]], num_microbatches: int, labels: str, ignore_index: int, strict: bool
+    batch: Sequence[Mapping[str, Any]],
+    num_microbatches: int,
+    labels: str,
+    ignore_index: int,
+    strict: bool,
+    chunk_dims: ChunkDims,
 ) -> MicroBatches:
     """Use a list as micro-batches, which must have the same number of rows and not exceed the schedule's number."""
     items = [dict(item) for item in batch]
-    rows = [_rows(item) for item in items]
+    rows = [_rows(item, chunk_dims) for item in items]
     if len(set(rows)) > 1:
         raise InputError(
             f"the batch's micro-batches have {rows} rows; expected the same number in each, since a schedule sends"
@@ -127,12 +163,19 @@ def _take(
     return MicroBatches(items + [dict(filler) for _ in range(missing)], sum(rows), missing * rows[-1])
 
 
-def _cut(batch: Mapping[str, Any], num_microbatches: int, labels: str, ignore_index: int, strict: bool) -> MicroBatches:
+def _cut(
+    batch: Mapping[str, Any],
+    num_microbatches: int,
+    labels: str,
+    ignore_index: int,
+    strict: bool,
+    chunk_dims: ChunkDims,
+) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
-    rows = _rows(batch)
+    rows = _rows(batch, chunk_dims)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
-    _check_can_be_cut(batch, rows, num_microbatches)
+    _check_can_be_cut(batch, rows, num_microbatches, chunk_dims)
     size = -(-rows // num_microbatches)
     missing = size * num_microbatches - rows
     if missing and strict:
@@ -141,35 +184,34 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, labels: str, ignore_in
             f" expected a multiple of {num_microbatches}. Change the loader's batch size, set drop_last=True, or set"
             " batching.strict_batches=False to add rows without labels"
         )
-    whole: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, Tensor) and missing:
-            last = value[-1:].expand(missing, *value.shape[1:])
-            value = torch.cat([value, torch.full_like(last, ignore_index) if key == labels else last])
-        whole[key] = value
-    items = [
-        {key: value[start : start + size] if isinstance(value, Tensor) else value for key, value in whole.items()}
-        for start in range(0, rows + missing, size)
-    ]
+    whole: dict[str, Any] = dict(batch)
+    for key, value, dim in _with_dims(batch, chunk_dims) if missing else ():
+        if dim is not None:
+            last = value.narrow(dim, rows - 1, 1)
+            added = torch.full_like(last, ignore_index) if key == labels else last
+            whole[key] = torch.cat([value, *[added] * missing], dim)
+    starts = range(0, rows + missing, size)
+    items = [take_rows(whole, start, size, rows + missing, chunk_dims) for start in starts]
     return MicroBatches(items, rows, missing)
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
-    first = batch.get("input_ids")
-    if not isinstance(first, Tensor):
-        first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
-    if first is None or first.ndim == 0 or len(first) == 0:
-        found = f"the keys {list(batch)} and no tensor with rows" if first is None or first.ndim == 0 else "no rows"
-        raise InputError(f"the batch has {found}; expected at least one row. Remove empty batches from the loader")
-    return len(first)
+def _rows(batch: Mapping[str, Any], chunk_dims: ChunkDims) -> int:
+    found = {key: value.shape[dim] for key, value, dim in _with_dims(batch, chunk_dims) if dim is not None}
+    rows = found.get("input_ids", next(iter(found.values()), 0))
+    if not rows:
+        said = "no rows" if found else f"the keys {list(batch)} and no tensor with rows"
+        raise InputError(f"the batch has {said}; expected at least one row. Remove empty batches from the loader")
+    return rows
 
 
-def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int) -> None:
-    for key, value in batch.items():
+def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, chunk_dims: ChunkDims) -> None:
+    for key, value, dim in _with_dims(batch, chunk_dims):
+        if chunk_dims.get(key, 0) is None:
+            continue
         if key in _OF_ONE_PACKED_ROW:
             found = "which describes a packed row"
         elif isinstance(value, Tensor):
-            if value.ndim and len(value) == rows:
+            if dim is not None and value.shape[dim] == rows:
                 continue
             found = f"a tensor of shape {tuple(value.shape)}"
         elif any(True for _ in _tensors_in(value)):
@@ -178,8 +220,9 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
             continue
         raise InputError(
             f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; expected"
-            f" tensors whose dimension 0 is the batch's {rows} rows. Pass a list of {num_microbatches} micro-batches"
-            " instead, each with its own value"
+            f" tensors whose dimension {chunk_dims.get(key, 0)} is the batch's {rows} rows. Name the dimension of its"
+            f" rows in batching.chunk_dims, or None to give all of it to each micro-batch; or pass a list of"
+            f" {num_microbatches} micro-batches instead, each with its own value"
         )
 
 

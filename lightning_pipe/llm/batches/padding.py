@@ -35,6 +35,7 @@ class SequenceKeys:
             :func:`pad_microbatch`.
         position_ids: any valid position (default 0).
         others: pad values of further keys, such as ``{"token_type_ids": 0}`` (default: none).
+        chunk_dims: dimension of the rows by key, which the length follows (default: 0 for all keys).
     """
 
     input_ids: int = 0
@@ -42,6 +43,17 @@ class SequenceKeys:
     attention_mask: int = 0
     position_ids: int = 0
     others: Mapping[str, float] = field(default_factory=dict)
+    chunk_dims: Mapping[str, int | None] = field(default_factory=dict)
+
+    def rows_dim(self, key: str) -> int:
+        """Dimension of the rows; the next one is the length."""
+        return self.chunk_dims.get(key, 0) or 0
+
+    def size(self, micro_batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
+        sequences = {key: micro_batch[key] for key in self.values() if isinstance(micro_batch.get(key), Tensor)}
+        shape = next((tuple(value.shape[self.rows_dim(key) :]) for key, value in sequences.items()), ())
+        return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
     def values(self) -> dict[str, float]:
         """Pad value of each key."""
@@ -112,17 +124,20 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
             not square, or ``cu_seq_lens`` does not describe one row.
     """
     padded = dict(micro_batch)
-    values = (keys or SequenceKeys()).values()
+    keys = keys or SequenceKeys()
+    values = keys.values()
     sequences = {key: padded[key] for key in values if isinstance(padded.get(key), Tensor)}
-    present = _length(sequences, length)
+    present = _length(sequences, length, keys)
     if present is not None and present < length:
         for key, value in sequences.items():
             if key == _MASK and value.ndim > 2:
                 padded[key] = _pad_square(value, length)
             else:
                 # F.pad counts dimensions from the last one, two numbers each.
-                padded[key] = F.pad(value, (0, 0) * (value.ndim - 2) + (0, length - present), value=values[key])
-    _extend_last_document(padded, length, max((len(value) for value in sequences.values()), default=1))
+                after = value.ndim - 2 - keys.rows_dim(key)
+                padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
+    rows = max((value.shape[keys.rows_dim(key)] for key, value in sequences.items()), default=1)
+    _extend_last_document(padded, length, rows)
     return padded
 
 
@@ -133,16 +148,17 @@ def _as_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:
     return attends.to(dtype)
 
 
-def _length(sequences: Mapping[str, Tensor], length: int) -> int | None:
+def _length(sequences: Mapping[str, Tensor], length: int, keys: SequenceKeys) -> int | None:
     """Current length of all sequences; None if the micro-batch has no sequences."""
     shapes = {key: tuple(value.shape) for key, value in sequences.items()}
-    flat = [key for key, shape in shapes.items() if len(shape) < 2]
+    dims = {key: keys.rows_dim(key) + 1 for key in shapes}
+    flat = [key for key, shape in shapes.items() if len(shape) <= dims[key]]
     if flat:
         raise InputError(
             f"the micro-batch's {flat[0]!r} has the shape {shapes[flat[0]]}; expected (rows, length). Add a"
             " dimension of rows"
         )
-    lengths = {key: shape[-1] if key == _MASK and len(shape) > 2 else shape[1] for key, shape in shapes.items()}
+    lengths = {key: shape[-1] if key == _MASK and len(shape) > 2 else shape[dims[key]] for key, shape in shapes.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(
             f"the micro-batch's sequences have the lengths {lengths}; expected one length for all, since padding"

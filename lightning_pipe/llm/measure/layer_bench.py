@@ -36,14 +36,14 @@ class LayerPiece:
     Attributes:
         stage: stage that holds only this piece.
         modules: modules of the piece.
-        run: forward from inputs to output. The last piece returns the loss.
+        run: forward from inputs to outputs. The last piece returns the loss.
         inputs: inputs of ``run``.
         batch: tensors of the micro-batch, which exist regardless of the piece.
     """
 
     stage: StageModule
     modules: tuple[nn.Module, ...]
-    run: Callable[..., Tensor]
+    run: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Any, ...]
     batch: tuple[Tensor, ...]
 
@@ -112,26 +112,24 @@ class LayerBench:
         config = self.config
         inputs, first = self.args, None
         if config.input_fqns:
-            first, output = self._ask(self._piece(config.input_fqns, 0, inputs), question)
-            inputs = (output,)
+            first, inputs = self._ask(self._piece(config.input_fqns, 0, inputs), question)
         empty, _ = self._ask(self._piece((), 1, inputs), question)
         layers: list[T] = []
-        known: dict[Any, tuple[T, Tensor]] = {}
+        known: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
         described = _described([self.model.get_submodule(name) for name in config.layers])
         for index, (name, description) in enumerate(zip(config.layers, described, strict=True)):
             alike = (description, tuple(map(signature, inputs)), self.varies(index))
             if alike not in known:
                 known[alike] = self._ask(self._piece((name,), 1, inputs), question)
-            found, output = known[alike]
+            found, inputs = known[alike]
             layers.append(found)
-            inputs = (output,)
         last, _ = self._ask(self._piece(config.output_fqns, 2, inputs, loss_of), question)
         return Pieces(empty, first, tuple(layers), last)
 
-    def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, Tensor]:
-        """Measurement of a piece, and a placeholder of its output."""
+    def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, tuple[Tensor, ...]]:
+        """Measurement of a piece, and placeholders of its outputs."""
         with self.within():
-            return question(piece), _hidden_like(piece.run(*piece.inputs))
+            return question(piece), tuple(map(_hidden_like, piece.run(*piece.inputs)))
 
     def _piece(
         self,
@@ -147,9 +145,9 @@ class LayerBench:
         self.prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
-        def run(*given: Any) -> Tensor:
-            output: Tensor = stage(*given, result_of=result_of, **self.kwargs)
-            return output
+        def run(*given: Any) -> tuple[Tensor, ...]:
+            output = stage(*given, result_of=result_of, **self.kwargs)
+            return output if isinstance(output, tuple) else (output,)
 
         modules = tuple(map(stage.module.get_submodule, names))
         batch = tuple(one for one in tree_leaves((self.args, dict(self.kwargs))) if isinstance(one, Tensor))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,12 +136,12 @@ class _LayerWatch:
         return LayerWork(*(statistics.median(column) for column in zip(*taken, strict=True)))
 
     def _run(self, piece: LayerPiece) -> LayerWork:
-        forward, (output, inputs) = self._timed(lambda: _forward(piece))
-        backward, _ = self._timed(lambda: _backward(output))
+        forward, (outputs, inputs) = self._timed(lambda: _forward(piece))
+        backward, _ = self._timed(lambda: _backward(outputs))
         if not self._parts or not _has_parts(piece, inputs):
             return LayerWork(forward, backward, 0.0, backward)
-        output, inputs = _forward(piece)
-        first, groups = self._timed(lambda: _input_backward(piece, output, inputs))
+        outputs, inputs = _forward(piece)
+        first, groups = self._timed(lambda: _input_backward(piece, outputs, inputs))
         second, _ = self._timed(lambda: _weight_backward(piece, groups))
         return LayerWork(forward, backward, first, second)
 
@@ -230,22 +230,23 @@ def _weigh(piece: LayerPiece) -> Footprint:
 
 def _run_whole(piece: LayerPiece) -> tuple[int, int, int, int, tuple[float, float]]:
     with _counted() as (live, operations):
-        output, _ = _forward(piece)
+        outputs, _ = _forward(piece)
         forward, kept, in_forward = operations(), live.now, live.peak
         live.peak = live.now
-        _backward(output)
-        return kept, in_forward, live.peak - kept, output.nbytes, (forward, operations() - forward)
+        _backward(outputs)
+        sent = sum(one.nbytes for one in outputs)
+        return kept, in_forward, live.peak - kept, sent, (forward, operations() - forward)
 
 
 def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
     with _counted() as (live, operations):
-        output, inputs = _forward(piece)
+        outputs, inputs = _forward(piece)
         forward, kept, live.peak = operations(), live.now, live.now
-        groups = _input_backward(piece, output, inputs)
+        groups = _input_backward(piece, outputs, inputs)
         in_first, first = live.peak - kept, operations() - forward
         for one in inputs:
             one.grad = None  # sent gradients are counted elsewhere
-        del output
+        del outputs
         held, live.peak = live.now, live.now
         _weight_backward(piece, groups)
         return held, in_first, live.peak - held, first, operations() - forward - first
@@ -277,17 +278,17 @@ class _Operations(TorchDispatchMode):
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
 
 
-def _forward(piece: LayerPiece) -> tuple[Tensor, tuple[Any, ...]]:
-    """Output and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
+def _forward(piece: LayerPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Outputs and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
     inputs = tuple(
         one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in piece.inputs
     )
     return piece.run(*inputs), inputs
 
 
-def _backward(output: Tensor) -> None:
-    if output.requires_grad:
-        output.backward(torch.ones_like(output))
+def _backward(outputs: Sequence[Tensor]) -> None:
+    if trained := [one for one in outputs if one.requires_grad]:
+        torch.autograd.backward(trained, list(map(torch.ones_like, trained)))
 
 
 def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
@@ -295,10 +296,11 @@ def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
     return bool(piece.modules) and any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
 
 
-def _input_backward(piece: LayerPiece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
-    whole = output.clone() if is_view(output) else output  # PyTorch detaches it in place; see ``TimedStage``
-    gradients = [torch.ones_like(whole)] if whole.dim() else None
-    _, groups = stage_backward_input([whole], gradients, list(inputs), piece.stage.parameters())
+def _input_backward(piece: LayerPiece, outputs: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
+    # PyTorch detaches outputs in place; see ``TimedStage``.
+    whole = [one.clone() if is_view(one) else one for one in outputs if one.requires_grad]
+    gradients = list(map(torch.ones_like, whole)) if all(one.dim() for one in whole) else None
+    _, groups = stage_backward_input(whole, gradients, list(inputs), piece.stage.parameters())
     return groups
 
 

@@ -16,7 +16,7 @@ __all__ = ["NEEDED", "ModuleConfig", "is_inside"]
 NEEDED = (
     "get_pp_module_config() returns a dict of num_layers (an int), layer_prefix (the FQN of the list of layers, such as"
     " 'model.layers'), input_fqns and output_fqns (lists of the FQNs before and after it) and, if some modules are"
-    " needed on every stage, always_keep_fqns"
+    " needed on every stage, always_keep_fqns; and, if layers take and return several tensors, layer_outputs"
 )
 
 
@@ -32,6 +32,8 @@ class ModuleConfig:
         output_fqns: FQNs of modules after the layers, such as the last norm and the head (default: none).
         always_keep_fqns: FQNs of modules that every stage holds, such as a rotary embedding (default: none). They must
             not have trained parameters.
+        layer_outputs: number of tensors that each listed module takes as its first positional arguments and returns as
+            a tuple (default 1). Layers that take and return one tuple need no number.
     """
 
     num_layers: int
@@ -39,6 +41,7 @@ class ModuleConfig:
     input_fqns: tuple[str, ...] = ()
     output_fqns: tuple[str, ...] = ()
     always_keep_fqns: tuple[str, ...] = ()
+    layer_outputs: int = 1
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> ModuleConfig:
@@ -51,7 +54,7 @@ class ModuleConfig:
             raise SetupError(f"get_pp_module_config() returned {given!r}. Expected: {NEEDED}")
         known = [field.name for field in fields(cls)]
         unknown = [str(key) for key in given if key not in known]
-        missing = [key for key in known if key not in given and key != "always_keep_fqns"]
+        missing = [key for key in known if key not in (*given, "always_keep_fqns", "layer_outputs")]
         if unknown or missing:
             wrong = ([f"the unknown {', '.join(unknown)}"] if unknown else []) + (
                 [f"no {', '.join(missing)}"] if missing else []
@@ -63,9 +66,9 @@ class ModuleConfig:
                 if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
                     raise SetupError(f"get_pp_module_config() returned {key}={value!r}; expected a list of FQNs")
                 values[key] = tuple(value)
-        layers, prefix = values["num_layers"], values["layer_prefix"]
-        check_whole_number("num_layers of get_pp_module_config()", layers, 1)
-        if not isinstance(prefix, str):
+        for key in ("num_layers", "layer_outputs"):
+            check_whole_number(f"{key} of get_pp_module_config()", values.get(key, 1), 1)
+        if not isinstance(prefix := values["layer_prefix"], str):
             raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; expected an FQN as a str")
         return cls(**values)
 

@@ -44,15 +44,15 @@ class StageShapes:
         stages: modules of all stages, with fake parameters.
         mode: fake mode of these parameters.
         check: function that raises if the model cannot be cut (default None). Called once, when shapes are first known,
-            with hidden states on the CPU in the shape that the first stage sends, and the keywords of every stage. Not
-            called for a single stage.
+            with hidden states on the CPU in the shape that the first stage sends, a tuple if there are several, and the
+            keywords of every stage. Not called for a single stage.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
         mode: FakeTensorMode,
-        check: Callable[[Tensor, Mapping[str, Any]], object] | None = None,
+        check: Callable[[Tensor | tuple[Tensor, ...], Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._stages = list(stages)
         # Frozen parameters may be trained later, so outputs that depend on any parameter receive a gradient.
@@ -91,7 +91,8 @@ class StageShapes:
             found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
             if self._check is not None:
                 # Check before a later stage fails with a less helpful error.
-                self._check(_some_values(outputs[0]), tree_map_only(Tensor, Tensor.cpu, kwargs))
+                sent = tuple(map(_some_values, outputs))
+                self._check(sent[0] if len(sent) == 1 else sent, tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
             inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
         return found

@@ -47,9 +47,11 @@ class PassThrough(nn.Module):
             model's forward may read them: Qwen3's reads the ``attention_type`` of each layer.
         as_tuple: return ``(x,)`` instead of ``x`` (default False), for layers that return a tuple whose first item the
             model uses, such as GPT-NeoX's.
+        outputs: number of tensors that modules hand on (default 1). Called with as many positional arguments, a module
+            returns these as a tuple.
     """
 
-    def __init__(self, replaced: nn.Module | None = None, as_tuple: bool = False) -> None:
+    def __init__(self, replaced: nn.Module | None = None, as_tuple: bool = False, outputs: int = 1) -> None:
         super().__init__()
         own = vars(self).keys() | {"forward"}
         for name, value in vars(replaced).items() if replaced is not None else ():
@@ -57,8 +59,11 @@ class PassThrough(nn.Module):
                 setattr(self, name, value)
         self.train(replaced is None or replaced.training)
         self._as_tuple = as_tuple
+        self._outputs = outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if 1 < self._outputs <= len(args):
+            return args[: self._outputs]
         passed = args[0] if args else next(iter(kwargs.values()))
         return (passed,) if self._as_tuple else passed
 
@@ -75,15 +80,17 @@ class StageModule(nn.Module):
         module: model pruned to this stage.
         stage_index: index of the stage, from 0.
         num_stages: number of stages of the whole pipeline.
+        packs: True to pass several received tensors as one tuple (default False).
     """
 
-    def __init__(self, module: nn.Module, stage_index: int, num_stages: int) -> None:
+    def __init__(self, module: nn.Module, stage_index: int, num_stages: int, *, packs: bool = False) -> None:
         super().__init__()
         if not 0 <= stage_index < num_stages:
             raise SetupError(f"stage_index is {stage_index} of num_stages {num_stages}; expected 0 to num_stages - 1")
         self.module = module
         self.stage_index = stage_index
         self.num_stages = num_stages
+        self._packs = packs and stage_index > 0
         self._causal_lm = is_causal_lm(module)
         self._has_cache = self._causal_lm and "use_cache" in inspect.signature(self._called().forward).parameters
 
@@ -115,7 +122,7 @@ class StageModule(nn.Module):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._causal_lm:
-            return self.module(*args, **kwargs)
+            return self.module(args, **kwargs) if self._packs and len(args) > 1 else self.module(*args, **kwargs)
         if len(args) > 1:
             raise InputError(
                 f"stage {self.stage_index} was called with {len(args)} positional arguments; a Hugging Face model takes"
@@ -162,7 +169,7 @@ def make_stage(
         SetupError: the index does not exist; see also :func:`prune`.
     """
     prune(model, config, fqns_of_stage)
-    return StageModule(model, stage_index, num_stages)
+    return StageModule(model, stage_index, num_stages, packs=True)
 
 
 def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
@@ -192,7 +199,7 @@ def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
 def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tuple: bool) -> dict[str, PassThrough]:
     layers = set(config.layers)
     foreign = {
-        name: PassThrough(model.get_submodule(name), as_tuple and name in layers)
+        name: PassThrough(model.get_submodule(name), as_tuple and name in layers, config.layer_outputs)
         for name in config.modules
         if name not in set(kept)
     }
@@ -201,7 +208,12 @@ def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tup
     return foreign
 
 
-def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | None = None, **kwargs: Any) -> EmptyRun:
+def run_empty(
+    model: nn.Module,
+    config: ModuleConfig,
+    hidden: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    **kwargs: Any,
+) -> EmptyRun:
     """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
     Operations of a forward outside its listed modules (GPT-2 adds position embeddings, Gemma scales the embedding)
@@ -210,7 +222,8 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | Non
     Args:
         model: unsplit model on any device, including the meta device. It is not changed.
         config: names of the model's modules.
-        hidden: hidden states on the CPU, in the shape that stages exchange (default None, for Hugging Face causal LMs).
+        hidden: hidden states on the CPU, in the shape that stages exchange, a tuple if there are several (default None,
+            for Hugging Face causal LMs).
         kwargs: keyword arguments of every stage.
 
     Raises:
@@ -225,7 +238,8 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | Non
         except Exception as error:
             failures.append(error)
             continue
-        if isinstance(result, torch.Tensor) and result.shape == hidden.shape and torch.equal(result, hidden):
+        given, found = (one if isinstance(one, tuple) else (one,) for one in (hidden, result))
+        if len(given) == len(found) and all(map(_same, given, found)):
             return EmptyRun(tuple(called), as_tuple)
     failure = failures[0] if len(failures) == len(attempts) else None
     reason = "changes its input" if failure is None else f"fails with {type(failure).__name__}: {failure}"
@@ -233,12 +247,21 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | Non
         f"{type(model).__name__} cannot be cut: with {', '.join(config.input_fqns + config.output_fqns)} and its layers"
         f" passing through, its forward {reason}; expected a forward that then returns the hidden states unchanged."
         " Move its other operations on them, such as a sum of two embeddings or a dropout, into one of those modules."
+        " If layers take and return several tensors, set layer_outputs in the config to their number."
         " Hugging Face models with such operations, such as GPT-2 and OPT, cannot be cut"
     ) from failure
 
 
+def _same(given: torch.Tensor, found: Any) -> bool:
+    return isinstance(found, torch.Tensor) and found.shape == given.shape and torch.equal(found, given)
+
+
 def _run_shell(
-    model: nn.Module, config: ModuleConfig, hidden: torch.Tensor, as_tuple: bool, kwargs: dict[str, Any]
+    model: nn.Module,
+    config: ModuleConfig,
+    hidden: torch.Tensor | tuple[torch.Tensor, ...],
+    as_tuple: bool,
+    kwargs: dict[str, Any],
 ) -> tuple[Any, list[str]]:
     shell = shallow_copy(model).train()
     called: list[str] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
+from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
@@ -139,10 +139,16 @@ class BatchPreparation:
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0]
         try:
-            cut = split_batch(batch, self.num_microbatches, ignore_index=self.ignore_index, strict=self.strict)
+            cut = split_batch(
+                batch,
+                self.num_microbatches,
+                ignore_index=self.ignore_index,
+                strict=self.strict,
+                chunk_dims=self.keys.chunk_dims,
+            )
             tokens = sum(map(self._count, cut.items))
             self._check_added_rows(cut)
-            sizes = [self._size(item) for item in cut.items]
+            sizes = [self.keys.size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
@@ -173,12 +179,9 @@ class BatchPreparation:
         for item in reversed(cut.items):
             if not left:
                 return
-            rows = self._size(item)[0]
+            rows = self.keys.size(item)[0]
             added = min(rows, left)
-            part = {
-                key: value[rows - added :] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-                for key, value in item.items()
-            }
+            part = take_rows(item, rows - added, added, rows, self.keys.chunk_dims)
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
@@ -186,12 +189,6 @@ class BatchPreparation:
                     " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
             left -= added
-
-    def _size(self, micro_batch: MicroBatch) -> tuple[int, int]:
-        """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
-        sequences = (micro_batch.get(key) for key in self.keys.values())
-        shape = next((tuple(value.shape) for value in sequences if isinstance(value, Tensor)), ())
-        return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
     def finish(self, prepared: PreparedBatch) -> StepInputs:
         """Wait for the numbers of all ranks, and pad.
@@ -225,7 +222,7 @@ class BatchPreparation:
         length = next(to for to, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks)
         padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
-        lengths = tuple(self._size(item)[1] for item in prepared.cut.items)
+        lengths = tuple(self.keys.size(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
         return StepInputs(inputs, tokens, prepared.cut, length, lengths)
 

@@ -229,7 +229,7 @@ def _zero_of(output: Any) -> Tensor:
 
 
 def _check_result(result: Any) -> Any:
-    leaves = tree_leaves(result)
+    leaves = [one for one in tree_leaves(result) if one is not None]
     if not leaves or not all(isinstance(one, Tensor) for one in leaves):
         kinds = sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)})
         raise InputError(

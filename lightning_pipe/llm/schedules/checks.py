@@ -19,7 +19,14 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, place_stages, read_actions
+from lightning_pipe.llm.schedules.named import (
+    ScheduleSpec,
+    count_stages,
+    place_stages,
+    ranks_of_stages,
+    read_actions,
+    wrong_places,
+)
 from lightning_pipe.llm.schedules.simulation import Actions, actions_of
 
 __all__ = ["Sharding", "check_combination", "check_microbatches", "splits_backward"]
@@ -64,11 +71,27 @@ def check_microbatches(
             f" {count} // {pp_size} ranks. Use {less} or {more}"
         )
     actions = actions_of(spec, pp_size, count, stages_per_rank)
-    _check_last_stage(spec, actions, pp_size * count_stages(spec, pp_size, stages_per_rank) - 1)
+    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
+    _check_places(spec, actions, pp_size, num_stages)
+    _check_last_stage(spec, actions, num_stages - 1)
 
 
 def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
+
+
+def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages: int) -> None:
+    """Check that a class lists the actions of each rank's own stages, and can run them."""
+    what = f"schedule {spec.name}"
+    ranks = ranks_of_stages(actions, what) if actions else {}
+    if actions and ranks != place_stages(spec.placement, pp_size, num_stages):
+        raise wrong_places(what, ranks, pp_size)
+    sends_to_itself = spec.placement == "v" and not issubclass(spec.schedule_class, _PipelineScheduleRuntime)
+    if sends_to_itself:
+        raise SetupError(
+            f"{what} has neighbouring stages on one rank, and derives from PipelineScheduleMulti, which only passes"
+            " tensors to other ranks. Derive it from _PipelineScheduleRuntime"
+        )
 
 
 def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import csv
 import inspect
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import (
@@ -46,9 +46,12 @@ __all__ = [
     "construct_schedule",
     "count_stages",
     "find_schedule",
+    "listed_actions",
     "place_stages",
+    "ranks_of_stages",
     "read_actions",
     "stages_of_rank",
+    "wrong_places",
 ]
 
 # Far above any pipeline. All actions of a file are constructed before they are compared: about 40 MB at this limit.
@@ -98,8 +101,8 @@ def find_schedule(given: str | type | Path) -> ScheduleSpec:
 
             - a name of :data:`SCHEDULES`, or PyTorch's class name of a schedule, with or without "Schedule", in any
               case;
-            - a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single"), ``ScheduleZBVZeroBubble``
-              or ``ScheduleDualPipeV`` ("v"), or ``PipelineScheduleMulti`` ("loop");
+            - a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single") or
+              ``PipelineScheduleMulti`` ("loop" or "v", as it places the stages of two ranks);
             - the path of a CSV file with a row of actions for each rank, as PyTorch writes it, with communication or
               without. The placement is inferred from the file.
 
@@ -134,23 +137,36 @@ def _of_class(given: type) -> ScheduleSpec:
             " PipelineScheduleSingle or PipelineScheduleMulti and implements _step_microbatches. Choose such a class,"
             f" or one of the names {', '.join(SCHEDULES)}"
         )
-    placement: Placement = "loop"
     if issubclass(given, PipelineScheduleSingle):
-        placement = "single"
-    elif issubclass(given, ScheduleZBVZeroBubble | ScheduleDualPipeV):
-        placement = "v"
-    return ScheduleSpec(given.__qualname__, given, placement)
+        return ScheduleSpec(given.__qualname__, given, "single")
+    specs = [ScheduleSpec(given.__qualname__, given, placement) for placement in get_args(Placement)[1:]]
+    return next((spec for spec in specs if _is_placed(spec)), specs[0])
+
+
+def _is_placed(spec: ScheduleSpec) -> bool:
+    """Return True if a class lists its actions for the stages of the spec's placement."""
+    try:
+        actions = listed_actions(spec, 2, 4, 2)  # the smallest case that all of PyTorch's schedules support
+        return ranks_of_stages(actions, "it") == place_stages(spec.placement, 2, 4)
+    except SetupError:
+        return False
 
 
 def _of_file(path: Path) -> ScheduleSpec:
-    ranks = _ranks_in(path)
+    what = f"the schedule in {path}"
+    ranks = ranks_of_stages(read_actions(path), what)
     pp_size, num_stages = max(ranks.values()) + 1, len(ranks)
     placements: list[Placement] = ["single"] if num_stages == pp_size else ["loop", "v"]
     for placement in placements:
         if num_stages % pp_size == 0 and ranks == place_stages(placement, pp_size, num_stages):
             return ScheduleSpec(str(path), _PipelineScheduleRuntime, placement, path)
-    raise SetupError(
-        f"the schedule in {path} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
+    raise wrong_places(what, ranks, pp_size)
+
+
+def wrong_places(what: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
+    """Error of a schedule that places stages in none of the supported ways."""
+    return SetupError(
+        f"{what} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
         f" expected, for rank r of {pp_size}, stage r; or r, r + {pp_size}, ...; or r and {2 * pp_size - 1} - r. Place"
         " the stages in one of these ways"
     )
@@ -196,20 +212,28 @@ def _action(text: str) -> _Action | None:
     return action
 
 
-def _ranks_in(path: Path) -> dict[int, int]:
-    """Rank of each stage in a file."""
+def ranks_of_stages(actions: Mapping[int, Sequence[_Action]], what: str) -> dict[int, int]:
+    """Rank of each stage that is listed.
+
+    Args:
+        actions: actions of each rank.
+        what: description of the schedule for error messages.
+
+    Raises:
+        SetupError: a stage without a rank, or on two.
+    """
     ranks: dict[int, int] = {}
-    for rank, row in read_actions(path).items():
+    for rank, row in actions.items():
         for action in row:
             for one in action.sub_actions or (action,):
                 if ranks.setdefault(one.stage_index, rank) != rank:
                     raise SetupError(
-                        f"the schedule in {path} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
+                        f"{what} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
                         f" {rank}; expected each stage on one rank. Move its actions to one row"
                     )
-    missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
+    missing = sorted(set(range(max(ranks, default=0) + 1)) - set(ranks))
     if missing:
-        raise SetupError(f"the schedule in {path} lacks stage(s) {missing}; expected all from 0 to {max(ranks)}")
+        raise SetupError(f"{what} lacks stage(s) {missing}; expected all from 0 to {max(ranks, default=0)}")
     return ranks
 
 
@@ -232,7 +256,7 @@ def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None =
     """
     wanted, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
     if spec.path is not None:
-        ranks = _ranks_in(spec.path)
+        ranks = ranks_of_stages(read_actions(spec.path), f"the schedule in {spec.path}")
         rows = max(ranks.values()) + 1
         if rows != pp_size:
             raise SetupError(
@@ -292,6 +316,47 @@ def construct_schedule(
         ) from error
     assert isinstance(schedule, _PipelineSchedule)
     return schedule
+
+
+class _PlaceholderStage:
+    """Stub with the attributes of a stage that schedules' constructors read; a real stage needs a process group."""
+
+    def __init__(self, stage_index: int, num_stages: int, pp_size: int) -> None:
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.group_rank = 0
+        self.group_size = pp_size
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self.has_backward = False
+        self.submod = None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def listed_actions(
+    spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> dict[int, list[_Action]]:
+    """Actions that a schedule lists for each rank, without idling and with overlapped actions one after the other.
+
+    Args:
+        spec: see :func:`~lightning_pipe.llm.schedules.simulation.actions_of`, also for the others.
+
+    Raises:
+        SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
+    """
+    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
+    mine = stages_of_rank(spec, 0, pp_size, stages_per_rank)
+    stages = [_PlaceholderStage(index, num_stages, pp_size) for index in mine]
+    schedule = construct_schedule(spec, stages, num_microbatches)
+    listed: Mapping[int, Sequence[_Action | None]] = getattr(schedule, "pipeline_order", None) or {}
+    if spec.path is not None:
+        listed = read_actions(spec.path)
+    elif not listed and isinstance(schedule, PipelineScheduleMulti):
+        raise SetupError(
+            f"schedule {spec.name} lists no actions, so it would do nothing. Set pipeline_order in its constructor"
+        )
+    rows = {rank: [action for action in row if action is not None] for rank, row in listed.items()}
+    return {rank: [one for action in row for one in action.sub_actions or (action,)] for rank, row in rows.items()}
 
 
 def _take_actions(schedule: Any, actions: dict[int, list[_Action]]) -> None:

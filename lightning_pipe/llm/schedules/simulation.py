@@ -7,28 +7,16 @@ once, so one pass over the actions is enough, without a clock or a steady state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    Schedule1F1B,
-    _Action,
-    _ComputationType,
-    _PipelineSchedule,
-)
+from torch.distributed.pipelining.schedules import Schedule1F1B, _Action, _ComputationType
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.llm.schedules.named import (
-    ScheduleSpec,
-    construct_schedule,
-    count_stages,
-    read_actions,
-    stages_of_rank,
-)
+from lightning_pipe.llm.schedules.named import ScheduleSpec, listed_actions
 
 __all__ = ["KINDS", "Actions", "Kind", "ScheduleTimeline", "actions_of", "simulate"]
 
@@ -41,21 +29,6 @@ KINDS: dict[_ComputationType, Kind] = {
     _ComputationType.BACKWARD_INPUT: "input_backward",
     _ComputationType.BACKWARD_WEIGHT: "weight_backward",
 }
-
-
-class _PlaceholderStage:
-    """Stub with the attributes of a stage that schedules' constructors read; a real stage needs a process group."""
-
-    def __init__(self, stage_index: int, num_stages: int, pp_size: int) -> None:
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.group_rank = 0
-        self.group_size = pp_size
-        self.is_first = stage_index == 0
-        self.is_last = stage_index == num_stages - 1
-        self.has_backward = False
-        self.submod = None
-        self.stage_index_to_group_rank: dict[int, int] = {}
 
 
 def actions_of(
@@ -75,32 +48,12 @@ def actions_of(
     Raises:
         SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
     """
-    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
-    stages = [
-        _PlaceholderStage(index, num_stages, pp_size) for index in stages_of_rank(spec, 0, pp_size, stages_per_rank)
-    ]
-    schedule = construct_schedule(spec, stages, num_microbatches)
-    listed = read_actions(spec.path) if spec.path is not None else _listed(spec, schedule)
-    computed = {rank: list(_computations(actions)) for rank, actions in listed.items()}
-    if isinstance(schedule, Schedule1F1B):
+    listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
+    computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
+    if issubclass(spec.schedule_class, Schedule1F1B):
         # Every rank runs micro-batches from 0; torch 2.13 lists 1 to m for the last rank.
         computed = {rank: _count_forwards(actions) for rank, actions in computed.items()}
     return computed
-
-
-def _listed(spec: ScheduleSpec, schedule: _PipelineSchedule) -> Mapping[int, Sequence[_Action | None]]:
-    listed: Mapping[int, Sequence[_Action | None]] = getattr(schedule, "pipeline_order", None) or {}
-    if not listed and isinstance(schedule, PipelineScheduleMulti):
-        raise SetupError(
-            f"schedule {spec.name} lists no actions, so it would do nothing. Set pipeline_order in its constructor"
-        )
-    return listed
-
-
-def _computations(actions: Iterable[_Action | None]) -> Iterable[_Action]:
-    for action in actions:
-        if action is not None and action.is_compute_op:
-            yield from action.sub_actions or (action,)
 
 
 def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:

@@ -216,7 +216,7 @@ class _LayerCut:
         fake, mode = fake_copy(model)
         skip_experts(fake)
 
-        def check(hidden: Tensor, keywords: Mapping[str, Any]) -> None:
+        def check(hidden: Tensor | tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
             # The hidden states of a causal LM are known without a batch, so `prune` has already checked it.
             if not is_causal_lm(fake):
                 run_empty(fake, self._config, hidden, **keywords)

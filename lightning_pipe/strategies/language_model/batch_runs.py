@@ -149,7 +149,10 @@ class BatchRuns:
             if self._context is not None:
                 # A failure on any rank has raised on all ranks, so all ranks that share the sequences join them here.
                 parts = [
-                    tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
+                    tree_map(
+                        lambda part, length=length: None if part is None else self._join(part, step.length)[:, :length],
+                        result,
+                    )
                     for result, length in zip(results, step.lengths, strict=True)
                 ]
             # A list of micro-batches, which may differ in length, gives a list, without micro-batches added as fill.

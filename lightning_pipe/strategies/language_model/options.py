@@ -48,6 +48,12 @@ class LLMOptions:
                 f" {self.compile_layers!r}. Pass one of these."
             )
         self.batching.length_multiple(self.parallel.length_multiple)
+        moved = [key for key in self.batching.sequence_keys(0).values() if self.batching.chunk_dims.get(key)]
+        if moved and self.parallel.cp > 1:
+            raise SetupError(
+                f"batching.chunk_dims moves the rows of {', '.join(moved)}, and parallel.cp={self.parallel.cp} cuts"
+                " sequences whose rows are dimension 0. Transpose them in model_inputs instead"
+            )
 
     @property
     def compile_options(self) -> Mapping[str, Any] | None:

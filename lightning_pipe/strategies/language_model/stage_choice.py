@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
 
 from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, typical
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.llm.batches.microbatches import split_batch
-from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
+from lightning_pipe.llm.batches.padding import pad_microbatch
 from lightning_pipe.llm.choice.schedule_choice import (
     Calibration,
     Measurements,
@@ -304,16 +303,11 @@ def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[in
 
 def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
     """Cut a batch into micro-batches, padded to one length as in training."""
-    items = split_batch(batch, count, ignore_index=module.ignore_index).items
-    keys = SequenceKeys(labels=module.ignore_index, others=settings.batching.pad_values)
-    longest = max((one.shape[1] for item in items for one in _sequences(item, keys)), default=0)
+    keys = settings.batching.sequence_keys(module.ignore_index)
+    items = split_batch(batch, count, ignore_index=module.ignore_index, chunk_dims=keys.chunk_dims).items
+    longest = max((keys.size(item)[1] for item in items), default=0)
     length = settings.lengths.up_to(module.max_sequence_length).of(longest)
     return [pad_microbatch(item, length, keys) for item in items]
-
-
-def _sequences(item: Mapping[str, Any], keys: SequenceKeys) -> list[Tensor]:
-    found = [item.get(key) for key in keys.values()]
-    return [one for one in found if isinstance(one, Tensor) and one.ndim > 1][:1]
 
 
 def footprints_of(

@@ -21,7 +21,6 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks
 from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
@@ -192,7 +191,7 @@ class PartsMaker:
             meshes.same_batch,
             plan.num_microbatches,
             lengths=settings.lengths.up_to(module.max_sequence_length),
-            keys=SequenceKeys(labels=module.ignore_index, others=batching.pad_values),
+            keys=batching.sequence_keys(module.ignore_index),
             strict=batching.strict_batches,
             ignore_index=module.ignore_index,
             context=context,

@@ -19,6 +19,9 @@ from lightning_pipe.llm.batches.batching import Batching
         ({"length_buckets": []}, r"batching.length_buckets is \[\]; expected .*above 0"),
         ({"length_buckets": [4, 0]}, "expected a list of whole numbers above 0"),
         ({"pad_values": [1]}, r"batching.pad_values is \[1\]; expected a mapping"),
+        ({"chunk_dims": ["bias"]}, r"batching.chunk_dims is \['bias'\]; expected a mapping"),
+        ({"chunk_dims": {"bias": -1}}, "chunk_dims is {'bias': -1}; expected .* whole numbers from 0, or None"),
+        ({"chunk_dims": {"bias": "replicate"}}, "expected a mapping from keys of the batch to dimensions"),
         ({"strict_batches": "no"}, "batching.strict_batches is 'no'; expected one of True, False"),
         ({"variable_lengths": False}, "batching.max_length is None.*variable_lengths is False"),
         (

@@ -109,6 +109,35 @@ def test_what_cannot_be_cut_by_rows_is_refused_by_name_for_several_micro_batches
     assert item[key] is value
 
 
+@settings(max_examples=30, deadline=None, database=None)
+@given(st.integers(1, 7), st.integers(2, 4))
+def test_rows_are_cut_in_the_dimension_given_for_a_key(rows: int, num_microbatches: int) -> None:
+    batch = batch_of(rows) | {"table": torch.rand(3), "boundaries": (torch.rand(2),)}
+    dims = {"moved": 2, "input_ids": 1, "table": None, "boundaries": None}
+    expected = split_batch(batch | {"boundaries": ()}, num_microbatches, chunk_dims={"table": None}).items
+    moved = batch | {"input_ids": batch["input_ids"].mT, "moved": batch["input_ids"].mT[None]}
+    found = split_batch(moved, num_microbatches, chunk_dims=dims)
+    assert found.rows == rows
+    for item, other in zip(found.items, expected, strict=True):
+        assert torch.equal(item["input_ids"].mT, other["input_ids"])
+        assert torch.equal(item["moved"][0].mT, other["input_ids"])
+        assert torch.equal(item["labels"], other["labels"])
+        assert item["table"] is batch["table"]
+        assert item["boundaries"] is batch["boundaries"]
+
+
+def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
+    for dims in ({"bias": 1}, {"bias": 3}):
+        with pytest.raises(InputError, match=r"'bias', a tensor of shape \(4, 3\), .* dimension [13] is the batch"):
+            split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, chunk_dims=dims)
+
+
+def test_outputs_may_be_none() -> None:
+    joined = split_batch(batch_of(3), 2).trim([(torch.zeros(2), None), (torch.ones(2), None)])
+    assert joined[0].tolist() == [0, 0, 1]
+    assert joined[1] is None
+
+
 def test_any_mapping_is_a_batch_and_rows_are_those_of_its_first_tensor_without_input_ids() -> None:
     batch = UserDict({"name": "a", "inputs_embeds": torch.ones(4, 3, 2), "flags": [1, 2]})
     items = split_batch(batch, 2).items

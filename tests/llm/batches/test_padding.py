@@ -60,6 +60,16 @@ def test_padding_comes_at_the_end_and_cutting_it_off_gives_the_sequences_back(
     assert padded["name"] == "a"
 
 
+def test_the_length_follows_the_dimension_of_the_rows() -> None:
+    micro_batch = micro_batch_of(2, 3) | {"position_ids": torch.arange(18).view(3, 2, 3)}
+    keys = SequenceKeys(chunk_dims={"position_ids": 1})
+    padded = pad_microbatch(micro_batch, 5, keys)["position_ids"]
+    assert padded.shape == (3, 2, 5)
+    assert torch.equal(padded[..., :3], micro_batch["position_ids"])
+    assert not padded[..., 3:].any()
+    assert keys.size(micro_batch) == keys.size({"position_ids": micro_batch["position_ids"]}) == (2, 3)
+
+
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 9))
 def test_padding_adds_no_loss_tokens_and_no_loss(rows: int, length: int, more: int) -> None:

@@ -23,6 +23,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.checks import Sharding, check_combination, check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, find_schedule, place_stages
 from lightning_pipe.llm.schedules.simulation import actions_of
+from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule, VOfMulti
 
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
@@ -93,6 +94,14 @@ class OwnZeroBubble(ScheduleInterleavedZeroBubble):
             "schedule Refuses cannot be built with 4 micro-batches and 2 stages: RuntimeError: not on",
         ),
         (ListsNothing, None, "schedule ListsNothing lists no actions"),
+        (
+            UnbalancedSchedule,
+            None,
+            "schedule UnbalancedSchedule has its stages 0 on rank 0, 1 on rank 0, 2 on rank 0, 3 on rank 1; expected,"
+            " for rank r of 2, stage r; or r, r",
+        ),
+        (VOfMulti, None, "schedule VOfMulti has neighbouring stages on one rank, .* _PipelineScheduleRuntime"),
+        (PlacedSchedule, 4, "stages_per_rank is 4; schedule PlacedSchedule needs two stages"),
         (Reversed, 1, r"forwards of the last stage, 1, in the order \[3, 2, 1, 0\]"),
     ],
 )

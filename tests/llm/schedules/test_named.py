@@ -21,12 +21,14 @@ from torch.distributed.pipelining.schedules import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.named import (
     SCHEDULES,
+    _PlaceholderStage,
     construct_schedule,
     count_stages,
     find_schedule,
     stages_of_rank,
 )
-from lightning_pipe.llm.schedules.simulation import _PlaceholderStage, actions_of
+from lightning_pipe.llm.schedules.simulation import actions_of
+from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule
 
 
 class OwnSingle(ScheduleGPipe):
@@ -63,8 +65,11 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     assert all(name in str(caught.value) for name in SCHEDULES)
 
 
-@pytest.mark.parametrize(("given", "placement"), [(OwnSingle, "single"), (OwnMulti, "loop"), (OwnV, "v")])
-def test_a_class_of_the_users_own_is_placed_as_the_one_it_derives_from(given: type, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "placement"),
+    [(OwnSingle, "single"), (OwnMulti, "loop"), (OwnV, "v"), (PlacedSchedule, "v"), (UnbalancedSchedule, "loop")],
+)
+def test_a_class_of_the_users_own_is_placed_as_it_lists_its_stages(given: type, placement: str) -> None:
     spec = find_schedule(given)
     assert (spec.name, spec.schedule_class, spec.placement) == (given.__name__, given, placement)
 

@@ -25,6 +25,7 @@ from tests.llm.schedule_cases import (
     ROWS,
     WIDTH,
     OwnSchedule,
+    PlacedSchedule,
     backward_order,
     gradients_of,
     loss_of,
@@ -168,6 +169,11 @@ def run_all(rank: int, world_size: int, folder: str) -> dict[Any, Case]:
         cases["train", name, 4] = train(rank, find_schedule(path), 4)
         cases["evaluate", name, 3] = evaluate(rank, find_schedule(path), 3)
     cases["train", "a class of the user's", 4] = train(rank, find_schedule(OwnSchedule), 4)
+    placed = find_schedule(PlacedSchedule)
+    cases["train", "a class in a V", 4], cases["evaluate", "a class in a V", 3] = (
+        train(rank, placed, 4),
+        evaluate(rank, placed, 3),
+    )
     for name in ("1f1b", "interleaved_zero_bubble", "dualpipev"):
         cases["train", f"{name} with views", 4] = train(rank, SCHEDULES[name], 4, views=True)
     return cases
@@ -177,10 +183,13 @@ FILES = [f"file of {name}" for name in ("1f1b", "looped_bfs", "dualpipev", "zbv_
 OTHERS = [
     *FILES,
     "a class of the user's",
+    "a class in a V",
     *(f"{n} with views" for n in ("1f1b", "interleaved_zero_bubble", "dualpipev")),
 ]
 TRAINED = [("train", name, m) for name in SCHEDULES for m in (4, 8)] + [("train", name, 4) for name in OTHERS]
-ALL_EVALUATED = [("evaluate", name, m) for name in SCHEDULES for m in EVALUATED] + [("evaluate", n, 3) for n in FILES]
+ALL_EVALUATED = [("evaluate", name, m) for name in SCHEDULES for m in EVALUATED] + [
+    ("evaluate", n, 3) for n in (*FILES, "a class in a V")
+]
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,62 @@ class Grouped(Tiny):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Start(nn.Embedding):
+    """Returns hidden states, a stream, and a mask without gradients."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        hidden = super().forward(ids)
+        return hidden, hidden.tanh(), ids % 2
+
+
+class Step(nn.Linear):
+    def forward(self, hidden: Any, stream: Any = None, odd: Any = None) -> Any:
+        if isinstance(hidden, tuple):
+            hidden, stream, odd = hidden
+        return super().forward(hidden + stream * odd[..., None]).tanh(), hidden + stream, odd
+
+
+class HandingOn(nn.Module):
+    """Layers that hand on several tensors, as several arguments or as one tuple."""
+
+    def __init__(self, as_one: bool) -> None:
+        super().__init__()
+        self.as_one = as_one
+        self.embedding = Start(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Step(WIDTH, WIDTH) for _ in range(4))
+        self.norm = Step(WIDTH, WIDTH)
+        self.head = nn.Sequential(First(), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, input_ids: Tensor) -> Any:
+        state = self.embedding(input_ids)
+        for layer in [*self.layers, self.norm]:
+            state = layer(state) if self.as_one else layer(*state)
+        return self.head(state)
+
+
+class First(nn.Module):
+    def forward(self, state: tuple[Tensor, ...]) -> Tensor:
+        return state[0]
+
+
+class Handing(WithExample):
+    def __init__(self, as_one: bool, told: bool = True) -> None:
+        super().__init__(optimizer="adamw")
+        self.as_one, self.told = as_one, told
+
+    def build_model(self) -> nn.Module:
+        return HandingOn(self.as_one)
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        names = {
+            "num_layers": 4,
+            "layer_prefix": "layers",
+            "input_fqns": ["embedding"],
+            "output_fqns": ["norm", "head"],
+        }
+        return names if self.as_one or not self.told else names | {"layer_outputs": 3}
+
+
 CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 AOT = {"backend": "aot_eager"}
 # module, schedule (or the file), strategy's options, whether the bits must be those of one device
@@ -129,6 +185,13 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
     "traced, at a module": (Traced, "1f1b", {"split_spec": {"middle": "beginning"}}, True),
     "traced, at pipe_split": (partial(Traced, marked=True), "gpipe", {}, True),
     "traced, as many parameters": (Traced, "interleaved_1f1b", {"split_policy": "equal_size"}, True),
+    "handing on three tensors": (partial(Handing, False), "zbv_zero_bubble", {"balance": "time"}, True),
+    "handing on a tuple": (
+        partial(Handing, True),
+        "interleaved_1f1b",
+        {"activation_checkpoint": {"mode": "full"}},
+        True,
+    ),
     "frozen": (Head, "1f1b", {}, False),
     "frozen, in two parts": (Head, "zbv_zero_bubble", {}, False),
     "groups": (Grouped, "1f1b", {}, False),
@@ -143,6 +206,8 @@ OFTEN = (
     "by time",
     "a file",
     "traced, at a module",
+    "handing on three tensors",
+    "handing on a tuple",
     "frozen, in two parts",
 )
 
@@ -177,6 +242,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, cases: list[str]) -> dict[
         }
     found["no example"] = refused(Tiny(), balance="time")
     found["no example to trace"] = refused(Tiny(), split_spec={"layers.2": "beginning"})
+    found["several tensors"] = refused(Handing(as_one=False, told=False))
     found["no such module"] = refused(Traced(), split_spec={"layers.9": "beginning"})
     found["no such point"] = refused(Traced(), split_spec={"middle": "centre"})
     found["too few points"] = refused(Traced(), schedule="interleaved_1f1b", split_spec={"middle": "beginning"})
@@ -236,6 +302,7 @@ def test_offloaded_states_are_in_checkpoints(ranks: Any) -> None:
     [
         ("no example", ["split.balance is 'time'", "example_micro_batch()", "split.balance to 'layers'"]),
         ("no example to trace", ["split.split_spec or split.split_policy is given", "example_micro_batch()"]),
+        ("several tensors", ["HandingOn cannot be cut", "set layer_outputs in the config to their number"]),
         ("no such module", ["layers.9", "middle"]),
         ("no such point", ["'centre'", "'beginning' or 'end'"]),
         ("too few points", ["2", "4"]),

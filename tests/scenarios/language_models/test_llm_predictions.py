@@ -1,4 +1,4 @@
-"""Predictions of models in stages whose output is no single tensor: what one process gives for them."""
+"""Models in stages whose outputs or inputs are no single tensor of rows: what one process makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,23 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed import run_ranks
 from tests.rounding import Reference
-from tests.strategies.llm_cases import VOCABULARY, WIDTH, Tiny, TinyLM, llm, loader, row_batches, trainer
+from tests.strategies.llm_cases import (
+    MAX_LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Tiny,
+    TinyLM,
+    Trained,
+    fit,
+    llm,
+    loader,
+    ranks_beyond_rounding,
+    results_of,
+    row_batches,
+    train_with_lightning,
+    trainer,
+    values_of,
+)
 
 
 class _Head(torch.nn.Linear):
@@ -24,7 +40,7 @@ class _Head(torch.nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
         logits = super().forward(hidden)
         score = logits[:, 0].mean(1)
-        return (logits, score) if self.kind == "tuple" else {"logits": logits, "score": score}
+        return (logits, score, None) if self.kind == "tuple" else {"logits": logits, "score": score, "cache": None}
 
 
 class _Predicting(Tiny):
@@ -53,7 +69,8 @@ def predicted(rank: int, world: int, kind: str, whole: bool) -> Any:
 
 
 def leaves(outputs: Any) -> dict[str, Tensor]:
-    return {f"tensor {number}": value for number, value in enumerate(tree_leaves(outputs))}
+    found = [value for value in tree_leaves(outputs) if value is not None]
+    return {f"tensor {number}": value for number, value in enumerate(found)}
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all of it", "what prediction makes of it"])
@@ -65,4 +82,44 @@ def test_a_model_may_give_several_tensors(kind: str, whole: bool) -> None:
         assert len(found) == len(expected) == 2
         for one, other in zip(found, expected, strict=True):
             assert type(one) is type(other)
+            assert len(one) == len(other)
         assert rounded.differences(leaves(found)) == []
+
+
+class _Biased(TinyLM):
+    """Takes two positions of each token, (2, rows, length), and one bias of attention for all rows."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        length = input_ids.shape[1]
+        x = self.embedding(input_ids, position_ids[0] + position_ids[1])
+        for layer in self.layers:
+            x = layer(x, bias[:length, :length])
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class _Chunked(Tiny):
+    def build_model(self) -> torch.nn.Module:
+        return _Biased(self.layers)
+
+
+def biased_batches() -> list[dict[str, Tensor]]:
+    batches = row_batches(3, 7)
+    generator = torch.Generator().manual_seed(3)
+    later = torch.full((MAX_LENGTH, MAX_LENGTH), float("-inf")).triu(1)
+    for batch in batches:
+        shape = (2, *batch["input_ids"].shape)
+        batch["position_ids"] = torch.randint(MAX_LENGTH // 2, shape, generator=generator)
+        batch["bias"] = later + torch.rand(MAX_LENGTH, MAX_LENGTH, generator=generator)
+    return batches
+
+
+def chunked(rank: int, world: int) -> dict[str, Any]:
+    module = _Chunked()
+    fit(module, llm("1f1b", 2, chunk_dims={"position_ids": 1, "bias": None}), biased_batches())
+    return results_of(Trained(module.losses, module.gradients, values_of(module.model)))
+
+
+def test_rows_may_be_in_another_dimension_or_a_value_be_the_same_for_all_micro_batches() -> None:
+    expected = Reference.of(lambda: results_of(train_with_lightning(_Chunked(), biased_batches())))
+    assert not ranks_beyond_rounding(run_ranks(chunked, 2), expected)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.options import option_pairs
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
@@ -19,3 +22,11 @@ def test_ranks_compare_each_field_by_its_name() -> None:
         "parallel.tp": ("2", "1"),
         "split.split_policy": ("None", "max"),  # a function by its name: its address differs between ranks
     }
+
+
+def test_sequences_whose_rows_are_not_the_first_dimension_are_not_cut_over_context_ranks() -> None:
+    moved = {"chunk_dims": {"position_ids": 1, "bias": 1}}
+    LLMPipelineStrategy(batching=moved)
+    LLMPipelineStrategy(batching={"chunk_dims": {"position_ids": None, "bias": 1}}, parallel={"cp": 2})
+    with pytest.raises(SetupError, match=r"moves the rows of position_ids, and parallel.cp=2 cuts .* Transpose"):
+        LLMPipelineStrategy(batching=moved, parallel={"cp": 2})
