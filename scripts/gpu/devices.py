@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["backend", "connect", "device_of", "parser", "peak_bytes", "recorded_kernels", "save", "tensors"]
+__all__ = [
+    "backend",
+    "connect",
+    "device_of",
+    "parser",
+    "peak_bytes",
+    "recorded_kernels",
+    "save",
+    "separate_machines",
+    "tensors",
+]
 
 
 def parser(description: str | None, ways: str) -> argparse.ArgumentParser:
@@ -45,6 +55,13 @@ def backend(kind: str) -> str:
     return "gloo" if kind == "cpu" or shared else "nccl"
 
 
+def separate_machines() -> None:
+    """Let torchrun's ranks train as if each were alone on a machine, after the choice of device and backend."""
+    if "RANK" in os.environ:
+        rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=rank, GROUP_WORLD_SIZE=ranks)
+
+
 def connect(kind: str) -> torch.device:
     """Make the process group of torchrun's ranks, or of this process alone, and return this rank's device."""
     device = device_of(kind)
@@ -55,7 +72,7 @@ def connect(kind: str) -> torch.device:
     else:
         dist.init_process_group(backend(kind), store=dist.HashStore(), rank=0, world_size=1)
     if kind == "cuda" and dist.get_backend() == "gloo":
-        os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+        separate_machines()
     return device
 
 

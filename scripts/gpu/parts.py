@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from scripts.gpu.comparison import Rule
 
@@ -65,6 +66,8 @@ class Part:
 
 
 _EXACT = ("base", "threaded_input", "prefetch", "early_prefetch", "fused_sparse_dist")
+_ROWS = ("prefetch:device", "early_prefetch:device", "prefetch:host_rows", "prefetch:resumed", "prefetch:profiled")
+_MANAGED = ("base", "threaded_input", "prefetch", "early_prefetch", "prefetch:resumed")
 _TORCHREC = ("TrainPipelineBase", "TrainPipelineSparseDist")
 _ON_GPU = ("PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
@@ -75,6 +78,80 @@ _CACHE = (
     " look at the order of EmbPrefetch and EmbBackward and at their streams; if TorchRec's pipeline differs too, look"
     " at FBGEMM."
 )
+
+
+def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) -> list[Part]:
+    """Parts with dynamic tables and with managed collision. The host chooses rows to evict, or a map on the device."""
+    figures = ("--json", "{folder}/figures.json")
+    batch, steps = ("64", "6") if dry else ("512", "20")
+
+    def trains(tables: str, *ways: str, more: tuple[str, ...] = (), **options: Any) -> Command:
+        size = ("--tables", tables, "--batch", batch, "--steps", steps, *more)
+        return program("id_tables", *ways, size=size, **options)
+
+    def on_cpu(tables: str, *ways: str, **options: Any) -> tuple[tuple[Command, ...], tuple[Rule, ...]]:
+        """Program and rules of a comparison with the CPU; none in a dry run."""
+        if dry:
+            return (), ()
+        rules = (Rule(way, (way,), "close", of="cpu.pt", terms=int(batch)) for way in ways)
+        return (trains(tables, *ways, file="cpu.pt", on="cpu", **options),), tuple(rules)
+
+    pairs = ("adam",) if dry else ("adam", "bf16")
+    dynamic, maps = ("serial", "semi_sync"), ("serial", "serial:window")
+    (dynamic_cpu, dynamic_close), (maps_cpu, maps_close) = on_cpu("dynamic", *dynamic), on_cpu("managed", *maps)
+    ranks_cpu, ranks_close = on_cpu("dynamic", "serial", ranks=2)
+    return [
+        Part(
+            "recsys_dynamic",
+            "dynamic tables: plans, ids on the device, rows on the host, background commits, resume, profile, Adam",
+            (
+                trains(
+                    "dynamic",
+                    *("serial", *_EXACT, *_ROWS, "semi_sync"),
+                    *(f"{plan}:{one}" for one in pairs for plan in ("serial", "prefetch")),
+                    more=figures,
+                ),
+                *dynamic_cpu,
+            ),
+            (
+                Rule("serial", (*_EXACT, *_ROWS)),
+                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in pairs),
+                Rule("serial", ("semi_sync",), "different"),
+                *dynamic_close,
+            ),
+            ("torchrec",),
+            seconds=150,
+        ),
+        Part(
+            "recsys_dynamic_ranks",
+            "dynamic tables on two ranks on one device, with a resumed run",
+            (trains("dynamic", "serial", "prefetch", "prefetch:device", "prefetch:resumed", ranks=2), *ranks_cpu),
+            (Rule("serial", ("prefetch", "prefetch:device", "prefetch:resumed")), *ranks_close),
+            ("torchrec",),
+            possible,
+        ),
+        Part(
+            "recsys_collisions",
+            "managed collision: plans, resume, random filters, and accumulate_tables='window'",
+            (
+                trains(
+                    "managed",
+                    *("serial", *_MANAGED, "serial:micro_batch"),
+                    *(f"{plan}:{one}" for one in ("filtered", "window") for plan in ("serial", "prefetch")),
+                    more=figures,
+                ),
+                *maps_cpu,
+            ),
+            (
+                Rule("serial", _MANAGED),
+                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in ("filtered", "window")),
+                Rule("serial", ("serial:filtered",), "different"),
+                Rule("serial:window", ("serial:micro_batch",), "different"),
+                *maps_close,
+            ),
+            ("torchrec",),
+        ),
+    ]
 
 
 def parts(dry: bool) -> list[Part]:
@@ -156,6 +233,7 @@ def parts(dry: bool) -> list[Part]:
                 ("unified", "unified memory without a cache (UVM)", "fused_uvm"),
             )
         ),
+        *_id_tables(dry, program, probe("all_to_all")),
         Part(
             "pipe",
             "in_process_pipeline: two partitions on one device, CPU + device, resume, half precision",

@@ -35,7 +35,7 @@ def accelerator(kind: str, strategy: Any) -> Any:
     """Argument of the trainer, whose ranks may share a GPU."""
     if getattr(strategy, "parallel_devices", None):
         return "auto"  # with devices of the strategy, Lightning refuses an instance
-    shares = torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
+    shares = torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # By name elsewhere: with an instance, Lightning enables autocast on "cuda".
     return SharedCUDA() if kind == "cuda" and shares else kind
 
@@ -74,6 +74,7 @@ def fit(
     data: Sequence[Any],
     state: Callable[[pl.Trainer], Any],
     callbacks: Sequence[pl.Callback] = (),
+    **options: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
     """Train a module from a fixed seed for an epoch, and return losses and values, and the last trainer.
 
@@ -87,6 +88,7 @@ def fit(
         data: batches of the epoch.
         state: returns the values of a trainer's model.
         callbacks: callbacks of the last trainer.
+        options: more arguments of each trainer.
     """
     kept, path, half = Kept(state), folder / "halfway.ckpt", len(data) // 2
     losses: list[Any] = []
@@ -97,7 +99,8 @@ def fit(
             made = strategy()
             trainer = pl.Trainer(
                 accelerator=accelerator(kind, made),
-                devices=int(os.environ.get("WORLD_SIZE", "1")),
+                devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
                 strategy=made,
                 precision=PRECISIONS.get(variant, "32-true"),  # type: ignore[arg-type]
                 max_epochs=1,
@@ -108,6 +111,7 @@ def fit(
                 enable_model_summary=False,
                 use_distributed_sampler=False,
                 callbacks=[*callbacks, Halfway(path, half) if saves else kept],
+                **options,
             )
             torch.manual_seed(1)
             module: Any = make()

@@ -50,6 +50,8 @@ def fill_tables(model: nn.Module) -> None:
     torch.manual_seed(2)
     for value in model.state_dict().values():
         for shard in getattr(value, "local_shards", list)():
+            if not shard.tensor.is_floating_point():
+                continue  # a map of ids
             shard.tensor.copy_(torch.rand(shard.tensor.shape) / 10 - 0.05)
 
 
