@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -24,6 +25,14 @@ def is_pretrained_model(model: nn.Module) -> bool:
     """Return True for a model of transformers, without importing it."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Return True if transformers keeps a parameter of a model in float32 when the model is loaded in *dtype*."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return any(f".{module}." in f".{name}." for module in kept)
 
 
 @contextmanager

@@ -148,7 +148,12 @@ def fill_from_folder(
 
 
 def read_whole(
-    folder: Folder, saved: dcp.Metadata, weights_only: bool | None, only: str | None, beside: Path
+    folder: Folder,
+    saved: dcp.Metadata,
+    weights_only: bool | None,
+    only: str | None,
+    beside: Path,
+    dtype_of: Callable[[Any, torch.dtype], torch.dtype] = lambda name, stored: stored,
 ) -> dict[str, Any]:
     """Read all values of a folder, or one part of them. Call this in one process.
 
@@ -156,6 +161,8 @@ def read_whole(
         folder: see :func:`fill_from_folder`, also for *saved* and *weights_only*.
         only: name of the part to read, or None for all parts.
         beside: empty folder for the files that back the returned tensors. Keep it as long as the tensors are used.
+        dtype_of: function from the innermost key and the stored dtype of a tensor to the dtype to read it in (default:
+            the stored one).
 
     Raises:
         SetupError: a file is damaged, or holds a class that is not allowed.
@@ -165,7 +172,7 @@ def read_whole(
         stored = saved.state_dict_metadata[key]
         if only in (None, path[0]):
             # Backed by files: the operating system can evict values that do not fit into memory.
-            set_element(whole, path, room(stored, partial(_on_disk, beside / str(number))))
+            set_element(whole, path, room(stored, partial(_on_disk, beside / str(number), partial(dtype_of, path[-1]))))
     fill_alone(folder, saved, whole, weights_only)
     return whole
 
@@ -192,7 +199,10 @@ def room(stored: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
     return make(stored.size, stored.properties.dtype)
 
 
-def _on_disk(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+def _on_disk(
+    file: Path, dtype_of: Callable[[torch.dtype], torch.dtype], size: torch.Size, stored: torch.dtype
+) -> Tensor:
+    dtype = dtype_of(stored)
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
     return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)

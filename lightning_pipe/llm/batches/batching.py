@@ -32,6 +32,8 @@ class Batching:
             do not train (default False).
         compare_batches: compare the batches of all ranks of a pipeline, tensor by tensor, in every step (default
             False). Their sizes are always compared.
+        detect_nan: raise an error on every rank, before the optimizer steps, if the loss of a training batch is NaN or
+            infinite (default False).
         schedule_cache_bytes: limit for the cached buffers of schedules for other lengths, in bytes on each rank
             (default 1 GiB).
 
@@ -47,10 +49,11 @@ class Batching:
     chunk_dims: Mapping[str, int | None] = field(default_factory=dict)
     strict_batches: bool = False
     compare_batches: bool = False
+    detect_nan: bool = False
     schedule_cache_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        for name in ("variable_lengths", "strict_batches", "compare_batches"):
+        for name in ("variable_lengths", "strict_batches", "compare_batches", "detect_nan"):
             check_choice(f"batching.{name}", getattr(self, name), (True, False))
         check_whole_number("batching.max_length", self.max_length, 1, optional=True)
         check_whole_number("batching.pad_to_multiple_of", self.pad_to_multiple_of, 1)

@@ -12,6 +12,7 @@ folder, and the safetensors package checks offsets against the file. No code in 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from collections import defaultdict
@@ -248,7 +249,10 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     try:
         with no_initialisers():
             model = _import("transformers").AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.get_default_dtype()
+                # A copy, since transformers sets its dtype: an export has that of the files.
+                copy.deepcopy(config),
+                attn_implementation=attention,
+                dtype=torch.get_default_dtype(),
             )
     except Exception as error:  # any type, because each model class uses its own values
         reason = f"{type(error).__name__}: {str(error)[:1000]}. Check the config's values"

@@ -108,7 +108,8 @@ class BatchPreparation:
         num_microbatches: number of micro-batches of a batch, unless it is a list of micro-batches already.
         lengths: lengths that sequences are padded to.
         keys: keys of the values that are padded.
-        strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`, also for *ignore_index*.
+        strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`.
+        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
         context: ranks that share this rank's sequences; None (default) if sequences are not shared.
         compare: True to compare the batches of a pipeline's ranks tensor by tensor (default False), which costs a hash
             of every batch.
@@ -124,7 +125,7 @@ class BatchPreparation:
     lengths: Lengths
     keys: SequenceKeys
     strict: bool = False
-    ignore_index: int = -100
+    vocabulary: int | None = None
     context: ContextRanks | None = None
     compare: bool = False
     documents: HFDocuments | None = None
@@ -142,11 +143,12 @@ class BatchPreparation:
             cut = split_batch(
                 batch,
                 self.num_microbatches,
-                ignore_index=self.ignore_index,
+                ignore_index=self.keys.labels,
                 strict=self.strict,
                 chunk_dims=self.keys.chunk_dims,
             )
             tokens = sum(map(self._count, cut.items))
+            self._check_ids(cut)
             self._check_added_rows(cut)
             sizes = [self.keys.size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
@@ -173,6 +175,23 @@ class BatchPreparation:
             )
         return tokens
 
+    def _check_ids(self, cut: MicroBatches) -> None:
+        """Check that all ids are in the vocabulary: on an accelerator, the embedding would end the process."""
+        size = self.vocabulary
+        for number, item in enumerate(cut.items):
+            ids = item.get("input_ids")
+            if size is None or not isinstance(ids, Tensor) or ids.is_floating_point():
+                continue
+            wrong = (ids < 0) | (ids >= size)
+            if wrong.any():
+                place = wrong.nonzero()[0].tolist()
+                row, *position = place[self.keys.rows_dim("input_ids") :]
+                raise InputError(
+                    f"input_ids of micro-batch {number} has the id {int(ids[tuple(place)])} in row {row}, position"
+                    f" {(position or [0])[0]}; expected ids from 0 to {size - 1}, the model's vocabulary."
+                    " Use the tokenizer of the model, or resize its embedding"
+                )
+
     def _check_added_rows(self, cut: MicroBatches) -> None:
         """Check that the loss ignores the copied rows that fill up micro-batches."""
         left = cut.padded_rows
@@ -185,7 +204,7 @@ class BatchPreparation:
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
-                    f" tokens in the copied rows that fill them: only 'labels' are set to {self.ignore_index} there."
+                    f" tokens in the copied rows that fill them: only 'labels' are set to {self.keys.labels} there."
                     " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
             left -= added

@@ -21,6 +21,7 @@ from torch import nn
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
@@ -32,7 +33,6 @@ from lightning_pipe.recsys.rewrite.table_window import TableWindow
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
-from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_flatten, tree_map, tree_unflatten
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
@@ -48,6 +49,7 @@ class BatchRuns:
         device: device of this rank.
         scaling: loss scaling in half precision; None without it.
         has_routers: True if any stage of any rank has a mixture of experts.
+        detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BatchRuns:
         device: torch.device,
         scaling: LossScaling | None,
         has_routers: bool,
+        detect_nan: bool,
     ) -> None:
         self._module = module
         self._runner = runner
@@ -74,6 +77,7 @@ class BatchRuns:
         self._scaling = scaling
         self._tokens = 0
         self._has_routers = has_routers
+        self._detect_nan = detect_nan
         self._sum_seen = False
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
@@ -102,6 +106,8 @@ class BatchRuns:
         else:
             losses = self._runner.evaluate(micro_batches, self._module.summed_loss)
         total, *of_routers = self._totals(losses, routers)
+        if train and self._detect_nan and not total.isfinite():  # the same on all ranks
+            check_finite_loss(torch.stack(losses) / scale if losses else None, self._group)
         loss = total.float().to(self._device) / (scale * max(step.tokens, 1))
         return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
 

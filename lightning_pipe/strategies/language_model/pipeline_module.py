@@ -75,6 +75,9 @@ class PipelineModule(pl.LightningModule):
     ignore_index = -100
     max_sequence_length: int | None = None
     """Longest sequence of the model in tokens, unless a strategy sets another limit; None for no limit."""
+    vocabulary_size: int | None = None
+    """Number of token ids. In stages, a batch with another id in ``input_ids`` is refused on every rank. None for the
+    size of a Hugging Face model's embedding, or no check of other models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,22 +6,26 @@ Tested in ``tests/llm/model/test_hf_weights.py``.
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_pipe._compat.transformers import stays_float32
 from lightning_pipe.checkpoints.folder_reading import differences, read_metadata, read_whole
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.stage_layout import KIND, MODEL, other_names
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
 from lightning_pipe.strategies.language_model.older_names import under_own_names
 
 __all__ = ["export_pretrained"]
 
 
-def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> None:
+def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Export a checkpoint of stages to a folder that Hugging Face's ``from_pretrained`` loads.
 
     A single process calls this, without the ranks of the training.
@@ -30,26 +34,41 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
         folder: checkpoint folder, or its URL, that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under
             ``LLMPipelineStrategy``.
         config: config of the model, in any form that
-            :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` accepts, except a folder.
+            :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` accepts.
         target: folder for the safetensors files and the config.
+        dtype: dtype of the exported parameters (default: that of the config, such as bfloat16 after training from a
+            folder in bfloat16, unless the checkpoint's is smaller).
 
     Raises:
         SetupError: If the checkpoint does not exist, is damaged, or does not contain the model of the config.
     """
     from transformers import AutoModelForCausalLM
 
-    config, source, beside = read_config(config), open_folder(place_of(folder)), Path(target).absolute()
+    config = read_config(PretrainedWeights(config).config() if isinstance(config, str | Path) else config)
+    source, beside = open_folder(place_of(folder)), Path(target).absolute()
     saved = read_metadata(source, (MODEL,), KIND)
+    prefix = "model."  # of the attribute PipelineModule.model
+    entries = [saved.state_dict_metadata[key] for key, path in saved.planner_data.items() if path[0] == MODEL]
+    stored_as = {one.properties.dtype for one in entries if isinstance(one, TensorStorageMetadata)}
+    kinds = {kind for kind in stored_as if kind.is_floating_point}
+    wanted = dtype or config.dtype
+    if dtype is None and wanted is not None and wanted.itemsize >= max((kind.itemsize for kind in kinds), default=0):
+        wanted = None
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            deepcopy(config), dtype=wanted or (kinds.pop() if len(kinds) == 1 else None)
+        )
+    fixed = {f"{prefix}{name}" for name, _ in model.named_buffers()}
+
+    def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
+        if wanted is None or not stored.is_floating_point or name in fixed or stays_float32(model, name, wanted):
+            return stored
+        return wanted
+
     beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
-        whole = read_whole(source, saved, True, MODEL, Path(values))[MODEL]
-        prefix = "model."  # of the attribute PipelineModule.model
+        whole = read_whole(source, saved, True, MODEL, Path(values), dtype_of)[MODEL]
         weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-        kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=kinds.pop() if len(kinds) == 1 else None
-            )
         weights = under_own_names(model, weights)
         tied = other_names(model)
         sizes = {name: value.size() for name, value in weights.items()}

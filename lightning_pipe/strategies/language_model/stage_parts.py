@@ -23,6 +23,7 @@ from lightning_pipe.engine.ranks.together import any_of, on_all_ranks
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
+from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
@@ -149,6 +150,9 @@ class PartsMaker:
         assert model is not None
         settings, meshes, pipeline = self.settings, self.meshes, self.meshes.root["pipeline"]
         batching = settings.batching
+        vocabulary = module.vocabulary_size
+        if vocabulary is None and is_causal_lm(model):
+            vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         rank_of_stage = place_stages(plan.spec.placement, plan.pipeline_size, plan.num_stages)
         split = split_model(
             model,
@@ -193,7 +197,7 @@ class PartsMaker:
             lengths=settings.lengths.up_to(module.max_sequence_length),
             keys=batching.sequence_keys(module.ignore_index),
             strict=batching.strict_batches,
-            ignore_index=module.ignore_index,
+            vocabulary=vocabulary,
             context=context,
             compare=batching.compare_batches,
             documents=HFDocuments.of(split.kept),
@@ -209,6 +213,7 @@ class PartsMaker:
             self.device,
             scaling,
             split.has_routers,
+            batching.detect_nan,
         )
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 

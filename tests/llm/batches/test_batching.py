@@ -22,6 +22,7 @@ from lightning_pipe.llm.batches.batching import Batching
         ({"chunk_dims": ["bias"]}, r"batching.chunk_dims is \['bias'\]; expected a mapping"),
         ({"chunk_dims": {"bias": -1}}, "chunk_dims is {'bias': -1}; expected .* whole numbers from 0, or None"),
         ({"chunk_dims": {"bias": "replicate"}}, "expected a mapping from keys of the batch to dimensions"),
+        ({"detect_nan": 1}, "batching.detect_nan is 1; expected one of True, False"),
         ({"strict_batches": "no"}, "batching.strict_batches is 'no'; expected one of True, False"),
         ({"variable_lengths": False}, "batching.max_length is None.*variable_lengths is False"),
         (

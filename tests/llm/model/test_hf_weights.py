@@ -493,3 +493,26 @@ def test_what_is_exported_from_stages_is_read_again(tied: bool, tmp_path: Path) 
     save_stage_checkpoint({"state_dict": module.state_dict()}, tmp_path / "stages", module, [], [])
     export_pretrained(tmp_path / "stages", model.config, tmp_path / "whole")
     assert_same(tensors_of(loaded(tmp_path / "whole")), tensors_of(model))
+
+
+def test_weights_are_exported_in_the_dtype_of_the_folder_that_training_began_with(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = HFCausalLM(saved(tmp_path / "before", "qwen3", torch.bfloat16))
+    module.configure_model()
+    assert module.model is not None
+    stored = PretrainedWeights(tmp_path / "before").tensors
+    trained = tensors_of(module.model)
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    save_stage_checkpoint({"state_dict": module.state_dict()}, tmp_path / "stages", module, [], [])
+    for name, config, options, kind in (
+        ("as before", module.config, {}, "BF16"),
+        ("by folder", tmp_path / "before", {}, "BF16"),
+        ("as asked", module.config, {"dtype": torch.float32}, "F32"),
+        ("unknown", hf_config("qwen3"), {}, "F32"),
+    ):
+        export_pretrained(tmp_path / "stages", config, tmp_path / name, **options)
+        found = PretrainedWeights(tmp_path / name)
+        assert {one.dtype for one in found.tensors.values()} == {kind}
+        assert found.tensors.keys() == stored.keys()
+        assert_same(tensors_of(loaded(tmp_path / name)), trained)
+        assert found.config().dtype is (torch.bfloat16 if kind == "BF16" else torch.float32)

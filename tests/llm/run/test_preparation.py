@@ -95,6 +95,19 @@ def test_a_batch_becomes_arguments_keywords_and_targets_of_micro_batches() -> No
     assert (step.cut.rows, step.cut.padded_rows) == (4, 0)
 
 
+@pytest.mark.parametrize(("wrong", "place"), [(-1, (1, 4)), (20, (3, 0))])
+def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(wrong: int, place: tuple[int, int]) -> None:
+    given = batch()
+    prepare(Group(0, {}), given, vocabulary=20)
+    given["input_ids"][place] = wrong
+    words = (
+        f"micro-batch {place[0] // 2} has the id {wrong} in row {place[0] % 2}, position {place[1]}; expected ids from"
+    )
+    with pytest.raises(InputError, match=f"{words} 0 to 19"):
+        prepare(Group(0, {}), given, vocabulary=20)
+    assert prepare(Group(0, {}), given).tokens == 19
+
+
 def test_rows_that_fill_up_have_no_tokens() -> None:
     step = prepare(Group(0, {}), batch(3))
     assert (step.tokens, step.cut.rows, step.cut.padded_rows) == (14, 3, 1)

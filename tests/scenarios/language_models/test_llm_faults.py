@@ -288,6 +288,24 @@ class Seen(Tiny):
         return super().training_step(batch, batch_idx)
 
 
+class Infinite(Tiny):
+    """Has a loss that is not finite in the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.at_fault = batch_idx == 1
+        return super().training_step(batch, batch_idx)
+
+    def summed_loss(self, output: Tensor, micro_batch: Any) -> Tensor:
+        loss = super().summed_loss(output, micro_batch)
+        return loss / 0.0 if self.at_fault else loss
+
+
+def beyond_vocabulary() -> list[dict[str, Tensor]]:
+    (batch,) = row_batches(1)
+    batch["input_ids"][9, 3] = VOCABULARY
+    return [batch]
+
+
 def message(work: Any) -> str:
     try:
         work()
@@ -311,6 +329,12 @@ def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     found["pooled"] = message(
         lambda: trainer(llm("gpipe", **context)).predict(Pooled(hf_config("llama")), loader(row_batches(1)))
     )
+    found["id"] = message(lambda: fit(TinyHF(hf_config("llama")), llm(), beyond_vocabulary()))
+    stopped, once = Infinite(), Tiny()
+    found["infinite"] = message(lambda: fit(stopped, llm("gpipe", detect_nan=True), row_batches(3)))
+    fit(once, llm("gpipe"), row_batches(1))
+    found["trained before"] = differing(values_of(stopped.model), values_of(once.model)), len(stopped.losses)
+    found["not detected"] = message(lambda: fit(Infinite(), llm("gpipe"), row_batches(3)))
     data = samples()
     loaders: dict[str, dict[str, Any]] = {
         "weighted": {"sampler": WeightedRandomSampler([1.0] * 32, 32), "batch_size": 16},
@@ -342,12 +366,21 @@ def ranks() -> list[dict[str, Any]]:
         ("frozen", ["SetupError", "model.embed_tokens.weight", "trained", "frozen"]),
         ("models", ["SetupError", "model's parameters", "rank 0", "rank 1", "layers.4"]),
         ("pooled", ["InputError", "cp", "(rows, tokens"]),
+        ("id", ["InputError", "micro-batch 2 has the id 19 in row 1, position 3; expected ids from 0 to 18"]),
+        ("infinite", ["InputError", "expected a finite loss, but it is not finite on rank(s) [1]"]),
     ],
 )
 def test_what_would_be_wrong_without_a_word_is_refused_on_every_rank(what: str, words: list[str], ranks: Any) -> None:
     for rank in ranks:
         for word in words:
             assert word in rank[what]
+
+
+def test_no_step_is_made_of_a_loss_that_is_not_finite_if_that_is_asked_for(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["trained before"] == ([], 1)
+        assert rank["not detected"] == "nothing"
+    assert "(this rank has [inf, inf, inf, inf])" in ranks[1]["infinite"]
 
 
 @pytest.mark.parametrize("sampler", ["weighted", "in batches", "shuffled"])

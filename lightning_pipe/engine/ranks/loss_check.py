@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.together import communicating_device
 
 
@@ -13,14 +13,14 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
     """Raise on every rank if the loss of any rank is NaN or infinite. Every rank of the group calls it.
 
     Args:
-        loss: scalar; None on a rank that has no loss in this step, which counts as finite.
+        loss: scalar or several losses; None on a rank that has no loss in this step, which counts as finite.
         group: ranks that check together; None for a single process.
 
     Raises:
         InputError: the loss is not finite; names this rank's loss and the ranks concerned.
     """
     device = torch.device("cpu") if loss is None else loss.device
-    if loss is None and group is not None:
+    if group is not None:
         device = communicating_device(group, device)
     bad = torch.zeros(group.size() if group is not None else 1, device=device)
     rank = group.rank() if group is not None else 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
+from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from tests.distributed import run_ranks
 
 NAN, INFINITE = float("nan"), float("inf")
