@@ -14,7 +14,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from lightning_pipe._compat.torchrec import lookups_of
-from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+
+# Attribute of a kernel for the optimiser that trains its tables in place of its own.
+ROW_OPTIMIZER = "_lightning_pipe_row_optimizer"
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -37,7 +39,7 @@ def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
 
 
 def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
-    if row_optimizer(kernel) is not None:
+    if hasattr(kernel, ROW_OPTIMIZER):
         return True
     if kernel.optimizer in (EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
         divides_by_zero = False
@@ -48,12 +50,16 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return divides_by_zero or kernel.optimizer_args.weight_decay != 0
 
 
-def count_step(module: torch.nn.Module) -> None:
-    """Count a lookup that was not run as a training lookup, if the kernels' optimisers count."""
+def count_lookups(module: torch.nn.Module, change: int) -> None:
+    """Change the number of training lookups of a sharded module's kernels, if their optimisers count.
+
+    Args:
+        change: 1 for a lookup that was not run as a training lookup, -1 for a lookup whose backward will not run.
+    """
     for kernel in fused_kernels(module):
         if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted an earlier lookup
-            kernel.iter_cpu.add_(1)
-            kernel.iter.add_(1)
+            kernel.iter_cpu.add_(change)
+            kernel.iter.add_(change)
 
 
 def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
@@ -68,14 +74,6 @@ def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch
         if where is not None:
             kernel.lxu_cache_locations_list.append(where)
             kernel.timesteps_prefetched.append(kernel.timestep)
-
-
-def take_back_step(module: torch.nn.Module) -> None:
-    """Undo the count of one lookup in a sharded module's kernels, since its backward will not run."""
-    for kernel in fused_kernels(module):
-        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted the lookup
-            kernel.iter_cpu.sub_(1)
-            kernel.iter.sub_(1)
 
 
 @contextmanager

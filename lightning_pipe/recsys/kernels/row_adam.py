@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.recsys.kernels.fused import ROW_OPTIMIZER
 from lightning_pipe.recsys.kernels.gradient_norm import row_gradients
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall
-from lightning_pipe.recsys.kernels.row_optimizer import set_row_optimizer
 
 
 class RowAdam:
@@ -40,7 +40,7 @@ class RowAdam:
             for weights, own in zip(self._weights, self._hyper_parameters, strict=True)
         ]
         self.steps = 0
-        set_row_optimizer(kernel, self)
+        setattr(kernel, ROW_OPTIMIZER, self)
 
     @torch.no_grad()
     def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
@@ -77,3 +77,9 @@ class RowAdam:
         first_bias, second_bias = 1 - beta1**self.steps, 1 - beta2**self.steps
         change = (first / first_bias).div_((second / second_bias).sqrt_().add_(own["eps"]))
         weights.index_copy_(0, rows, (held.float() - rate * change).to(held.dtype))
+
+
+def row_optimizer(kernel: Any) -> RowAdam | None:
+    """Return the optimiser that trains a kernel's tables in place of its own, or None."""
+    found: RowAdam | None = getattr(kernel, ROW_OPTIMIZER, None)
+    return found

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 
 Existing = Literal["refuse", "keep", "forget"]
 IdsOn = Literal["host", "device"]
@@ -88,8 +88,7 @@ class DynamicTable:
                 f"feature_names of {where} must be a list of at least one name, got {self.feature_names!r}. Name the"
                 " features that are looked up in the table."
             )
-        if self.pooling not in ("sum", "mean"):
-            raise SetupError(f"pooling of {where} must be 'sum' or 'mean', got {self.pooling!r}. Use one of these.")
+        check_choice(f"pooling of {where}", self.pooling, ("sum", "mean"))
         if not callable(self.eviction) and self.eviction not in ("lru", "lfu"):
             raise SetupError(
                 f"eviction of {where} must be 'lru', 'lfu' or a function, got {self.eviction!r}. Use one of these."
@@ -98,17 +97,10 @@ class DynamicTable:
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of the rows of a dynamic module.
+    """Storage of the rows of a dynamic module; see :class:`DynamicEmbeddingBagCollection`.
 
     Attributes:
-        path: folder that every rank can write to; each rank uses a subfolder.
-        seed: seed of the initial values; None for the trainer's (``torch.initial_seed()`` when tables are sharded).
-        commit_every: number of trained batches between two commits, in addition to those at checkpoints; None for
-            checkpoints only.
-        check_nan: True to refuse to store rows with a NaN; costs a check of every row that is written.
-        existing: treatment of rows that an earlier run has left in the folder, unless a checkpoint is loaded:
-            ``refuse`` to train or look up, ``keep`` them, or ``forget`` them.
-        ids_on: where the caches look ids up.
+        path: folder of the store, in which each rank has a subfolder.
     """
 
     path: Path
@@ -125,33 +117,20 @@ class _Dynamic:
     dynamic_tables: dict[str, DynamicTable]
     storage: Storage
 
-    def _keep(
-        self,
-        tables: Sequence[DynamicTable | Mapping[str, Any]],
-        store: str | Path,
-        seed: int | None,
-        commit_every: int | None,
-        check_nan: bool,
-        existing: Existing,
-        ids_on: IdsOn,
-    ) -> list[DynamicTable]:
+    def _keep(self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: Storage) -> list[DynamicTable]:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         if not found:
             raise SetupError(f"{type(self).__name__} must have at least one table, got none. Pass a DynamicTable.")
-        check_whole_number(f"commit_every of {type(self).__name__}", commit_every, 1, optional=True)
+        check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
         names = [table.name for table in found]
         if len(set(names)) < len(names):
             raise SetupError(
                 f"the tables of a {type(self).__name__} must have different names, got {names}. Rename the duplicates."
             )
         self.dynamic_tables = {table.name: table for table in found}
-        for option, value, choices in (("existing", existing, Existing), ("ids_on", ids_on, IdsOn)):
-            if value not in get_args(choices):
-                raise SetupError(
-                    f"{option} of {type(self).__name__} must be one of {', '.join(get_args(choices))}, got {value!r}."
-                    " Use one of these."
-                )
-        self.storage = Storage(Path(store), seed, commit_every, check_nan, existing, ids_on)
+        check_choice(f"existing of {type(self).__name__}", storage.existing, get_args(Existing))
+        check_choice(f"ids_on of {type(self).__name__}", storage.ids_on, get_args(IdsOn))
+        self.storage = storage
         return found
 
     def _apply(self, *_: Any, **__: Any) -> Self:
@@ -205,7 +184,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         existing: Existing = "refuse",
         ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, store, seed, commit_every, check_nan, existing, ids_on)
+        found = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -231,12 +210,8 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
 
     Args:
         tables: a list of :class:`DynamicTable`, or of mappings of its attributes; all with the same ``embedding_dim``.
-        store: see :class:`DynamicEmbeddingBagCollection`, also for the other arguments.
-        seed: see there.
-        commit_every: see there.
-        check_nan: see there.
-        existing: see there.
-        ids_on: see there.
+        store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*, *existing* and
+            *ids_on*.
 
     Raises:
         SetupError: a table is invalid, two tables have the same name, or their dimensions differ.
@@ -253,7 +228,7 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         existing: Existing = "refuse",
         ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, store, seed, commit_every, check_nan, existing, ids_on)
+        found = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
         dims = {table.name: table.embedding_dim for table in found}
         if len(set(dims.values())) > 1:
             raise SetupError(

@@ -15,7 +15,7 @@ import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_pipe._compat.torch import register_pytree_node
 from lightning_pipe._compat.torchrec import module_name, take_over_means
 from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, other_inputs, without_weights
+from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 
 
@@ -168,6 +169,34 @@ class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._configs)})
         return awaitable
+
+
+class OrderedSharder:
+    """What the sharders of these modules have in common."""
+
+    kind: Callable[..., Any]
+
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
+        self._comms = comms
+
+    def kernel_arguments(self) -> dict[str, Any] | None:
+        """Arguments of FBGEMM's kernels, besides those that TorchRec chooses."""
+        arguments: dict[str, Any] | None = self.fused_params  # type: ignore[attr-defined]
+        return arguments
+
+    def shard(
+        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
+    ) -> Any:
+        return self.kind(
+            module,
+            params,
+            env,
+            fused_params=self.kernel_arguments(),
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
+        )
 
 
 def _in_first_form(

@@ -32,7 +32,7 @@ from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
 from lightning_pipe.recsys.kernels.kernel_calls import LookupCalls, can_follow_rates, capture_calls, check_capturable
-from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output

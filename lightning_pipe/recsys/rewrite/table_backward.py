@@ -19,9 +19,9 @@ from torch import nn
 
 from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.recsys.kernels.fused import take_back_step
+from lightning_pipe.recsys.kernels.fused import count_lookups
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
-from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleCall
 
 
@@ -72,7 +72,7 @@ class TableBackward:
         """Discard the gradients instead of ``run``: tables and the step counts of their optimisers do not change."""
         for call in embeddings.calls:
             if call.cuts:  # without grad mode, the lookup was not counted
-                take_back_step(self._modules[call.name])
+                count_lookups(self._modules[call.name], -1)
         if embeddings.kernel_gradients is not None:
             for weights in embeddings.kernel_gradients.replicated:
                 weights.grad = None

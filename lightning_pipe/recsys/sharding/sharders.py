@@ -33,7 +33,11 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from lightning_pipe.recsys.modules.managed_collision import ManagedCollisionBags, ManagedCollisionSequences
-from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
+from lightning_pipe.recsys.modules.output_order import (
+    OrderedEmbeddingBagCollection,
+    OrderedEmbeddingCollection,
+    OrderedSharder,
+)
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table
 
@@ -69,37 +73,14 @@ ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
 }
 
 
-class _Ordered:
-    """What the sharders of pooled embeddings and of sequences have in common."""
-
-    kind: type[OrderedEmbeddingBagCollection | OrderedEmbeddingCollection]
-
-    def __init__(self, comms: QuantizedComms) -> None:
-        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]
-        self._comms = comms
-
-    def shard(
-        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
-    ) -> Any:
-        return self.kind(
-            module,
-            params,
-            env,
-            fused_params=self.fused_params,  # type: ignore[attr-defined]
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
-        )
-
-
-class _BagSharder(_Ordered, EmbeddingBagCollectionSharder):
+class _BagSharder(OrderedSharder, EmbeddingBagCollectionSharder):
     kind = OrderedEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
 
 
-class _SequenceSharder(_Ordered, EmbeddingCollectionSharder):
+class _SequenceSharder(OrderedSharder, EmbeddingCollectionSharder):
     kind = OrderedEmbeddingCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

@@ -24,7 +24,7 @@ from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
-from lightning_pipe.recsys.kernels.fused import count_step, newest_prefetches, prefetch_again
+from lightning_pipe.recsys.kernels.fused import count_lookups, newest_prefetches, prefetch_again
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
@@ -111,7 +111,7 @@ class RecsysReplays:
                 ctx.embeddings.keep_ready(name, output)
             if torch.is_grad_enabled():
                 for module in self._pipelined(outputs):
-                    count_step(module)
+                    count_lookups(module, 1)
             for context in ctx.features.inputs.contexts.values():
                 if rows := getattr(context, "rows", None):
                     rows.end(trained=False)

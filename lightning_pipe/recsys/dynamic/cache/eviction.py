@@ -8,24 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 
 Numbers = npt.NDArray[np.int64]
 # Function (ids, counts, last steps) -> score of each row. Rows with the lowest scores are evicted first.
 Score = Callable[[Keys, Numbers, Numbers], npt.NDArray[Any]]
 Policy = Literal["lru", "lfu"] | Score
-
-
-def checked_policy(table: str, policy: Policy) -> Policy:
-    """Return *policy* if it is valid.
-
-    Raises:
-        SetupError: It is not a policy.
-    """
-    if policy in ("lru", "lfu") or callable(policy):
-        return policy
-    raise SetupError(f"table {table!r}: eviction policy is {policy!r}; expected 'lru', 'lfu' or a function of scores")
 
 
 def victims(

@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PlanError
 from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
-from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
@@ -87,18 +87,12 @@ class RowBatches:
         ids_of: Callable[[Keys], Keys] | None = None,
         ids: DeviceIds | None = None,
     ) -> None:
-        if admission_threshold < 1 or (ttl is not None and ttl < 1):
-            raise SetupError(
-                f"table {table!r} has admission_threshold={admission_threshold} and ttl={ttl}; expected at least 1 for"
-                " both, or ttl=None for rows that never expire"
-            )
         self.table = table
         self._columns = RowColumns(table, columns, state_fill)
         self.capacity = self._columns.capacity
         self.width = BYTES + self._columns.width
         self._below = below
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
-        policy = checked_policy(table, policy)
         self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of, ids)
         self._step: int | None = None
         self._version = 0  # incremented whenever rows or headers change, which invalidates scans

@@ -108,12 +108,15 @@ def open_rows(
     shared = SharedStore(store)
     try:
         own_seed = seed if storage.seed is None else storage.seed
-        values = {table: _initial_values(module.dynamic_tables[table], own_seed) for table in columns}
-        below = {table: _below(module.dynamic_tables[table], widths[table], ranks, shared) for table in columns}
-        caches = {
-            table: _cache(module.dynamic_tables[table], tensors, below[table], storage, values[table])
-            for table, tensors in columns.items()
-        }
+        values: list[InitialValues] = []
+        caches: dict[str, RowCache] = {}
+        for table, tensors in columns.items():
+            config = module.dynamic_tables[table]
+            below: RowLevel = StoredTable(shared, table)
+            values.append(InitialValues(table, config.embedding_dim, _initial(config), seed=own_seed))
+            if config.host_rows:
+                below = HostRows(-(-config.host_rows // ranks), widths[table], below)
+            caches[table] = _cache(config, tensors, below, storage, values[-1])
         rows = RowTables(
             caches,
             tables_of_keys,
@@ -123,7 +126,7 @@ def open_rows(
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
             seed=own_seed,
-            reseed=partial(_reseed, list(values.values())) if storage.seed is None else None,
+            reseed=partial(_reseed, values) if storage.seed is None else None,
             existing=storage.existing,
         )
     except BaseException:
@@ -170,18 +173,8 @@ def _row_optimizers(
     return found
 
 
-def _below(table: DynamicTable, width: int, ranks: int, store: SharedStore) -> RowLevel:
-    """Levels below a table's cache."""
-    stored = StoredTable(store, table.name)
-    return HostRows(-(-table.host_rows // ranks), width, stored) if table.host_rows else stored
-
-
 def _cache(
-    table: DynamicTable,
-    columns: list[Tensor],
-    below: RowLevel,
-    storage: Storage,
-    values: InitialValues,
+    table: DynamicTable, columns: list[Tensor], below: RowLevel, storage: Storage, values: InitialValues
 ) -> RowCache:
     return RowCache(
         table.name,
@@ -196,10 +189,6 @@ def _cache(
         check_nan=storage.check_nan,
         ids=DeviceIds(len(columns[0]), columns[0].device) if storage.ids_on == "device" else None,
     )
-
-
-def _initial_values(table: DynamicTable, seed: int) -> InitialValues:
-    return InitialValues(table.name, table.embedding_dim, _initial(table), seed=seed)
 
 
 def _reseed(values: Sequence[InitialValues], seed: int) -> None:

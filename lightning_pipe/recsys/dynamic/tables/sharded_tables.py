@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
@@ -27,15 +27,18 @@ from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
-from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     DynamicTable,
     Storage,
 )
-from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
-from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
+from lightning_pipe.recsys.modules.output_order import (
+    OrderedEmbeddingBagCollection,
+    OrderedEmbeddingCollection,
+    OrderedSharder,
+)
 
 
 class ShardedDynamicModule:
@@ -182,15 +185,8 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 # ---------------------------------------------------------------------- sharders
 
 
-class _RowWise:
+class _RowWise(OrderedSharder):
     """Sharding options of dynamic modules: row-wise, with fused kernels."""
-
-    fused_params: dict[str, Any] | None
-    kind: type[ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection]
-
-    def __init__(self, comms: QuantizedComms) -> None:
-        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
-        self._comms = comms
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [ShardingType.ROW_WISE.value]
@@ -198,20 +194,10 @@ class _RowWise:
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [EmbeddingComputeKernel.FUSED.value]
 
-    def shard(
-        self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
-    ) -> Any:
+    def kernel_arguments(self) -> dict[str, Any]:
+        """Those of the other sharders, without a check of bounds."""
         # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time.
-        kernels = {**(self.fused_params or {}), "bounds_check_mode": BoundsCheckMode.NONE}
-        return self.kind(
-            module,
-            params,
-            env,
-            fused_params=kernels,
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
-        )
+        return {**(super().kernel_arguments() or {}), "bounds_check_mode": BoundsCheckMode.NONE}
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):

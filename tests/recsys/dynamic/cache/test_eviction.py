@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy, victims
+from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(-3, 3)), min_size=1, max_size=40)
 
@@ -47,8 +47,3 @@ def test_those_leave_that_a_full_sort_puts_first(rows: list[tuple[int, int, int]
 def test_scores_that_are_none_are_refused(scores: npt.NDArray[np.float64]) -> None:
     with pytest.raises(InputError, match="for 3 rows; expected one number for each"):
         _chosen(lambda keys, counts, last_seen: scores, [(1, 1, 1)] * 3, 1)
-
-
-def test_a_policy_that_is_none_is_refused() -> None:
-    with pytest.raises(SetupError, match="'fifo'; expected 'lru', 'lfu' or a function"):
-        checked_policy("t", "fifo")  # type: ignore[arg-type]

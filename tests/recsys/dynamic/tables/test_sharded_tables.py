@@ -445,7 +445,7 @@ def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
         ({"admission_threshold": -1}, "is -1; expected a whole number"),
         ({"feature_names": "user"}, "feature_names of .* got 'user'"),
         ({"feature_names": []}, "feature_names of"),
-        ({"pooling": "max"}, "pooling of .* got 'max'"),
+        ({"pooling": "max"}, "pooling of .* is 'max'; expected one of 'sum', 'mean'"),
         ({"eviction": "random"}, "eviction of .* got 'random'"),
     ],
 )
@@ -457,7 +457,7 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 
 def test_ids_are_on_the_host_or_on_the_device(tmp_path: Path) -> None:
     table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
-    with pytest.raises(SetupError, match=r"ids_on of .* must be one of host, device, got 'gpu'"):
+    with pytest.raises(SetupError, match=r"ids_on of .* is 'gpu'; expected one of 'host', 'device'"):
         DynamicEmbeddingBagCollection([table], tmp_path, ids_on="gpu")  # type: ignore[arg-type]
 
 
