@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes
@@ -61,8 +61,7 @@ def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
         PlanError: *chunks* is not a whole number of at least 1, or *checkpoint* is not a known mode.
     """
     check_whole_number("chunks", chunks, 1, error=PlanError)
-    if checkpoint not in get_args(Checkpoint):
-        raise PlanError(f"checkpoint is {checkpoint!r}; expected one of {', '.join(map(repr, get_args(Checkpoint)))}")
+    check_choice("checkpoint", checkpoint, get_args(Checkpoint), PlanError)
 
 
 def make_partitions(

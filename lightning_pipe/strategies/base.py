@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.flight_dump import FlightDump
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -139,10 +140,8 @@ class DistributedStrategy(DDPStrategy):
         )
 
     def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
-        given = {"uneven_batches": (uneven_batches, Uneven), "uneven_evaluation": (uneven_evaluation, UnevenEvaluation)}
-        for name, (value, known) in given.items():
-            if value not in get_args(known):
-                raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(known)))}")
+        check_choice("uneven_batches", uneven_batches, get_args(Uneven))
+        check_choice("uneven_evaluation", uneven_evaluation, get_args(UnevenEvaluation))
         self.uneven_batches, self.uneven_evaluation = uneven_batches, uneven_evaluation
 
     def setup_distributed(self) -> None:

@@ -30,14 +30,14 @@ def check_whole_number(
         raise error(f"{name} is {value!r}; expected a whole number, {least} or more")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[PipelineError] = SetupError) -> None:
     """Check that a value is one of the choices. Types are compared too: 1 is not accepted for True.
 
     Raises:
-        SetupError: the value is not one of the choices.
+        SetupError: or *error*, if the value is not one of the choices.
     """
     if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+        raise error(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def check_flags(**flags: object) -> None:

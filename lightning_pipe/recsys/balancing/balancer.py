@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import communicating_device, raise_gathered
 from lightning_pipe.engine.runtime.worker import Worker
@@ -142,8 +143,7 @@ class BatchBalancer:
         exchange: ExchangeKind = "all_to_all",
         keep: Collection[str] = (),
     ) -> None:
-        if exchange not in get_args(ExchangeKind):
-            raise SetupError(f"the balancer's exchange is {exchange!r}; expected one of {get_args(ExchangeKind)}")
+        check_choice("the balancer's exchange", exchange, get_args(ExchangeKind))
         if isinstance(keep, str) or not isinstance(keep, Collection) or not all(isinstance(one, str) for one in keep):
             raise SetupError(f"the balancer's keep is {keep!r}; expected a list of names such as 'batch.class_weights'")
         self._workload = _imported(workload) if isinstance(workload, str) else workload

@@ -17,7 +17,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -26,6 +26,8 @@ from torchrec import optim as torchrec_optim
 
 from lightning_pipe._compat.torch import optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
+
+Kind = TypeVar("Kind")
 
 _IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a step, but not its result
 
@@ -86,19 +88,38 @@ def class_name(optimizer_class: type) -> str:
     return f"{module}.{optimizer_class.__qualname__}"
 
 
-def named_class(option: str, path: Any, use: str) -> Any:
-    """Import what the ``class_path`` of *option* names; an error says to *use* another. Returns a *path* that is none.
+def configured_class(option: str, config: Any, kind: type[Kind], example: str) -> tuple[type[Kind], dict[str, Any]]:
+    """Read a class and its arguments, ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}`` as in YAML.
+
+    Args:
+        option: name of the option in messages.
+        config: its value. Its ``class_path`` may also be the class itself.
+        kind: base of the class.
+        example: path of a class that can be used.
 
     Raises:
-        SetupError: it cannot be imported.
+        SetupError: *config* has other keys, or the class cannot be imported or is of another kind.
     """
-    if not isinstance(path, str):
-        return path
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SetupError(f"{option} has class_path {path!r}, which cannot be imported ({error}). Use {use}.") from error
+    keys = set(config) if isinstance(config, Mapping) else set()
+    arguments = config.get("init_args") or {} if keys else {}
+    if "class_path" not in keys or keys - {"class_path", "init_args"} or not isinstance(arguments, Mapping):
+        raise SetupError(
+            f"{option} must be a mapping with class_path and, if the class takes arguments, a mapping init_args, got"
+            f" {config!r}. Set these keys only, for example class_path: {example}."
+        )
+    path = found = config["class_path"]
+    if isinstance(path, str):
+        module, _, name = path.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SetupError(
+                f"{option} has class_path {path!r}, which cannot be imported ({error}). Use a full path such as"
+                f" {example}."
+            ) from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise SetupError(f"class_path of {option} must be a subclass of {kind.__name__}, got {path!r}. Use {example}.")
+    return found, dict(arguments)
 
 
 def _has_kernel(support: _Support, device: torch.device, is_dynamic: bool) -> bool:
@@ -127,32 +148,10 @@ class SparseOptimizer:
 
     @classmethod
     def from_config(cls, config: SparseOptimizer | Mapping[str, Any]) -> SparseOptimizer:
-        """Read ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}``, as in YAML.
-
-        Raises:
-            SetupError: a key is unknown, or the class cannot be imported or is not an optimiser.
-        """
+        """Read the argument ``sparse_optimizer``; see :func:`configured_class`."""
         if isinstance(config, SparseOptimizer):
             return config
-        if not isinstance(config, Mapping):
-            raise SetupError(
-                f"sparse_optimizer must be a mapping with class_path and init_args, got {config!r}. Use for example"
-                " {'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.1}}."
-            )
-        unknown = sorted(set(config) - {"class_path", "init_args"})
-        if unknown or "class_path" not in config:
-            raise SetupError(
-                f"sparse_optimizer must have the key class_path and, if the class takes arguments, init_args, got"
-                f" {sorted(config)}. {f'Remove {unknown}' if unknown else 'Add class_path'}."
-            )
-        path = config["class_path"]
-        found = named_class("sparse_optimizer", path, "a full path such as torch.optim.Adagrad")
-        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise SetupError(
-                f"class_path of sparse_optimizer must be a torch.optim.Optimizer class, got {path!r}. Use for example"
-                " torch.optim.Adagrad."
-            )
-        return cls(found, dict(config.get("init_args") or {}))
+        return cls(*configured_class("sparse_optimizer", config, torch.optim.Optimizer, "torch.optim.Adagrad"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.kernels.table_optimizer import named_class
+from lightning_pipe.recsys.kernels.table_optimizer import configured_class
 
 
 class TableSchedule:
@@ -25,33 +25,21 @@ class TableSchedule:
     """
 
     def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
-        path = config.get("class_path") if isinstance(config, Mapping) else None
-        if not isinstance(path, str) or set(config) - {"class_path", "init_args"}:
-            raise SetupError(
-                f"sparse_lr_scheduler must be a mapping with class_path (of a scheduler, such as"
-                f" torch.optim.lr_scheduler.StepLR) and, if the class takes arguments, init_args, got {config!r}. Set"
-                " these keys only."
-            )
-        use = "the full path of an LRScheduler, such as torch.optim.lr_scheduler.StepLR"
-        scheduler_class = named_class("sparse_lr_scheduler", path, use)
-        if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler)):
-            raise SetupError(
-                f"class_path of sparse_lr_scheduler must be an LRScheduler, got {path!r}. Use one of"
-                " torch.optim.lr_scheduler."
-            )
+        example = "torch.optim.lr_scheduler.StepLR"
+        scheduler_class, arguments = configured_class("sparse_lr_scheduler", config, LRScheduler, example)
         if issubclass(scheduler_class, ReduceLROnPlateau):
             raise SetupError(
-                f"sparse_lr_scheduler has class_path {path!r}, which steps on a metric, but the tables' schedule steps"
-                " after every optimiser step. Use a scheduler that counts steps."
+                f"sparse_lr_scheduler has class_path {config['class_path']!r}, which steps on a metric, but the tables'"
+                " schedule steps after every optimiser step. Use a scheduler that counts steps."
             )
         # PyTorch's schedulers change the groups of an optimiser, so an optimiser that trains nothing holds the rates.
         self._tables = list(base_rates)
         self._holder = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in base_rates.values()])
         try:
-            self._scheduler = scheduler_class(self._holder, **dict(config.get("init_args") or {}))
+            self._scheduler = scheduler_class(self._holder, **arguments)
         except (TypeError, ValueError) as error:
             raise SetupError(
-                f"sparse_lr_scheduler: {path} does not accept init_args {config.get('init_args')} ({error}). Compare"
+                f"sparse_lr_scheduler: {config['class_path']} does not accept init_args {arguments} ({error}). Compare"
                 " them with its signature."
             ) from error
 

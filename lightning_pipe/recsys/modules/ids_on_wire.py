@@ -10,7 +10,7 @@ of every table: it is clamped to the nearest int32, which is no row either, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -25,12 +25,6 @@ _INT32 = torch.iinfo(torch.int32)
 _PIECE = 2**16
 
 
-def check_ids_on_wire(asked: str) -> None:
-    """Raise SetupError unless the name is one of ``IdsOnWire``."""
-    if asked not in get_args(IdsOnWire):
-        raise SetupError(f"wire.ids must be one of {', '.join(get_args(IdsOnWire))}, got {asked!r}. Use one of these.")
-
-
 def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, asked: IdsOnWire) -> bool:
     """Return True if a sharded module's ids are sent as int32. All its tables share the type, in one tensor.
 
@@ -43,7 +37,6 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
     Raises:
         SetupError: ``int32`` was requested, but is not possible.
     """
-    check_ids_on_wire(asked)
     # One less than there are int32 numbers, so that the largest int32 is a row of no table.
     too_large = [table for table in tables if table.num_embeddings > _INT32.max]
     if asked == "int32" and maps_ids:

@@ -12,11 +12,9 @@ would also replace bf16 by fp16 on CPU, although Gloo supports bf16 now.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.modules.tables import Table
@@ -49,7 +47,6 @@ _OPS = (
     CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
 )
 _LARGEST = torch.finfo(torch.float32).max
-_ADVICE = "for example {'forward': 'bf16', 'backward': 'fp16'}"
 
 
 @dataclass(frozen=True)
@@ -76,35 +73,12 @@ class QuantizedComms:
     backward_loss_scale: float | None = None
     int8_row_dim: int | None = None
 
-    @classmethod
-    def from_config(cls, config: QuantizedComms | Mapping[str, Any] | None) -> QuantizedComms:
-        """Read ``{"forward": "bf16", "backward": "fp16"}``, as in YAML. None quantises nothing.
-
-        Raises:
-            SetupError: a key is unknown, or the class rejects a value.
-        """
-        if isinstance(config, QuantizedComms):
-            return config
-        if config is not None and not isinstance(config, Mapping):
-            raise SetupError(f"quantized_comms must be a mapping, got {config!r}. Use one, {_ADVICE}.")
-        given = dict(config or {})
-        allowed = [field.name for field in dataclasses.fields(cls)]
-        if unknown := sorted(str(key) for key in given if key not in allowed):
-            raise SetupError(
-                f"quantized_comms has the unknown key {', '.join(unknown)}. Remove it; expected {', '.join(allowed)}."
-            )
-        return cls(**given)
-
     def __post_init__(self) -> None:
         for way, precision, scale in (
             ("forward", self.forward, self.forward_loss_scale),
             ("backward", self.backward, self.backward_loss_scale),
         ):
-            if not isinstance(precision, str) or precision not in PRECISIONS:
-                raise SetupError(
-                    f"{way} of quantized_comms must be one of {', '.join(PRECISIONS)}, got {precision!r}. Use one of"
-                    f" these, {_ADVICE}."
-                )
+            check_choice(f"{way} of quantized_comms", precision, tuple(PRECISIONS))
             if scale is None:
                 continue
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= _LARGEST:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather, raise_together
 from lightning_pipe.recsys.batches.pieces import describe, walk
@@ -52,8 +53,7 @@ class Resolution:
         agree_group: dist.ProcessGroup | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        if method not in ("auto", "record", "direct", "fx"):
-            raise SetupError(f"method must be 'auto', 'record', 'direct' or 'fx', got {method!r}. Use one of these.")
+        check_choice("method", method, ("auto", "record", "direct", "fx"))
         if not callable(getattr(type(model), step, None)):
             raise SetupError(
                 f"step must be a method of {type(model).__name__} that trains a batch, got {step!r}. Use the name of"

@@ -23,6 +23,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from lightning_pipe._compat.managed_collision import id_maps_in
 from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
@@ -253,7 +254,7 @@ def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) 
 def _look_at_comms(
     given: QuantizedComms | Mapping[str, Any] | None, sharders: Sequence[ModuleSharder[nn.Module]] | None
 ) -> QuantizedComms:
-    comms = QuantizedComms.from_config(given)
+    comms = option_group(QuantizedComms, "quantized_comms", given)
     if comms.quantizes and sharders is not None:
         raise SetupError(
             f"both sharders and quantized_comms={given!r} are set, but sharders bring their own codecs. Pass a"

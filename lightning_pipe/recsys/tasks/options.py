@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from lightning_pipe.engine.common.options import check_flags, option_group
-from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
+from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 
 
@@ -78,13 +78,13 @@ class WireOptions:
     ids: IdsOnWire = "auto"
 
     def __post_init__(self) -> None:
-        check_ids_on_wire(self.ids)
-        QuantizedComms.from_config(self.quantized_comms)
+        check_choice("wire.ids", self.ids, get_args(IdsOnWire))
+        option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 
     @property
     def comms(self) -> QuantizedComms:
         """The precision of embeddings and gradients."""
-        return QuantizedComms.from_config(self.quantized_comms)
+        return option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32, check_ids_on_wire, sends_int32
+from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32, sends_int32
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES as TRAINED
@@ -106,8 +106,6 @@ def test_what_cannot_be_sent_as_int32_is_named() -> None:
         sends_int32("bags", [table(24), table(LARGEST + 1)], False, "int32")
     with pytest.raises(SetupError, match="'bags' maps ids to rows"):
         sends_int32("bags", [table(24)], True, "int32")
-    with pytest.raises(SetupError, match=r"wire\.ids must be one of auto, int32, int64, got 'int16'"):
-        check_ids_on_wire("int16")
 
 
 # ---------------------------------------------------------------------- two ranks

@@ -30,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.recsys.modules import quantized_comms
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
@@ -562,11 +563,14 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("fp16", "quantized_comms must be a mapping, got 'fp16'"),
-        ({"forwards": "fp16"}, "the unknown key forwards. Remove it; expected forward, backward"),
-        ({"forward": "float16"}, "forward of quantized_comms must be one of fp32, fp16, bf16, int8, got 'float16'"),
-        ({"backward": None}, "backward of quantized_comms must be one of .*, got None"),
-        ({"forward": ["fp16"]}, r"forward of quantized_comms must be one of .*, got \['fp16'\]"),
+        ("fp16", "quantized_comms is 'fp16'; expected a mapping of forward, "),
+        ({"forwards": "fp16"}, "quantized_comms has 'forwards'; expected only forward, backward"),
+        (
+            {"forward": "float16"},
+            "quantized_comms is 'float16'; expected one of 'fp32', 'fp16', 'bf16', 'int8'",
+        ),
+        ({"backward": None}, "backward of quantized_comms is None; expected one of"),
+        ({"forward": ["fp16"]}, r"forward of quantized_comms is \['fp16'\]; expected one of"),
         ({"forward": "fp16", "forward_loss_scale": 10**400}, "must be a positive number of 32 bits"),
         (
             {"backward": "fp16", "backward_loss_scale": 0},
@@ -579,17 +583,17 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
 )
 def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        QuantizedComms.from_config(config)
+        option_group(QuantizedComms, "quantized_comms", config)
 
 
 def test_one_that_is_made_by_hand_is_checked_as_well() -> None:
-    with pytest.raises(SetupError, match=r"forward of quantized_comms must be one of .*, got 'fp8'"):
+    with pytest.raises(SetupError, match="forward of quantized_comms is 'fp8'; expected one of"):
         QuantizedComms(forward="fp8")
     with pytest.raises(SetupError, match=r"forward_loss_scale of .* must be a positive number .*, got -1\.0"):
         QuantizedComms(forward="fp16", forward_loss_scale=-1.0)
 
 
 def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
-    assert QuantizedComms.from_config(None) == QuantizedComms("fp32", "fp32")
-    assert QuantizedComms.from_config(None).registry() is None
-    assert not QuantizedComms.from_config({"forward": "fp32"}).quantizes
+    assert QuantizedComms() == QuantizedComms("fp32", "fp32")
+    assert QuantizedComms().registry() is None
+    assert not QuantizedComms(forward="fp32").quantizes
