@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -48,14 +48,18 @@ class Experts(nn.Module):
             tokens: tokens sorted by expert, (tokens, dim).
             counts: number of tokens of each expert on this rank, (experts).
         """
-        # Also those without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
-        results = [
-            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
-            for part, gate, up, down in zip(
-                tokens.split(_sizes(counts, len(tokens))), *map(_matrices, (self.gate, self.up, self.down)), strict=True
-            )
-        ]
-        return torch.cat(results)
+        device = tokens.device.type
+        weights = [one.to_local() if isinstance(one, DTensor) else one for one in (self.gate, self.up, self.down)]
+        if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
+            tokens, *weights = (one.to(torch.get_autocast_dtype(device)) for one in (tokens, *weights))
+        if _can_group(tokens, weights):
+            multiply = partial(_in_one_call, ends=counts.cumsum(0).to(torch.int32))
+        else:
+            # A run without data finds shapes, which are the same whoever gets the tokens.
+            fake = isinstance(counts, FakeTensor)
+            multiply = partial(_in_turn, sizes=[len(tokens)] + [0] * (len(counts) - 1) if fake else counts.tolist())
+        gate, up, down = weights
+        return multiply(F.silu(multiply(tokens, gate)) * multiply(tokens, up), down)
 
 
 class MoE(nn.Module):
@@ -152,14 +156,27 @@ def weighted_sum(run: Run, tokens: Tensor, chosen: Tensor, weights: Tensor, num_
     return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
 
-def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
-    """This rank's experts' matrices."""
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).unbind()
+def _can_group(tokens: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return True if ``grouped_mm`` takes these types and sizes: whole units of 16 bytes, on a GPU from Ampere on."""
+    if isinstance(tokens, FakeTensor) or any(one.dtype != tokens.dtype for one in weights):
+        return False
+    if tokens.is_cuda and torch.cuda.get_device_capability(tokens.device) < (8, 0):
+        return False
+    # Compiled, it takes one type only.
+    types = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.float32, torch.float16, torch.bfloat16)
+    whole = all(size * one.element_size() % 16 == 0 for one in weights for size in one.shape[1:])
+    return tokens.device.type in ("cpu", "cuda") and tokens.dtype in types and whole
 
 
-def _sizes(counts: Tensor, tokens: int) -> list[int]:
-    if isinstance(counts, FakeTensor):
-        # A run without data, to find shapes, which are the same whoever gets the tokens.
-        return [tokens] + [0] * (len(counts) - 1)
-    sizes: list[int] = counts.tolist()
-    return sizes
+def _in_one_call(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    results = F.grouped_mm(tokens, matrices.mT, offs=ends)
+    if results.requires_grad:
+        # Its backward refuses expanded gradients, such as those of a sum.
+        results.register_hook(Tensor.contiguous)
+    return results
+
+
+def _in_turn(tokens: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
+    # Also experts without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
+    parts = zip(tokens.split(sizes), matrices.unbind(), strict=True)
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
