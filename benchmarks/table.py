@@ -132,6 +132,7 @@ REST: tuple[Run, ...] = (
     Run("LLM lengths that vary", "llm_variable_lengths", ranks=2),
     Run("LLM estimate", "llm_estimate", ranks=2),
     Run("LLM live bytes", "llm_live_bytes", ranks=2),
+    Run("experts of a mixture", "grouped_experts"),
     Run("in-process pipe, 8 micro-batches", "pipe_speed", ("--rounds", "8", "--chunks", "8")),
     Run("soak", "soak"),
 )
