@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 from lightning_pipe.llm.model.moe import MoE, Run, weighted_sum
 
-__all__ = ["experts_of", "has_routers", "run_local_experts", "skip_experts", "tap_routers"]
+__all__ = [
+    "experts_of",
+    "has_routers",
+    "run_all_rows",
+    "run_local_experts",
+    "skip_experts",
+    "takes_all_rows",
+    "tap_routers",
+]
 
 
 def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
@@ -84,6 +93,12 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if id(module) in found}
 
 
+def takes_all_rows(experts: nn.Module) -> bool:
+    """Return True for experts such as Llama 4's, which get a row for each expert and token, zeros where not chosen."""
+    own = next(experts.parameters(recurse=False), None)  # which lists of experts have not
+    return own is not None and list(signature(type(experts).forward).parameters) == ["self", "hidden_states"]
+
+
 def run_local_experts(
     experts: nn.Module,
     exchange: Callable[[Run, Tensor, Tensor], Tensor],
@@ -101,20 +116,58 @@ def run_local_experts(
         top_k_index: numbers of the experts of each token, (tokens, k).
         top_k_weights: factors of their results, (tokens, k).
     """
-    local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in experts.named_parameters()}
+    twin = _with_local_weights(experts)
 
     def run(tokens: Tensor, counts: Tensor) -> Tensor:
-        # A copy with plain tensors as its weights: the class indexes them, and FSDP's hooks belong to the original.
-        twin: Any = object.__new__(type(experts))
-        twin.__dict__ = {**vars(experts), "_parameters": {}, "num_experts": len(counts), **local}
-        index = torch.arange(len(counts), device=tokens.device).repeat_interleave(counts, output_size=len(tokens))
+        index, rows = _experts_of_rows(tokens, counts), len(tokens)
+        if not rows:
+            # One row of zeros, so that weights get gradients of zeros: data-parallel ranks wait for each other's.
+            index, tokens = counts.new_zeros(1), torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
         results: Tensor = type(experts).forward(twin, tokens, index[:, None], tokens.new_ones(len(tokens), 1))
-        # Gradients of zeros for experts without a token: data-parallel ranks wait for each other's.
-        zeros = torch.stack([one.flatten()[0] * 0 for one in local.values()])
-        return results + zeros.sum().to(results.dtype)
+        return results[:rows]
 
     number = len(next(experts.parameters()))  # of all ranks: a DTensor has the whole shape
     return weighted_sum(partial(exchange, run), hidden_states, top_k_index, top_k_weights, number)
+
+
+def run_all_rows(
+    experts: nn.Module, exchange: Callable[[Run, Tensor, Tensor], Tensor], hidden_states: Tensor
+) -> Tensor:
+    """As :func:`run_local_experts`, for experts of :func:`takes_all_rows`; rows of zeros are not sent.
+
+    Args:
+        experts: experts, whose parameters are sharded by expert. They make zeros of zeros.
+        exchange: as for :func:`run_local_experts`.
+        hidden_states: each token times its weight for each expert, (experts * tokens, dim), sorted by expert.
+    """
+    twin = _with_local_weights(experts)
+
+    def run(tokens: Tensor, counts: Tensor) -> Tensor:
+        # The class takes the same number of rows for each expert.
+        most = max(int(counts.max()), 1)
+        shift = most * torch.arange(len(counts), device=counts.device) - (counts.cumsum(0) - counts)
+        place = torch.arange(len(tokens), device=tokens.device) + shift[_experts_of_rows(tokens, counts)]
+        rows = tokens.new_zeros(len(counts) * most, tokens.shape[1]).index_copy(0, place, tokens)
+        results: Tensor = type(experts).forward(twin, rows)
+        return results[place]
+
+    used = hidden_states.detach().any(-1)
+    number = len(next(experts.parameters()))
+    results = exchange(run, hidden_states[used], used.view(number, -1).sum(1))
+    return torch.zeros_like(hidden_states, dtype=results.dtype).index_copy(0, used.nonzero().flatten(), results)
+
+
+def _with_local_weights(experts: nn.Module) -> Any:
+    """A copy with plain tensors as its weights: the class indexes them, and FSDP's hooks belong to the original."""
+    local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in experts.named_parameters()}
+    twin: Any = object.__new__(type(experts))
+    twin.__dict__ = {**vars(experts), "_parameters": {}, "num_experts": len(next(iter(local.values()))), **local}
+    return twin
+
+
+def _experts_of_rows(tokens: Tensor, counts: Tensor) -> Tensor:
+    index = torch.arange(len(counts), device=tokens.device)
+    return index.repeat_interleave(counts, output_size=len(tokens))
 
 
 def _pass_on(hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:

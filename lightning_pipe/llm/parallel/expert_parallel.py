@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.hf_experts import experts_of, run_local_experts
+from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_local_experts, takes_all_rows
 from lightning_pipe.llm.model.moe import Experts, MoE
 
 __all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
@@ -42,7 +42,8 @@ def check_experts(model: nn.Module, size: int) -> None:
         )
     for name, experts in layers.items():
         numbers = {len(parameter) for parameter in experts.parameters()}
-        if len(numbers) != 1 or (not hasattr(experts, "has_gate") and type(experts) is not Experts):
+        known = hasattr(experts, "has_gate") or type(experts) is Experts or takes_all_rows(experts)
+        if len(numbers) != 1 or not known:
             raise SetupError(
                 f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
                 " whose parameters have one entry for each expert in dimension 0, and whose forward takes the tokens,"
@@ -100,7 +101,8 @@ def parallelise_experts(
         if isinstance(module, MoE):
             module.exchange = exchange
         elif module in layers.values() and not isinstance(module, Experts):
-            module.forward = partial(run_local_experts, module, exchange)
+            run = run_all_rows if takes_all_rows(module) else run_local_experts
+            module.forward = partial(run, module, exchange)
 
 
 def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:

@@ -17,7 +17,7 @@ from tests.scenarios.language_models.test_hf_documents import attention_of, conf
 from tests.strategies.llm_cases import SEED, fit, llm
 from tests.tiers import sampled
 
-MIXTURES = ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe"]
+MIXTURES = ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe", "qwen3_moe"]
 DENSE = [
     "cohere2",
     "exaone4",
@@ -51,6 +51,14 @@ def batches() -> list[list[dict[str, Tensor]]]:
 
 def module_of(folder: Path, family: str) -> HFCausalLM:
     return HFCausalLM(folder, attention=attention_of(family), learning_rate=0.01)
+
+
+def save_model(folder: Path, family: str, **options: Any) -> Any:
+    """Write a model with random weights in Hugging Face's format, and return its config."""
+    torch.manual_seed(SEED)
+    config = HFCausalLM(config_of(family) | options, attention=attention_of(family)).config
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return config
 
 
 def trained_by_a_plain_loop(folder: Path, family: str) -> list[float]:
@@ -103,9 +111,7 @@ def trained_in_stages(rank: int, world: int, folder: Path, family: str) -> list[
 
 @pytest.mark.parametrize("family", sampled([*DENSE, *MIXTURES], lambda family: family in OFTEN))
 def test_a_family_is_loaded_trained_as_by_a_plain_loop_and_exported(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(SEED)
-    config = HFCausalLM(config_of(family), attention=attention_of(family)).config
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "before")
+    config = save_model(tmp_path / "before", family)
     expected = trained_by_a_plain_loop(tmp_path / "before", family)
     for losses in run_ranks(trained_in_stages, 2, tmp_path, family):
         assert losses == pytest.approx(expected, abs=WITHIN)
@@ -124,30 +130,3 @@ def test_a_family_is_loaded_trained_as_by_a_plain_loop_and_exported(family: str,
     with torch.no_grad():
         logits = loaded(input_ids=batch["input_ids"], use_cache=False).logits
         assert float((module.predict_step([batch], 0)[0] - logits).abs().max()) < WITHIN
-
-
-def rows_of(part: int) -> list[list[dict[str, Tensor]]]:
-    """Every other row of each micro-batch, for one of two data-parallel ranks."""
-    return [[{key: value[part : part + 1] for key, value in batch.items()} for batch in step] for step in batches()]
-
-
-def trained_with_shared_experts(rank: int, world: int, folder: Path, family: str) -> list[float]:
-    module = Noting(folder / "before", attention=attention_of(family))
-    strategy = llm("1f1b", COUNT, pp=2, dp_shard=2, ep=2)
-    trainer = fit(module, strategy, rows_of(rank % 2), use_distributed_sampler=False)
-    trainer.save_checkpoint(folder / "stages")
-    return module.losses
-
-
-@pytest.mark.parametrize("family", sampled(MIXTURES, lambda family: family == "qwen3_moe"))
-def test_experts_on_two_ranks_each_are_trained_as_by_a_plain_loop(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(SEED)
-    config = HFCausalLM(config_of(family), attention=attention_of(family)).config
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "before")
-    expected = trained_by_a_plain_loop(tmp_path / "before", family)
-    found = run_ranks(trained_with_shared_experts, 4, tmp_path, family)
-    for first, second in (found[:2], found[2:]):
-        assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, abs=WITHIN)
-    export_pretrained(tmp_path / "stages", config, tmp_path / "after")
-    names = [set(module_of(tmp_path / name, family).pretrained_weights().tensors) for name in ("before", "after")]  # type: ignore[union-attr]
-    assert names[0] == names[1]
