@@ -62,6 +62,7 @@ class SequenceKeys:
             "labels": self.labels,
             _MASK: self.attention_mask,
             "position_ids": self.position_ids,
+            "routed_experts": 0,
         }
         return own | dict(self.others)
 

@@ -12,6 +12,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, checkpoint_layers
 from lightning_pipe.llm.model.compiled_layers import compile_layers
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.routing_replay import watch_routers
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
@@ -41,6 +42,11 @@ class StageParallelism:
     def dimensions(self) -> ParallelDims:
         """Sizes of the meshes and the options of each dimension."""
         return ParallelDims(pp=1) if self.meshes is None else self.meshes.dimensions
+
+    @property
+    def can_replay_routing(self) -> bool:
+        """True if layers are not compiled: a graph holds the choices of one call."""
+        return self.compile_options is None
 
     def check(self, model: nn.Module, config: ModuleConfig) -> TensorPlan:
         """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan.
@@ -92,6 +98,8 @@ class StageParallelism:
             plan: tensor-parallel plan returned by :meth:`check`.
         """
         meshes = self.meshes
+        if self.can_replay_routing:
+            watch_routers(stage.module, config.layers)
         if meshes is not None and meshes.tensor is not None:
             parallelise_tensors(stage, config, meshes.tensor, plan)
         if meshes is not None and meshes.expert is not None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -77,6 +77,9 @@ def parallelise_tensors(stage: StageModule, config: ModuleConfig, mesh: DeviceMe
         module = model.get_submodule(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
+            if isinstance(style, RowwiseParallel):
+                # A model may change the result in place (Llama 4 adds to its shared expert's), and this is a view.
+                module.register_forward_hook(lambda module, args, output: output.clone())
         elif style == PARTIAL_GRADIENT:
             setattr(module, _MARK, True)
 

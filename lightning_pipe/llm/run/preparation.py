@@ -21,6 +21,7 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length
+from lightning_pipe.llm.model.routing_replay import take_routing
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
@@ -247,12 +248,14 @@ class BatchPreparation:
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:
+            micro_batch, replay = take_routing(micro_batch)
             arguments, keywords = self.model_inputs(micro_batch)
             if self.documents is not None:
                 keywords = self.documents.keywords(micro_batch, keywords)
-            return StageInputs(arguments, keywords, target=micro_batch)
-        part, within = self.context.cut(micro_batch, self.keys)
-        return StageInputs(*self.context.inputs(part, self.model_inputs), target=part, contexts=(within,))
+            return StageInputs(arguments, keywords, micro_batch, replay)
+        whole, within = self.context.cut(micro_batch, self.keys)
+        part, replay = take_routing(whole)
+        return StageInputs(*self.context.inputs(part, self.model_inputs), target=part, contexts=(within, *replay))
 
 
 def _contents(batch: Any) -> list[tuple[Any, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, RoutingReplay
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
 from lightning_pipe.llm.parallel.gradients import scale_gradients
@@ -30,6 +32,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import BatchResult
 
 __all__ = ["BatchRuns"]
 
+T = TypeVar("T")
 
 # Number of sums over ranks: the loss and three router losses.
 _SUMS = 4
@@ -50,6 +53,7 @@ class BatchRuns:
         scaling: loss scaling in half precision; None without it.
         has_routers: True if any stage of any rank has a mixture of experts.
         detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
+        parallelism: parallel dimensions and execution options of the stages.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class BatchRuns:
         scaling: LossScaling | None,
         has_routers: bool,
         detect_nan: bool,
+        parallelism: StageParallelism,
     ) -> None:
         self._module = module
         self._runner = runner
@@ -78,6 +83,8 @@ class BatchRuns:
         self._tokens = 0
         self._has_routers = has_routers
         self._detect_nan = detect_nan
+        self._can_replay = has_routers and parallelism.can_replay_routing
+        self._recomputes = parallelism.activation_checkpoint is not None
         self._sum_seen = False
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
@@ -118,8 +125,12 @@ class BatchRuns:
             RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
             for one in step.micro_batches
         ]
-        inputs = zip(step.micro_batches, routers, strict=True)
-        return [replace(one, contexts=(*one.contexts, partial(_same, losses))) for one, losses in inputs], routers
+        micro_batches = []
+        for one, given, losses in zip(step.micro_batches, step.cut.items, routers, strict=True):
+            records = self._recomputes and self._can_replay and ROUTED_EXPERTS not in given
+            replay = (partial(_same, RoutingReplay(required=False)),) if records else ()
+            micro_batches.append(replace(one, contexts=(*one.contexts, partial(_same, losses), *replay)))
+        return micro_batches, routers
 
     def _scaled_loss(self, scale: float) -> Any:
         summed_loss = self._module.summed_loss if self._sum_seen else self._seen_loss
@@ -200,7 +211,14 @@ class BatchRuns:
         if prepared is not None and not prepared.is_of(batch):
             prepared.work.wait()
             prepared = None
-        return self._preparation.finish(prepared or self._preparation.begin(batch))
+        step = self._preparation.finish(prepared or self._preparation.begin(batch))
+        if not self._can_replay and any(ROUTED_EXPERTS in item for item in step.cut.items):
+            raise InputError(
+                f"The batch has {ROUTED_EXPERTS!r}, whose choices of experts cannot be replayed: "
+                + ("compiled layers do not support it." if self._has_routers else "the model has no such experts.")
+                + f" Expected a batch without {ROUTED_EXPERTS!r}, or a mixture of experts with uncompiled layers."
+            )
+        return step
 
     def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
         """Return the sums of the losses and of the router losses of all ranks, on every rank."""
@@ -226,6 +244,6 @@ class BatchRuns:
         return found[:-1]
 
 
-def _same(losses: RouterLosses) -> RouterLosses:
+def _same(context: T) -> T:
     """Return the argument, as a context factory for each stage of a rank: all stages enter the same context."""
-    return losses
+    return context

@@ -117,9 +117,9 @@ class HFCausalLM(PipelineModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
 
-    def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
+    def _call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         assert self.model is not None
-        (tokens,), keywords = self._inputs_of_whole(micro_batch)
+        (tokens,) = arguments
         output: Tensor = self.model(input_ids=tokens, use_cache=False, **keywords).logits
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,11 @@ from lightning_pipe.engine import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, count_tokens, split_batch
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, take_routing, watch_routers
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 
 __all__ = ["BatchResult", "PipelineModule", "RouterMeans", "labels_of"]
@@ -85,6 +89,7 @@ class PipelineModule(pl.LightningModule):
         # Set by a strategy that runs the model in stages.
         self._run_in_stages: Callable[[Any], BatchResult] | None = None
         self._predict_in_stages: Callable[[Any], Any] | None = None
+        self._watches_routers = False
 
     # ------------------------------------------------------------------ hooks for subclasses
 
@@ -237,7 +242,23 @@ class PipelineModule(pl.LightningModule):
 
     def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
         assert self.model is not None
+        micro_batch, contexts = take_routing(micro_batch)
+        if contexts and not has_routers(self.model):
+            raise InputError(
+                f"The batch has {ROUTED_EXPERTS!r}, but the model has no mixture of experts. Leave it out."
+            )
+        if contexts and not self._watches_routers:
+            watch_routers(self.model, (self.pipeline_config() or derive_config(self.model)).layers)
+            self._watches_routers = True
         arguments, keywords = self._inputs_of_whole(micro_batch)
+        with ExitStack() as entered:
+            for context in contexts:
+                entered.enter_context(context())
+            return self._call(arguments, keywords)
+
+    def _call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        """Call the unsplit model."""
+        assert self.model is not None
         output: Tensor = self.model(*arguments, **keywords)
         return output
 

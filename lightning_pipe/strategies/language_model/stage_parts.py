@@ -214,6 +214,7 @@ class PartsMaker:
             scaling,
             split.has_routers,
             batching.detect_nan,
+            settings.parallelism,
         )
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 

@@ -46,7 +46,6 @@ CASES = [(family, "sharded") for family in MIXTURES] + [
     ("glm4_moe", "ulysses"),
     ("granitemoe", "tensors"),
     ("llama4_text", "tensors"),
-    ("mixtral", "ulysses"),
     ("olmoe", "tensors"),
 ]
 

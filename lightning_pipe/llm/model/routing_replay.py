@@ -1,0 +1,164 @@
+"""Replay of a mixture's choices of experts, which were recorded in an earlier forward or come with the batch.
+
+In reinforcement learning an inference engine has chosen the experts of each token. Training in other arithmetic would
+choose some others, so its forward takes the engine's choices ("rollout routing replay", R3, arXiv 2510.11370). The
+weights of the chosen experts are computed from the trained router, and it gets their gradients::
+
+    router ──► scores ──► topk ──► choices, recorded or replayed ──► scores of these experts ──► experts
+
+Recomputed layers replay the choices of their forward: kernels that are not deterministic could choose others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipe._compat.torch import function_mode_stack
+from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.model.hf_experts import experts_of
+
+ROUTED_EXPERTS = "routed_experts"
+"""Key of the batch for choices of experts."""
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A mixture's place, its number of experts, and the rows and length of its input."""
+
+    name: str
+    layer: int
+    experts: int
+    tokens: tuple[int, ...]
+
+
+class RoutingReplay(TorchFunctionMode):
+    """Choices of experts of one micro-batch, replayed in each forward within it; a layer without choices records them.
+
+    Layers are numbered as in the whole model, and each has one mixture. A micro-batch may hold an object of this class
+    under the key ``routed_experts``, in place of the tensor: a first forward records on each rank the choices of the
+    rank's layers, and later ones replay them.
+
+    Args:
+        given: choices, (rows, length, layers, k), integers; of all layers, or as many as the last with a mixture needs.
+            Values of layers without a mixture are not used (default None: all are recorded).
+        required: refuse mixtures whose choices cannot be recorded (default True).
+    """
+
+    def __init__(self, given: Tensor | None = None, *, required: bool = True) -> None:
+        super().__init__()
+        self._given = given
+        self._required = required
+        self._recorded: dict[int, Tensor] = {}
+        self._block: _Mixture | None = None
+        self._used = False
+
+    @property
+    def recorded(self) -> Mapping[int, Tensor]:
+        """Recorded choices by layer: (rows, length, k) of this rank's part of the sequences."""
+        return self._recorded
+
+    @contextmanager
+    def within(self, block: _Mixture) -> Iterator[None]:
+        """Take a ``topk`` over the block's experts for its choice.
+
+        Raises:
+            InputError: the block has chosen its experts in another way.
+        """
+        self._block, self._used = block, False
+        try:
+            yield
+        finally:
+            self._block = None
+        if self._required and not self._used:
+            raise InputError(
+                f"{block.name} does not choose its experts by a topk over their scores, so its choices cannot be"
+                f" recorded or replayed; expected a router that does. Leave {ROUTED_EXPERTS!r} out of the batch"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        block = self._block
+        if block is None or func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return self._choose(block, *args, **(kwargs or {}))
+
+    def _choose(self, block: _Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+        if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
+            return torch.topk(scores, k, dim, *args, **kwargs)
+        self._used = True
+        expected = (*block.tokens, k)
+        chosen = self._recorded.get(block.layer) if self._given is None else self._of_batch(block)
+        if chosen is None:
+            chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
+            self._recorded[block.layer] = chosen.view(expected)
+        elif tuple(chosen.shape) != expected:
+            raise InputError(
+                f"the choices of experts for {block.name} have the shape {tuple(chosen.shape)}; expected {expected}:"
+                " rows, padded length, and experts of each token. Give choices for these tokens, or pad the micro-batch"
+                " as in the forward that recorded them"
+            )
+        # Always by gather, so that a forward and its recomputation save the same tensors.
+        chosen = chosen.reshape(-1, k).long()
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
+
+    def _of_batch(self, block: _Mixture) -> Tensor:
+        given = self._given
+        assert given is not None
+        if given.ndim != 4 or given.shape[2] <= block.layer or given.is_floating_point():
+            raise InputError(
+                f"the batch's {ROUTED_EXPERTS!r} has the shape {tuple(given.shape)} and the type {given.dtype};"
+                " expected integers of (rows, length, layers, experts of a token), with at least"
+                f" {block.layer + 1} layers"
+            )
+        of_layer = given[:, :, block.layer]
+        if not given.is_cuda and given.numel():  # on a GPU, gather checks them without making the host wait
+            low, high = of_layer.aminmax()
+            if low < 0 or high >= block.experts:
+                raise InputError(
+                    f"the batch's {ROUTED_EXPERTS!r} has the experts {int(low)} to {int(high)} for {block.name};"
+                    f" expected numbers from 0 to {block.experts - 1}"
+                )
+        return of_layer
+
+
+def watch_routers(model: nn.Module, layers: Sequence[str]) -> None:
+    """Let :class:`RoutingReplay` know which mixture runs. Call it before layers are checkpointed.
+
+    Args:
+        model: model, or a stage's module.
+        layers: names of the whole model's layers.
+    """
+    for name, experts in experts_of(model).items():
+        path = name.rpartition(".")[0]
+        number = len(experts) if isinstance(experts, nn.ModuleList) else len(next(experts.parameters()))
+        for layer, prefix in enumerate(layers):
+            if f"{path}.".startswith(f"{prefix}."):
+                block: Any = model.get_submodule(path)
+                # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
+                block.forward = partial(_watched, block.forward, path, layer, number)
+
+
+def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
+    """A micro-batch without its choices of experts, and factories of the context that replays them, if it has any."""
+    rest = dict(micro_batch)
+    given = rest.pop(ROUTED_EXPERTS, None)
+    if given is None:
+        return rest, ()
+    replay = given if isinstance(given, RoutingReplay) else RoutingReplay(given)
+    return rest, (lambda: replay,)
+
+
+def _watched(forward: Callable[..., Any], name: str, layer: int, experts: int, /, *args: Any, **kwargs: Any) -> Any:
+    replay = next((mode for mode in reversed(function_mode_stack()) if isinstance(mode, RoutingReplay)), None)
+    if replay is None:
+        return forward(*args, **kwargs)
+    tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)).shape[:-1]
+    with replay.within(_Mixture(name, layer, experts, tuple(tokens))):
+        return forward(*args, **kwargs)

@@ -1,0 +1,228 @@
+"""Choices of experts are recorded in one forward and replayed in later ones, or come with the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.moe import MoE
+from lightning_pipe.llm.model.routing_replay import RoutingReplay, watch_routers
+from lightning_pipe.llm.model.stage_module import make_stage
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
+from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+from tests.distributed import run_ranks
+from tests.scenarios.language_models.test_hf_documents import attention_of, config_of
+from tests.scenarios.language_models.test_hf_families import COUNT, MIXTURES, WITHIN, Noting, batches, save_model
+from tests.strategies.llm_cases import SEED, fit, llm
+from tests.tiers import sampled
+
+EXPERTS, CHOSEN, LAYERS = 4, 2, 4
+
+
+def family_model(family: str) -> Any:
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(HFCausalLM(config_of(family), attention=attention_of(family)).config)
+    watch_routers(model, derive_config(model).layers)
+    return model.train()
+
+
+def routers(model: nn.Module) -> list[nn.Parameter]:
+    return [one for name, one in model.named_parameters() if ".gate.weight" in name or ".router." in name]
+
+
+@pytest.mark.parametrize("family", sampled(MIXTURES, lambda family: family in ("deepseek_v3", "qwen3_moe")))
+def test_recorded_choices_are_replayed_by_a_router_that_has_changed(family: str) -> None:
+    model, ids = family_model(family), batches()[0][0]["input_ids"]
+
+    def logits(replay: RoutingReplay) -> Tensor:
+        with replay:
+            return model(input_ids=ids, use_cache=False).logits
+
+    plain = model(input_ids=ids, use_cache=False).logits
+    recorded = RoutingReplay()
+    assert torch.equal(logits(recorded), plain)
+    layers = recorded.recorded
+    assert layers
+    assert all(one.shape == (*ids.shape, one.shape[-1]) for one in layers.values())
+    with torch.no_grad():
+        for router in routers(model):
+            router.copy_(router.flip(0))
+    other = RoutingReplay()
+    natural = logits(other)
+    assert any(not torch.equal(one, layers[index]) for index, one in other.recorded.items())
+    replayed = logits(recorded)
+    assert not torch.equal(replayed, natural)
+    # The same choices, given as an inference engine gives them: for all layers.
+    k = next(iter(layers.values())).shape[-1]
+    given = torch.full((*ids.shape, max(layers) + 1, k), -1)
+    for index, one in layers.items():
+        given[:, :, index] = one
+    assert torch.equal(logits(RoutingReplay(given)), replayed)
+    replayed.square().sum().backward()
+    if k > 1:  # with one expert, weights that add up to 1 do not depend on the router
+        assert all(one.grad is not None and one.grad.any() for one in routers(model))
+
+
+class Contrary(nn.Linear):
+    """A router that prefers other experts in its second call, as a kernel that is not deterministic might."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores = super().forward(x)
+        return scores if self.calls == 1 else scores - 100 * F.one_hot(scores.argmax(-1), scores.shape[-1])
+
+
+def test_a_recomputed_layer_replays_the_choices_of_its_forward() -> None:
+    torch.manual_seed(1)
+    layer = MoE(6, 10, EXPERTS, 1)
+    router = layer.router = Contrary(6, EXPERTS, bias=False)
+    model = nn.Sequential(layer)
+    config = ModuleConfig(1, "")
+    stage = make_stage(model, config, ["0"], 0, 1)
+    StageParallelism(activation_checkpoint=ActivationCheckpoint()).apply(stage, config, {})
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    replay = RoutingReplay()
+    with replay:
+        output = stage(x)
+    output.sum().backward()
+    assert router.calls == 2
+    used = set(replay.recorded[0].flatten().tolist())
+    assert 0 < len(used) < EXPERTS
+    gradient = layer.experts.down.grad
+    assert gradient is not None
+    with_gradient = {index for index, one in enumerate(gradient) if one.any()}
+    assert with_gradient == used
+
+
+class Unusual(nn.Module):
+    """A mixture whose router compares scores by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.router(x).argmax(-1)
+        return torch.stack([self.experts[int(one)](row) for one, row in zip(best, x, strict=True)])
+
+
+def test_choices_that_do_not_fit_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), MoE(6, 10, EXPERTS, CHOSEN))
+    watch_routers(model, ["0", "1"])
+    x, given = torch.randn(3, 5, 6), torch.zeros(3, 5, 2, CHOSEN, dtype=torch.long)
+    for wrong, message in (
+        (given[:, :, :1], r"shape \(3, 5, 1, 2\).* at least 2 layers"),
+        (given.float(), r"torch.float32; expected integers"),
+        (given + EXPERTS, r"experts 4 to 4 for 1; expected numbers from 0 to 3"),
+        (given - 1, r"experts -1 to -1"),
+        (given[..., :1], r"shape \(3, 5, 1\); expected \(3, 5, 2\)"),
+        (given[:, :4], r"shape \(3, 4, 2\); expected \(3, 5, 2\)"),
+    ):
+        with pytest.raises(InputError, match=message), RoutingReplay(wrong):
+            model(x)
+    with RoutingReplay(given):
+        model(x)
+    unusual = nn.Sequential(Unusual())
+    watch_routers(unusual, ["0"])
+    with pytest.raises(InputError, match="0 does not choose its experts by a topk"), RoutingReplay():
+        unusual(x[0])
+    with RoutingReplay(required=False):
+        unusual(x[0])
+
+
+# ---------------------------------------------------------------------- in stages
+
+
+def with_choices() -> list[list[dict[str, Tensor]]]:
+    """Batches with random choices of different experts for each token and layer."""
+    generator = torch.Generator().manual_seed(9)
+    steps = batches()
+    for step in steps:
+        for batch in step:
+            shape = (*batch["input_ids"].shape, LAYERS, EXPERTS)
+            batch["routed_experts"] = torch.rand(shape, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.int16)
+    return steps
+
+
+def trained_by_a_plain_loop(folder: Path) -> list[float]:
+    """Transformers' model, with routers that are told what to choose, without any of this package."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, eps=1e-3)
+    losses = []
+    for step in with_choices():
+        tokens = sum(batch["labels"].numel() for batch in step)
+        total = 0.0
+        for batch in step:
+            for index, layer in enumerate(model.model.layers):
+                told = batch["routed_experts"][:, :, index].flatten(0, 1).long()
+
+                def forward(x: Tensor, router: Any = layer.mlp.gate, told: Tensor = told) -> tuple[Tensor, ...]:
+                    scores = F.linear(x.reshape(-1, x.shape[-1]), router.weight)
+                    weights = scores.softmax(-1).gather(1, told)
+                    return scores, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, told
+
+                layer.mlp.gate.forward = forward
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum")
+            (loss / tokens).backward()
+            total += float(loss.detach()) / tokens
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def trained(rank: int, world: int, folder: Path, schedule: str, options: dict[str, Any]) -> list[float]:
+    module = Noting(folder, attention="sdpa")
+    strategy: Any = "auto" if world == 1 else llm(schedule, COUNT, **options)
+    fit(module, strategy, with_choices(), use_distributed_sampler=False)
+    return module.losses
+
+
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "whole": (1, "", {}),
+    "two stages": (2, "1f1b", {}),
+    "several stages a rank": (2, "interleaved_1f1b", {}),
+    "two parts of the backward, computed again": (2, "zbv_zero_bubble", {"activation_checkpoint": {"mode": "full"}}),
+    "some computed again": (2, "gpipe", {"activation_checkpoint": {"mode": "selective"}}),
+    "computed again": (2, "1f1b", {"activation_checkpoint": {"mode": "full"}}),
+    "sequences shared in a ring, and experts": (2, "gpipe", {"pp": 1, "cp": 2, "cp_method": "ring", "ep": 2}),
+    "two stages of shared sequences": (4, "1f1b", {"pp": 2, "cp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", sampled(CASES, lambda case: case in ("whole", "computed again")))
+def test_choices_of_the_batch_train_as_a_plain_loop_with_these_choices(case: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_moe", num_hidden_layers=LAYERS)
+    world, schedule, options = CASES[case]
+    expected = trained_by_a_plain_loop(tmp_path)
+    for losses in run_ranks(trained, world, tmp_path, schedule, options):
+        assert losses == pytest.approx(expected, abs=WITHIN)
+
+
+def refused(rank: int, world: int, mixture: bool, options: dict[str, Any]) -> str:
+    torch.manual_seed(SEED)
+    family = "qwen3_moe" if mixture else "llama"
+    with pytest.raises(InputError) as error:
+        fit(Noting(config_of(family), attention="sdpa"), llm("1f1b", COUNT, **options), with_choices())
+    return str(error.value)
+
+
+def test_choices_that_nothing_would_replay_are_refused() -> None:
+    for message in run_ranks(refused, 2, False, {}):
+        assert "the model has no such experts" in message
+    for message in run_ranks(refused, 2, True, {"compile_layers": {"backend": "eager"}}):
+        assert "compiled layers do not support it" in message
