@@ -5,7 +5,7 @@ A way is the name of a plan, with one variant after a colon.
 - Both kinds: ``resumed`` (a checkpoint in the middle of the epoch; dynamic tables write it and their commits in the
   background).
 - Dynamic tables: ``device`` (ids are looked up on the tables' device), ``host_rows`` (rows in host memory),
-  ``profiled`` (exposed time of each task), ``adam`` (another optimiser), ``bf16`` (rows in bf16).
+  ``profiled`` (exposed time of each task), ``adam`` (another optimiser), ``fp16`` (rows in fp16).
 - Managed collision: ``filtered`` (random draws decide which ids get a row), ``window`` (tables step once for two
   batches), ``micro_batch`` (tables step for each of two batches).
 
@@ -78,7 +78,7 @@ def batches(size: int, steps: int, rank: int, ranks: int) -> list[Batch]:
 
 def dynamic(variant: str, rows: int, store: Path) -> tuple[nn.Module, nn.Module]:
     """Modules of pooled tables and of sequences, whose rows have a store."""
-    more: dict[str, Any] = {"host_rows": {"host_rows": rows // 8}, "bf16": {"data_type": DataType.BF16}}.get(
+    more: dict[str, Any] = {"host_rows": {"host_rows": rows // 8}, "fp16": {"data_type": DataType.FP16}}.get(
         variant, {}
     )
     bags = [

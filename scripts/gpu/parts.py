@@ -96,7 +96,7 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
         rules = (Rule(way, (way,), "close", of="cpu.pt", terms=int(batch)) for way in ways)
         return (trains(tables, *ways, file="cpu.pt", on="cpu", **options),), tuple(rules)
 
-    pairs = ("adam",) if dry else ("adam", "bf16")
+    pairs, both = ("adam", "fp16"), ("prefetch:device", "prefetch:resumed")
     dynamic, maps = ("serial", "semi_sync"), ("serial", "serial:window")
     (dynamic_cpu, dynamic_close), (maps_cpu, maps_close) = on_cpu("dynamic", *dynamic), on_cpu("managed", *maps)
     ranks_cpu, ranks_close = on_cpu("dynamic", "serial", ranks=2)
@@ -125,10 +125,11 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
         Part(
             "recsys_dynamic_ranks",
             "dynamic tables on two ranks on one device, with a resumed run",
-            (trains("dynamic", "serial", "prefetch", "prefetch:device", "prefetch:resumed", ranks=2), *ranks_cpu),
-            (Rule("serial", ("prefetch", "prefetch:device", "prefetch:resumed")), *ranks_close),
+            (trains("dynamic", "serial", *both, ranks=2), *ranks_cpu),
+            (Rule("serial", both), *ranks_close),
             ("torchrec",),
             possible,
+            seconds=150,
         ),
         Part(
             "recsys_collisions",

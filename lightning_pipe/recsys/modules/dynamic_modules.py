@@ -20,7 +20,8 @@ from lightning_pipe.engine.common.options import check_choice, check_whole_numbe
 
 Existing = Literal["refuse", "keep", "forget"]
 IdsOn = Literal["host", "device"]
-_DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+# FBGEMM has no kernels that train rows in BF16.
+_DATA_TYPES = (DataType.FP32, DataType.FP16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class DynamicTable:
         eviction: order in which rows leave the cache: least recently used (``lru``, default), least frequently used
             (``lfu``), or lowest score first, from a function of ids, counts and the batches of their last occurrences.
             Does not change the training: rows return from the store unchanged.
-        data_type: type of the weights: FP32 (default), FP16 or, on a GPU, BF16.
+        data_type: type of the weights: FP32 (default) or FP16.
     """
 
     name: str

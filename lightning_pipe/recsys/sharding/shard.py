@@ -27,7 +27,7 @@ from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
-from lightning_pipe.recsys.dynamic.tables.opening import check_data_type, in_kernel, open_rows
+from lightning_pipe.recsys.dynamic.tables.opening import in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
@@ -182,8 +182,6 @@ def _look(
     optimizers: list[TableOptimizer] = []
     without: list[str] = []
     for table, parameter in pairs:
-        if table.is_dynamic:
-            check_data_type(table.config, device)
         optimizer = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
         if optimizer is None:
             without.append(table.name)

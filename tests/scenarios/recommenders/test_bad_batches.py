@@ -118,21 +118,12 @@ def table(**options: Any) -> DynamicTable:
         ({"embedding_dim": 3}, "embedding_dim of .* must be a multiple of 4, .* got 3. Set it to 4, for example"),
         ({"embedding_dim": 9}, "12, for example"),
         ({"data_type": DataType.INT8}, "INT8.* Use DataType.FP32, DataType.FP16"),
+        ({"data_type": DataType.BF16}, "BF16.* Use DataType.FP32, DataType.FP16"),
     ],
 )
 def test_rows_that_no_kernel_trains_are_refused_when_the_table_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):
         table(**options)
-
-
-def of_bf16(rank: int, world_size: int, path: Path) -> str:
-    chosen = DynamicEmbeddingBagCollection([table(data_type=DataType.BF16)], path)
-    return raised(lambda: shard(nn.Sequential(chosen), SGD))
-
-
-def test_rows_that_a_cpu_does_not_train_are_refused_before_they_are_sharded(tmp_path: Path) -> None:
-    for message in run_ranks(of_bf16, 2, tmp_path):
-        assert message.startswith("SetupError: dynamic table 't' has data_type=DataType.BF16")
 
 
 def test_a_state_dict_without_rows_is_loaded_into_a_module_that_is_not_sharded(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe._compat.torchrec import kernels_of, lookups_of
 from lightning_pipe.engine.common.errors import SetupError
@@ -33,15 +32,6 @@ from lightning_pipe.recsys.dynamic.tables.slot_lookup import look_slots_up, skip
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, Storage
-
-
-def check_data_type(config: BaseEmbeddingConfig, device: torch.device) -> None:
-    """Raise SetupError if FBGEMM has no kernel on *device* for a dynamic table's data type."""
-    if device.type == "cpu" and config.data_type == DataType.BF16:
-        raise SetupError(
-            f"dynamic table {config.name!r} has data_type=DataType.BF16, for which FBGEMM has no CPU kernel. Use"
-            " DataType.FP32 or DataType.FP16, or a GPU"
-        )
 
 
 def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:

@@ -195,9 +195,11 @@ class _RowWise(OrderedSharder):
         return [EmbeddingComputeKernel.FUSED.value]
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """Those of the other sharders, without a check of bounds."""
-        # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time.
-        return {**(super().kernel_arguments() or {}), "bounds_check_mode": BoundsCheckMode.NONE}
+        """Those of the other sharders, without a check of bounds and without random numbers."""
+        # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time. Stochastic
+        # rounding of FP16 rows on a GPU depends on their slots, and so on the plan and the size of the cache.
+        own = {"bounds_check_mode": BoundsCheckMode.NONE, "stochastic_rounding": False}
+        return {**(super().kernel_arguments() or {}), **own}
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):

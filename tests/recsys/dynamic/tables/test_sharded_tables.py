@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import TrainPipeline
+from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import (
@@ -77,6 +79,17 @@ def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
             assert same(results[way]["outcome"], results["serial"]["outcome"]), way
     assert sum(results["small"]["evicted"] for results in ranks) > 0
     assert all(results["large"]["evicted"] == 0 for results in ranks)
+
+
+def of_kernels(rank: int, world_size: int, path: Path) -> list[bool]:
+    sharded = shard(Model(path, data_type=DataType.FP16), ROW_WISE_ADAGRAD)
+    return [kernel.optimizer_args.stochastic_rounding for kernel in fused_kernels(sharded.dmp)]
+
+
+def test_kernels_round_rows_to_the_nearest_number_whose_slots_differ_between_plans(tmp_path: Path) -> None:
+    (found,) = run_ranks(of_kernels, 1, tmp_path)
+    assert found
+    assert not any(found)
 
 
 def together(world_size: int) -> Callable[[int], Batch]:
