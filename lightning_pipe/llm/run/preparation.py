@@ -106,7 +106,7 @@ class BatchPreparation:
         loss_tokens: function that counts a micro-batch's loss tokens.
         group: CPU process group of all ranks, not used concurrently for other communication.
         pipelines: ranks of each pipeline in that group; all ranks of a pipeline have the same batch.
-        num_microbatches: number of micro-batches of a batch, unless it is a list of micro-batches already.
+        num_microbatches: number of micro-batches of a batch; None if every batch is a list of any number.
         lengths: lengths that sequences are padded to.
         keys: keys of the values that are padded.
         strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`.
@@ -122,7 +122,7 @@ class BatchPreparation:
     loss_tokens: Callable[[MicroBatch], int]
     group: dist.ProcessGroup
     pipelines: Sequence[Sequence[int]]
-    num_microbatches: int
+    num_microbatches: int | None
     lengths: Lengths
     keys: SequenceKeys
     strict: bool = False
@@ -139,11 +139,11 @@ class BatchPreparation:
             counts: False to exclude its tokens from the total, for a batch of another pipeline (default True).
         """
         cut, error = None, None
-        numbers = [0, 0, 0, 0, 0]
+        numbers = [0, 0, 0, 0, 0, 0]
         try:
             cut = split_batch(
                 batch,
-                self.num_microbatches,
+                len(batch) if self.num_microbatches is None else self.num_microbatches,
                 ignore_index=self.keys.labels,
                 strict=self.strict,
                 chunk_dims=self.keys.chunk_dims,
@@ -161,7 +161,7 @@ class BatchPreparation:
                     self.documents.check(padded)
             digest = _digest(cut.items) if self.compare else 0
             longest = max(length for _, length in sizes)
-            numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest]
+            numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest, len(cut.items)]
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
         gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
@@ -226,8 +226,14 @@ class BatchPreparation:
             raise InputError(
                 f"rank(s) {', '.join(map(str, failed))} could not use their batch. See the errors of these ranks"
             )
+        counts = [row[-1] for row in table]
+        if len(set(counts)) > 1:
+            raise InputError(
+                f"the ranks have {counts} micro-batches, in their order; expected the same number on every rank, since"
+                " ranks run one schedule together. Give each call as many micro-batches on all ranks"
+            )
         for ranks in self.pipelines:
-            found = {rank: table[rank][1:] for rank in ranks}
+            found = {rank: table[rank][1:-1] for rank in ranks}
             if len({(rows, *rest) for rows, _, *rest in found.values()}) > 1:
                 raise InputError(
                     "ranks of one pipeline have different batches: (rows, length, loss tokens, digest) are"

@@ -23,6 +23,7 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
+from lightning_pipe.llm.schedules.checks import fitting_schedule
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
@@ -105,7 +106,7 @@ class PipelineRunner:
         """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
 
         Args:
-            micro_batches: the number of micro-batches that the schedule needs, all of one shape.
+            micro_batches: any number of micro-batches (see ``fitting_schedule``), all of one shape.
             loss_of: function from the last stage's output and the micro-batch's target to the loss: a scalar, summed
                 over tokens.
 
@@ -183,7 +184,8 @@ class PipelineRunner:
     def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
         stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self._stages.items())]
         if train:
-            schedule = build_schedule(self._spec, stages, count, _output)
+            spec = fitting_schedule(self._spec, count, self._group.size(), len(stages))
+            schedule = build_schedule(spec, stages, count, _output)
         else:
             schedule = build_evaluation(self._spec, stages, count, _output)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
@@ -89,8 +89,8 @@ class StageGradients:
             self._tensors.finish()
         self._tied.sum()
 
-    def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages, instead of a precision plugin's ``clip_grad_by_norm``."""
+    def clip(self, optimizer: Optimizer | None, clip_val: int | float) -> Tensor:
+        """Clip by the norm over all stages, and return it; instead of a precision plugin's ``clip_grad_by_norm``."""
         held: dict[str, nn.Parameter] = dict(self._split.kept.named_parameters())
         if self._norm is None:
             # Only the first copy of a tied parameter counts in the norm.
@@ -98,7 +98,9 @@ class StageGradients:
             copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != own}
             counted = {name: value for name, value in held.items() if name not in copies}
             self._norm = GradientNorm(self._split.names, counted, self._pipeline.get_group())
-        clip_by_norm(held.values(), clip_val, self._norm())
+        norm = self._norm()
+        clip_by_norm(held.values(), clip_val, norm)
+        return norm
 
     def _holders(self, one: TiedParameter) -> list[int]:
         """Pipeline ranks that hold a copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.schedules.named import (
+    SCHEDULES,
     ScheduleSpec,
     count_stages,
     place_stages,
@@ -29,7 +31,14 @@ from lightning_pipe.llm.schedules.named import (
 )
 from lightning_pipe.llm.schedules.simulation import Actions, actions_of
 
-__all__ = ["Sharding", "check_combination", "check_microbatches", "splits_backward"]
+__all__ = [
+    "Sharding",
+    "check_combination",
+    "check_microbatches",
+    "fitting_schedule",
+    "schedule_of_any_number",
+    "splits_backward",
+]
 
 Sharding = Literal["fsdp", "replicate", "ddp"]
 
@@ -74,6 +83,23 @@ def check_microbatches(
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     _check_places(spec, actions, pp_size, num_stages)
     _check_last_stage(spec, actions, num_stages - 1)
+
+
+@cache
+def fitting_schedule(
+    spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
+) -> ScheduleSpec:
+    """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages."""
+    try:
+        check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
+        return spec
+    except SetupError:
+        return schedule_of_any_number(spec)
+
+
+def schedule_of_any_number(spec: ScheduleSpec) -> ScheduleSpec:
+    """Schedule that places stages in the same way, and runs any number of micro-batches."""
+    return SCHEDULES[{"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]]
 
 
 def _in_rounds(num_microbatches: int, pp_size: int) -> bool:

@@ -16,14 +16,14 @@ from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.run.options import LLMOptions
+from lightning_pipe.llm.run.stage_parts import StagePlan
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
 from lightning_pipe.strategies.language_model.choice_report import choice_report
 from lightning_pipe.strategies.language_model.example_batch import example_batch
-from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
-from lightning_pipe.strategies.language_model.stage_parts import StagePlan
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from lightning_pipe.strategies.plan_finding import write_choice
 

@@ -13,7 +13,8 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.environment import require_release
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
-from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule, labels_of
+from lightning_pipe.llm.run.stage_hooks import labels_of
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 __all__ = ["HFCausalLM", "read_config"]
 

@@ -38,12 +38,12 @@ from lightning_pipe.llm.measure.links import measure_links, median_links
 from lightning_pipe.llm.measure.rank_memory import Sharing
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.run.stage_parts import PartsMaker, StagePlan, StageSettings, example_of
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StagePlan, StageSettings, example_of
 from lightning_pipe.strategies.language_model.stage_trials import StageTrials, Trial
 
 __all__ = [
@@ -164,7 +164,7 @@ class StageChooser:
             cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
             work = {count: self._work_of(module, config, item) for count, item in cut.items()}
             footprints = {
-                count: footprints_of(module, config, item, settings, self.maker.precision)
+                count: footprints_of(module, config, item, settings, module.trainer.precision_plugin)
                 for count, item in cut.items()
                 if group.rank() == 0
             }
@@ -188,7 +188,7 @@ class StageChooser:
         here: Mapping[str, Any] = move_data_to_device(item, self.maker.device)
         make = example_of(module, 1, here)
         assert make is not None and module.model is not None
-        with self.maker.precision.train_step_context():
+        with module.trainer.precision_plugin.train_step_context():
             example = make()
             return measure_work(
                 module.model,

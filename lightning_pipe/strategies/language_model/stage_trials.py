@@ -19,8 +19,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan
 
 __all__ = ["StageTrials", "Trial"]
 
@@ -73,8 +73,8 @@ class StageTrials:
             parts = maker.make(module, plan, None, placeholders=True)
             kept = parts.split.kept
             failed = "the stages cannot be converted to the trainer's precision"
-            on_all_ranks(lambda: maker.precision.convert_module(kept), failed, maker.numbers_group)
-            with maker.precision.train_step_context(), torch.enable_grad():
+            on_all_ranks(lambda: module.trainer.precision_plugin.convert_module(kept), failed, maker.numbers_group)
+            with module.trainer.precision_plugin.train_step_context(), torch.enable_grad():
                 return self._measure(parts, record)
         except Exception as error:
             if parts is not None and error is parts.runner.failure:  # all ranks know of this failure

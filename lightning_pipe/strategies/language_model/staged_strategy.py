@@ -13,26 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.engine.ranks.together import raise_together
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
-from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init
-from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
+from lightning_pipe.llm.model.deferred import DeferredInit
+from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
-from lightning_pipe.strategies.language_model.options import LLMOptions, option_pairs
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
-from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
 from lightning_pipe.strategies.running_work import Running, RunningStages
 
 __all__ = ["StagedStrategy"]
@@ -67,13 +66,9 @@ class StagedStrategy(FolderCheckpointStrategy):
         check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
         settings = self.settings(self.world_size)
         self._check_plan(settings.plan, settings.sizes)
-        meshes = StageMeshes(settings.sizes, self.root_device.type)
-        # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
-        # in flight at the same time.
-        numbers_group = new_group(backend="gloo")
-        loss_group = new_group(backend="gloo")
-        assert numbers_group is not None and loss_group is not None
-        self._maker = PartsMaker(settings, meshes, self.root_device, self.precision_plugin, numbers_group, loss_group)
+        plugin = self.precision_plugin
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        self._maker = PartsMaker.of(settings, self.root_device, scaler)
 
     def settings(self, world_size: int) -> StageSettings:
         """Settings of the strategy on *world_size* ranks.
@@ -173,28 +168,19 @@ class StagedStrategy(FolderCheckpointStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Context in which modules are built without memory. They get memory when they are split."""
-        # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
-        state = torch.get_rng_state()
-        dist.broadcast(state, src=0, group=self._parts_maker.numbers_group)
-        torch.set_rng_state(state)
-        error: Exception | None = None
-        with deferred_init() as self._record:
-            try:
-                yield
-            except Exception as raised:  # any exception, since the other ranks wait
-                error = raised
-        try:
-            raise_together(error, "the model cannot be built", self._parts_maker.numbers_group)
-        except SetupError:
-            if error is None:
-                raise
-            raise error from error.__cause__  # the user's own, on its rank
+        with self._parts_maker.building() as self._record:
+            yield
 
     def _split(self, module: PipelineModule) -> None:
         """Split the module unless this was done before. A trainer can run several modules in turn."""
         parts = self._known.get(id(module.model))
         if parts is None:
             self._parts_maker.check(module)
+            if self.precision_plugin.precision == "16-true":
+                raise SetupError(
+                    "The trainer's precision is '16-true', with which gradients of summed losses overflow without a"
+                    " loss scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
+                )
             record, self._record = self._record, None
             parts = self._parts_maker.make(module, self._plan_for(module), record)
             self._known[id(parts.split.kept)] = parts

@@ -18,15 +18,15 @@ from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
-from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.optimizer_refusals import refuse_fused
+from lightning_pipe.llm.run.options import LLMOptions
 from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.stage_hooks import BatchResult
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
-from lightning_pipe.llm.schedules.named import find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -34,8 +34,7 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
-from lightning_pipe.strategies.language_model.options import LLMOptions
-from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
 from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, refuse_renamed
@@ -105,19 +104,9 @@ class LLMPipelineStrategy(StagedStrategy):
         **arguments: Any,
     ) -> None:
         refuse_renamed(arguments, LANGUAGE_MODEL, self)
-        options = LLMOptions(
-            find_schedule(schedule),
-            num_microbatches,
-            stages_per_rank,
-            option_group(ParallelDims, "parallel", parallel),
-            option_group(SplitOptions, "split", split),
-            option_group(Batching, "batching", batching),
-            None
-            if activation_checkpoint is None
-            else option_group(ActivationCheckpoint, "activation_checkpoint", activation_checkpoint),
-            compile_layers,
-            offload_optimizer,
-        )
+        given: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
+        given |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
+        options = LLMOptions(schedule, num_microbatches, stages_per_rank, **given, offload_optimizer=offload_optimizer)
         uneven = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
         super().__init__(options, uneven, async_checkpoints=async_checkpoints, **arguments)
         self._take_uneven(uneven_batches, uneven_evaluation)
@@ -160,7 +149,7 @@ class LLMPipelineStrategy(StagedStrategy):
                 self._made.scaling.install()
             self._made.gradients.check_copies(self.optimizers)
             # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
-            self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[assignment, method-assign]
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)

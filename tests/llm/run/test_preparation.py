@@ -47,7 +47,8 @@ class Group:
         (numbers,) = own.tolist()
         self.sent.append(numbers)
         return Work(
-            gathered, [[*self.others[rank], 0] if rank in self.others else numbers for rank in range(self.size())]
+            gathered,
+            [[*self.others[rank], 0, numbers[-1]] if rank in self.others else numbers for rank in range(self.size())],
         )
 
 
@@ -159,7 +160,7 @@ def test_a_rank_tells_the_others_that_its_batch_is_broken_and_raises_only_then(b
     group = Group(0, {1: [1, 2, 5, 19]})
     preparation = make(group)
     prepared = preparation.begin(broken)
-    assert group.sent == [[0, 0, 0, 0, 0]]
+    assert group.sent == [[0] * 6]
     with pytest.raises(InputError, match=says):
         preparation.finish(prepared)
 

@@ -20,7 +20,13 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.schedules.checks import Sharding, check_combination, check_microbatches, splits_backward
+from lightning_pipe.llm.schedules.checks import (
+    Sharding,
+    check_combination,
+    check_microbatches,
+    fitting_schedule,
+    splits_backward,
+)
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, find_schedule, place_stages
 from lightning_pipe.llm.schedules.simulation import actions_of
 from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule, VOfMulti
@@ -62,6 +68,16 @@ def test_a_refusal_names_numbers_that_are_taken() -> None:
         check_microbatches(SCHEDULES["interleaved_1f1b"], 9, 4)
     for m in (8, 10):
         check_microbatches(SCHEDULES["interleaved_1f1b"], m, 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_number_that_a_schedule_does_not_take_runs_under_one_with_the_same_stages(name: str) -> None:
+    spec = SCHEDULES[name]
+    for m in range(1, 14):
+        used = fitting_schedule(spec, m, 4)
+        assert used.placement == spec.placement
+        assert (used is spec) == needed(name, m, 4)
+        check_microbatches(used, m, 4)
 
 
 class Refuses(ScheduleGPipe):

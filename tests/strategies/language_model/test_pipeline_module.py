@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
+from lightning_pipe.llm.run.stage_hooks import BatchResult
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,

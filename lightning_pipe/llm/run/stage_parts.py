@@ -9,35 +9,36 @@ Tested in ``tests/strategies/language_model/test_strategy.py``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import any_of, on_all_ranks
+from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_together
 from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
+from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
+from lightning_pipe.llm.run.batch_runs import BatchRuns
+from lightning_pipe.llm.run.loss_scaling import LossScaling
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
+from lightning_pipe.llm.run.stage_hooks import StageHooks
 from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.stage_split import Example, SplitModel, split_model
-from lightning_pipe.strategies.language_model.batch_runs import BatchRuns
-from lightning_pipe.strategies.language_model.loss_scaling import LossScaling
-from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 __all__ = ["PartsMaker", "StageParts", "StagePlan", "StageSettings", "example_of"]
 
@@ -117,7 +118,7 @@ class PartsMaker:
         settings: settings of the strategy.
         meshes: device meshes of all ranks.
         device: device of this rank.
-        precision: precision plugin of the trainer.
+        scaler: loss scaler of the optimiser steps; None without one.
         numbers_group: CPU process group of all ranks, for token counts and shapes of batches.
         loss_group: CPU process group of all ranks, for losses and failures of batches.
     """
@@ -125,12 +126,42 @@ class PartsMaker:
     settings: StageSettings
     meshes: StageMeshes
     device: torch.device
-    precision: Precision
+    scaler: torch.amp.GradScaler | None
     numbers_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
 
+    @classmethod
+    def of(cls, settings: StageSettings, device: torch.device, scaler: torch.amp.GradScaler | None) -> PartsMaker:
+        """Make the device meshes and process groups. Every rank must call this."""
+        meshes = StageMeshes(settings.sizes, device.type)
+        # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
+        # in flight at the same time.
+        numbers_group, loss_group = new_group(backend="gloo"), new_group(backend="gloo")
+        assert numbers_group is not None and loss_group is not None
+        return cls(settings, meshes, device, scaler, numbers_group, loss_group)
+
+    @contextmanager
+    def building(self) -> Generator[DeferredInit, None, None]:
+        """Context in which models are built without memory, until :meth:`make` fills this rank's part."""
+        # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
+        state = torch.get_rng_state()
+        dist.broadcast(state, src=0, group=self.numbers_group)
+        torch.set_rng_state(state)
+        error: Exception | None = None
+        with deferred_init() as record:
+            try:
+                yield record
+            except Exception as raised:  # any exception, since the other ranks wait
+                error = raised
+        try:
+            raise_together(error, "the model cannot be built", self.numbers_group)
+        except SetupError:
+            if error is None:
+                raise
+            raise error from error.__cause__  # the user's own, on its rank
+
     def make(
-        self, module: PipelineModule, plan: StagePlan, record: DeferredInit | None, *, placeholders: bool = False
+        self, module: StageHooks, plan: StagePlan, record: DeferredInit | None, *, placeholders: bool = False
     ) -> StageParts:
         """Split the module's model, and replace it by the part that this rank keeps.
 
@@ -184,7 +215,9 @@ class PartsMaker:
             # With other parallel dimensions, ranks that share a stage would wait for the failed rank in its forward.
             carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
         )
-        scaling = None if placeholders else LossScaling.of(self.precision, self.loss_group, self.device)
+        scaling = None
+        if self.scaler is not None and not placeholders:
+            scaling = LossScaling(self.scaler, self.loss_group, self.device)
         context = None
         if meshes.context is not None:
             context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.kept)
@@ -218,12 +251,11 @@ class PartsMaker:
         )
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 
-    def check(self, module: PipelineModule) -> None:
+    def check(self, module: StageHooks) -> None:
         """Check that the module can be trained, before its parts are built.
 
         Raises:
-            SetupError: On every rank, if the module has no model, if the models of the ranks differ, or if the
-                precision is not supported.
+            SetupError: On every rank, if the module has no model, or if the models of the ranks differ.
         """
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
@@ -235,11 +267,6 @@ class PartsMaker:
         if any_of([weights is not None], world)[0]:
             found = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
             check_agreement(found, "content of the folder of weights", world, error=SetupError)
-        if self.precision.precision == "16-true":
-            raise SetupError(
-                "The trainer's precision is '16-true', with which gradients of summed losses overflow without a loss"
-                " scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
-            )
 
 
 def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
@@ -258,7 +285,7 @@ def _config_of(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def example_of(
-    module: PipelineModule, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
+    module: StageHooks, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
 ) -> Callable[[], Example] | None:
     """Return a function that converts a micro-batch to an example of the model's inputs.
 

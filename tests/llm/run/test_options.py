@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.language_model.options import option_pairs
+from lightning_pipe.llm.run.options import option_pairs
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 

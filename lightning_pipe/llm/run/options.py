@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any, cast
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.run.stage_parts import StagePlan, StageSettings
 from lightning_pipe.llm.schedules.checks import check_combination
-from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages
+from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.strategies.language_model.stage_parts import StagePlan, StageSettings
 
 __all__ = ["LLMOptions", "option_pairs"]
+
+_GROUPS: dict[str, type[Any]] = {
+    "parallel": ParallelDims,
+    "split": SplitOptions,
+    "batching": Batching,
+    "activation_checkpoint": ActivationCheckpoint,
+}
 
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """Checked arguments of ``LLMPipelineStrategy``, with the same names.
+    """Checked arguments of ``LLMPipelineStrategy``, with the same names. Names and mappings are converted.
 
     Raises:
         SetupError: If a value has the wrong type, or if groups exclude each other.
     """
 
     schedule: ScheduleSpec
-    num_microbatches: int | None
-    stages_per_rank: int | None
-    parallel: ParallelDims
-    split: SplitOptions
-    batching: Batching
-    activation_checkpoint: ActivationCheckpoint | None
-    compile_layers: bool | Mapping[str, Any]
-    offload_optimizer: bool
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    parallel: ParallelDims = field(default_factory=ParallelDims)
+    split: SplitOptions = field(default_factory=SplitOptions)
+    batching: Batching = field(default_factory=Batching)
+    activation_checkpoint: ActivationCheckpoint | None = None
+    compile_layers: bool | Mapping[str, Any] = False
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
+        set_field = partial(object.__setattr__, self)
+        set_field("schedule", find_schedule(cast("Any", self.schedule)))
+        for name, kind in _GROUPS.items():
+            given = getattr(self, name)
+            if given is not None or name != "activation_checkpoint":
+                set_field(name, option_group(kind, name, given))
         check_whole_number("num_microbatches", self.num_microbatches, 1, optional=True)
         check_whole_number("stages_per_rank", self.stages_per_rank, 1, optional=True)
         check_choice("offload_optimizer", self.offload_optimizer, (True, False))

@@ -25,10 +25,10 @@ from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
 from lightning_pipe.llm.parallel.gradients import scale_gradients
+from lightning_pipe.llm.run.loss_scaling import LossScaling
 from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch, StepInputs
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
-from lightning_pipe.strategies.language_model.loss_scaling import LossScaling
-from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule, RouterMeans
+from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterMeans, StageHooks
 
 __all__ = ["BatchRuns"]
 
@@ -39,7 +39,7 @@ _SUMS = 4
 
 
 class BatchRuns:
-    """Runs batches for a :class:`PipelineModule` whose model is in stages. Every rank must make the same calls.
+    """Runs batches for a module whose model is in stages. Every rank must make the same calls.
 
     Args:
         module: module that defines the loss and the prediction of a micro-batch.
@@ -58,7 +58,7 @@ class BatchRuns:
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: StageHooks,
         runner: PipelineRunner,
         preparation: BatchPreparation,
         meshes: StageMeshes,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import overflow_flags
@@ -25,7 +24,7 @@ class LossScaling:
     by a power of two near the number of tokens. All factors are powers of two, so scaling does not round.
 
     Args:
-        scaler: scaler of the precision plugin. Its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
+        scaler: scaler of the optimiser steps. Its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
         group: CPU process group of all ranks that step together.
         device: device of this rank.
     """
@@ -35,12 +34,6 @@ class LossScaling:
         self._group = group
         self._device = device
         self._divisor = 0.0
-
-    @classmethod
-    def of(cls, precision: Precision, group: dist.ProcessGroup, device: torch.device) -> LossScaling | None:
-        """Return the scaling for a precision plugin with a scaler; None for other plugins."""
-        scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
-        return None if scaler is None else cls(scaler, group, device)
 
     def install(self) -> None:
         """Replace the scaler's ``unscale_`` by a method that checks all ranks for overflow."""

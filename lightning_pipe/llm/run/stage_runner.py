@@ -1,0 +1,163 @@
+"""Pipeline stages for a training loop of the caller, without Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe._compat.torch import tree_map_only
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.run.options import LLMOptions, option_pairs
+from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
+from lightning_pipe.llm.run.stage_parts import PartsMaker
+from lightning_pipe.llm.schedules.checks import schedule_of_any_number
+
+__all__ = ["StageHooks", "StageRunner"]
+
+
+class StageRunner:
+    """Trains and evaluates a model in pipeline stages, in a loop of the caller.
+
+    All ranks of the initialized world group make the same calls in the same order. A call may have any number of
+    micro-batches of any length; schedules are cached by both. The results equal those of
+    :class:`~lightning_pipe.strategies.LLMPipelineStrategy`. If the schedule does not support a number of micro-batches,
+    they run under ``gpipe``, ``looped_bfs`` or ``zbv_zero_bubble``, with the same stages.
+
+    Args:
+        hooks: model, loss and inputs; its ``model`` becomes this rank's part of the model.
+        schedule: see :class:`~lightning_pipe.strategies.LLMPipelineStrategy`.
+        device: device of this rank (default: the accelerator's current device, or else the CPU).
+        scaler: loss scaler for float16 autocast (default None).
+        options: ``stages_per_rank``, ``parallel``, ``split``, ``batching``, ``activation_checkpoint`` and
+            ``compile_layers``, as for the strategy.
+
+    Raises:
+        SetupError: no process group is initialized, ranks have different arguments, or the model cannot be trained in
+            these stages.
+    """
+
+    def __init__(
+        self,
+        hooks: StageHooks,
+        schedule: Any = "1f1b",
+        *,
+        device: torch.device | str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        **options: Any,
+    ) -> None:
+        if not dist.is_initialized():
+            raise SetupError(
+                "no process group is initialized; expected one of all ranks. Call"
+                " torch.distributed.init_process_group() in a script that torchrun starts"
+            )
+        checked = LLMOptions(schedule, None, **options, offload_optimizer=False)
+        check_agreement(option_pairs("", checked), "runner's configuration", dist.group.WORLD, error=SetupError)
+        sizes = checked.parallel.fit(dist.get_world_size())
+        plan = checked.plan(sizes)
+        for spec in (plan.spec, schedule_of_any_number(plan.spec)):
+            checked.check_schedule(spec, sizes)
+        if checked.compile_options is not None:
+            keep_backward_buffers()
+        self.device = _current_device() if device is None else torch.device(device)
+        maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
+        with maker.building() as record:
+            hooks.model = hooks.build_model()
+        maker.check(hooks)
+        self._hooks = hooks
+        self._parts = maker.make(hooks, plan, record)
+        self._preparation = replace(self._parts.preparation, num_microbatches=None)
+        self._scaler = scaler
+        self._optimizers: tuple[Optimizer, ...] = ()
+        if self._parts.scaling is not None:
+            self._parts.scaling.install()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with only this rank's modules and parameters, under their names in the whole model."""
+        return self._parts.split.kept
+
+    def forward_backward(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> BatchResult:
+        """Compute the loss of micro-batches, and add their gradients to those since the last optimizer step.
+
+        Under ``torch.no_grad()``, compute the loss only.
+
+        Args:
+            micro_batches: micro-batches with the same number of rows, as the hooks take them, on any device; the same
+                ones on all ranks of a pipeline. A mapping is one micro-batch.
+
+        Returns:
+            Loss and number of tokens, equal on every rank.
+
+        Raises:
+            InputError: on every rank, if a micro-batch cannot be trained on any rank. The gradients since the last
+                optimizer step are discarded.
+        """
+        try:
+            return self._parts.runs.run(*self._begin(micro_batches))
+        except Exception:
+            self.zero_grad()
+            raise
+
+    def forward_only(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Return the hooks' prediction for each micro-batch, on every rank of the pipeline, without gradients.
+
+        Modules keep their mode: call ``runner.model.eval()`` first to turn off dropout.
+
+        Args:
+            micro_batches: see :meth:`forward_backward`.
+
+        Raises:
+            InputError: on every rank, if a micro-batch cannot be run on any rank.
+        """
+        predictions: list[Any] = self._parts.runs.predict(*self._begin(micro_batches))
+        return predictions
+
+    def optimizer_step(self, *optimizers: Optimizer, max_norm: float | None = None) -> Tensor | None:
+        """Divide the gradients by the number of tokens since the last step, step the optimizers, and clear gradients.
+
+        Args:
+            optimizers: optimizers of this rank's parameters, the same number on every rank.
+            max_norm: clip gradients to this norm over the whole model (default None: not clipped).
+
+        Returns:
+            Norm of the gradients of the whole model before clipping if they are clipped, else None.
+        """
+        if optimizers != self._optimizers:
+            self._parts.gradients.check_copies(optimizers)
+            self._optimizers = optimizers
+        scaler = self._scaler or torch.amp.GradScaler(self.device.type, enabled=False)
+        self._parts.gradients.finish()
+        self._parts.runs.divide(list(self.model.parameters()))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = None if max_norm is None else self._parts.gradients.clip(None, max_norm)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Discard the gradients and tokens since the last optimizer step."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._parts.runs.begin_step()
+
+    def _begin(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
+        given = [micro_batches] if isinstance(micro_batches, Mapping) else list(micro_batches)
+        batch: list[Any] = tree_map_only(Tensor, lambda one: one.to(self.device), given)
+        return batch, self._preparation.begin(batch)
+
+
+def _current_device() -> torch.device:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu" if kind is None else f"{kind.type}:{torch.accelerator.current_device_index()}")
