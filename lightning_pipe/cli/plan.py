@@ -22,7 +22,7 @@ from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan
-from lightning_pipe.pipe.plans import backward_plan, forward_plan, one_forward_one_backward_plan
+from lightning_pipe.pipe.plans import pipe_plans
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _SIMULATE = """\
@@ -113,11 +113,7 @@ def _pipe_plans() -> list[PipelinePlan]:
     def nothing(partition: int, ctx: object) -> None:
         """Placeholder, because tasks are only shown and not run."""
 
-    return [
-        forward_plan(_PARTITIONS, (), nothing),
-        backward_plan(_PARTITIONS, (), nothing, nothing),
-        one_forward_one_backward_plan(_PARTITIONS, (), nothing, nothing, nothing),
-    ]
+    return pipe_plans(_PARTITIONS, (), nothing, nothing, nothing)
 
 
 def _same(batch: object) -> object:

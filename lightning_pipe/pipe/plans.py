@@ -31,33 +31,22 @@ TaskFunction = Callable[[int, IterContext], None]
 _GRAPH = "backward needs the autograd graph of its own micro-batch"
 
 
-def forward_plan(partitions: int, routes: Sequence[SkipRoute], forward: TaskFunction) -> PipelinePlan:
-    """Plan of all forwards, in GPipe's clock cycles."""
-    tasks = [(_forward(index, routes, forward), _where(index, partitions - index)) for index in range(partitions)]
-    return PipelinePlan(tasks, name="gpipe_forward")
-
-
-def backward_plan(
-    partitions: int, routes: Sequence[SkipRoute], recompute: TaskFunction, backward: TaskFunction
-) -> PipelinePlan:
-    """Plan of all backwards, the last partition first. A partition recomputes while the next one runs backward."""
-    tasks = []
-    for index in reversed(range(partitions)):
-        # As late as possible, so that a partition holds the recomputed activations of one micro-batch at a time.
-        tasks.append((_recompute(index, recompute), _where(index, index + 1)))
-        tasks.append((_backward(index, routes, backward), _where(index, index + 1)))
-    return PipelinePlan(tasks, name="gpipe_backward")
-
-
-def one_forward_one_backward_plan(
+def pipe_plans(
     partitions: int, routes: Sequence[SkipRoute], forward: TaskFunction, recompute: TaskFunction, backward: TaskFunction
-) -> PipelinePlan:
-    """Plan of alternating forwards and backwards."""
-    tasks = [(_forward(index, routes, forward), _where(index, partitions)) for index in range(partitions)]
+) -> list[PipelinePlan]:
+    """Plans of all forwards in GPipe's clock cycles, of all backwards, and of both in turn (1F1B)."""
+    clocked, in_turn, backwards = [], [], []
+    for index in range(partitions):
+        task = _forward(index, routes, forward)
+        clocked.append((task, _where(index, partitions - index)))
+        in_turn.append((task, _where(index, partitions)))
     for index in reversed(range(partitions)):
-        tasks.append((_recompute(index, recompute), _where(index, index + 1)))
-        tasks.append((_backward(index, routes, backward), _where(index, index + 1)))
-    return PipelinePlan(tasks, name="1f1b")
+        # As late as possible, so that a partition holds the recomputed activations of one micro-batch at a time. It
+        # recomputes while the next partition runs backward.
+        where = _where(index, index + 1)
+        backwards += [(_recompute(index, recompute), where), (_backward(index, routes, backward), where)]
+    tasks = {"gpipe_forward": clocked, "gpipe_backward": backwards, "1f1b": in_turn + backwards}
+    return [PipelinePlan(placed, name=name) for name, placed in tasks.items()]
 
 
 def _where(partition: int, stage: int) -> TaskSchedule:

@@ -19,16 +19,7 @@ from lightning_pipe.pipe.cell import Cell, Gradients, Passed
 from lightning_pipe.pipe.copies import Copier, Sent
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.partition import Partition
-from lightning_pipe.pipe.plans import (
-    backward_plan,
-    forward_plan,
-    gradient_field,
-    one_forward_one_backward_plan,
-    skip_field,
-    skip_gradient_field,
-    value_field,
-    work_of,
-)
+from lightning_pipe.pipe.plans import gradient_field, pipe_plans, skip_field, skip_gradient_field, value_field, work_of
 from lightning_pipe.pipe.skip import SkipRoute
 
 Result = TypeVar("Result")
@@ -62,26 +53,8 @@ class MicroBatch:
     schedulers: tuple[Scheduler, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """Micro-batch of a traced mini-batch.
-
-    Args:
-        index: index of the micro-batch.
-        recomputing: indices of the partitions that run their layers again before backward.
-    """
-
-    index: int
-    recomputing: frozenset[int]
-
-    @classmethod
-    def of(cls, micro: MicroBatch) -> _Traced:
-        return cls(micro.index, frozenset(place for place, cell in enumerate(micro.cells) if cell.checkpointed))
-
-    def has(self, task: str) -> bool:
-        """Return False for recompute tasks of partitions without recomputation; plans contain them for all."""
-        what, partition = work_of(task)
-        return what != "Recompute" or partition in self.recomputing
+# Micro-batch of a traced mini-batch: its index, and for each partition, whether it runs its layers again.
+_Traced = tuple[int, list[bool]]
 
 
 class _CurrentSchedulers(threading.local):
@@ -194,12 +167,8 @@ class Scheduler:
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
-        n, tasks = len(partitions), _Tasks(partitions, routes)
-        plans = [
-            forward_plan(n, routes, tasks.forward),
-            backward_plan(n, routes, tasks.recompute, tasks.backward),
-            one_forward_one_backward_plan(n, routes, tasks.forward, tasks.recompute, tasks.backward),
-        ]
+        tasks = _Tasks(partitions, routes)
+        plans = pipe_plans(len(partitions), routes, tasks.forward, tasks.recompute, tasks.backward)
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
         self._running = threading.Lock()  # serialises callers in several threads
@@ -255,7 +224,8 @@ class Scheduler:
                 pipeline.start_trace(self._keep)
         if self.is_tracing:
             of_plan = self._traced.setdefault(plan, deque(maxlen=self._keep))
-            of_plan.append((pipeline.started, [_Traced.of(micro) for micro in micro_batches]))
+            traced = [(micro.index, [cell.checkpointed for cell in micro.cells]) for micro in micro_batches]
+            of_plan.append((pipeline.started, traced))
         source = iter(micro_batches)
         try:
             return [result_of(pipeline.progress(source)) for _ in micro_batches]
@@ -289,11 +259,12 @@ class Scheduler:
                 for first, micro_batches in self._traced.get(plan, ())
                 for place, micro in enumerate(micro_batches)
             }
-            spans += [
-                replace(span, iteration=traced[span.iteration].index)
-                for span in pipeline.stop_trace()
-                if span.iteration in traced and traced[span.iteration].has(span.task)
-            ]
+            for span in pipeline.stop_trace():
+                if span.iteration in traced:
+                    index, recomputes = traced[span.iteration]
+                    what, partition = work_of(span.task)
+                    if what != "Recompute" or recomputes[partition]:  # plans contain this task for all partitions
+                        spans.append(replace(span, iteration=index))
         self._traced.clear()
         return sorted(spans, key=lambda span: span.end)
 
