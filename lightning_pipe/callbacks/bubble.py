@@ -12,10 +12,9 @@ from rich import box
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.callbacks.common import log_values
+from lightning_pipe.callbacks.common import CallbackWithGroup, log_values
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
-from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.simulation import actions_of
@@ -24,7 +23,7 @@ from lightning_pipe.strategies.running_work import RunningStages, running
 _KEPT = 1000  # steps; more would hardly change the medians
 
 
-class BubbleMonitor(pl.Callback):
+class BubbleMonitor(CallbackWithGroup):
     """Measure the bubble of an :class:`~lightning_pipe.strategies.LLMPipelineStrategy` and print a table after fit.
 
     For each measured step the callback logs two values:
@@ -60,7 +59,6 @@ class BubbleMonitor(pl.Callback):
         self._steps: deque[StepBubble] = deque(maxlen=_KEPT)
         self._seen = 0
         self._before: tuple[int, bool] | None = None
-        self._group: dist.ProcessGroup | None = None
         self._report: BubbleReport | None = None
 
     @property
@@ -72,8 +70,7 @@ class BubbleMonitor(pl.Callback):
         _stages(trainer)
         self._steps.clear()
         self._seen, self._before, self._report = 0, None, None
-        # A separate CPU group, since collectives of other groups may be in flight at the same time.
-        self._group = new_group(backend="gloo")
+        self._make_group()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -84,7 +81,8 @@ class BubbleMonitor(pl.Callback):
         runner = _stages(trainer).runner
         self._before = len(runner.events), runner.record_events
         runner.record_events = True
-        dist.barrier(group=self._group)
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -110,8 +108,7 @@ class BubbleMonitor(pl.Callback):
         log_values(trainer, values)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dist.destroy_process_group(self._group)
-        self._group = None
+        self._leave_group()
         if not self._steps:
             rank_zero_warn(
                 f"BubbleMonitor measured no step in {self._seen} batches: with every_n_steps={self._every} and"
