@@ -326,8 +326,8 @@ class ModelRewrite(ReplacedForwards):
         """
         self.tables_backward.run(embeddings, scale, agree_unused)
 
-    def _called(self, entry: Sharded, call: Arguments) -> Any:
-        embeddings = self._serving
+    def _called(self, entry: Sharded, /, *positional: Any, **named: Any) -> Any:
+        embeddings, call = self._serving, (positional, named)
         if embeddings is not None and embeddings.is_ready(entry.name):
             if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
                 raise InputError(
@@ -359,10 +359,9 @@ class ModelRewrite(ReplacedForwards):
         """
         join_call(self._sharded[announced[0]], announced[1], self._device)
 
-    def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
-        if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):
+    def _postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+        if self._serving is not None and self._serving.inputs.postprocessed.matches(name, positional, named):
             return self._serving.inputs.postprocessed.result(name)
-        positional, named = call
         return forward(*positional, **named)
 
     def _inputs(self, batch: Any) -> Inputs:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.recsys.kernels.kernel_calls import has_dense_kernels, trains_only_tables
-from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments
+from lightning_pipe.recsys.modules.call_arguments import CallArguments
 from lightning_pipe.recsys.rewrite.resolution import Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
@@ -97,7 +98,7 @@ class ReplacedForwards(ABC):
         """
         if not self._attached:
             for entry in self._sharded.values():
-                entry.install(_ServedForward(self, entry))
+                entry.install(partial(self._called, entry))
             self._attached = True
             self._attach_postprocesses()
 
@@ -106,7 +107,7 @@ class ReplacedForwards(ABC):
             module = self._model.get_submodule(name)
             if "forward" not in module.__dict__:
                 self._postprocess_forwards[name] = module.forward
-                module.forward = _PostprocessForward(self, name, module.forward)
+                module.forward = partial(self._postprocess, name, module.forward)
 
     def detach(self) -> None:
         """Restore all replaced forwards, so that the model is as before. Batches in flight stay valid."""
@@ -134,32 +135,9 @@ class ReplacedForwards(ABC):
         self._attach_postprocesses()
 
     @abstractmethod
-    def _called(self, entry: Sharded, call: Arguments) -> Any:
-        """Return the output of a sharded module for a call of its forward."""
+    def _called(self, entry: Sharded, /, *positional: Any, **named: Any) -> Any:
+        """Replacement of a sharded module's forward."""
 
     @abstractmethod
-    def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
-        """Return the output of a post-processing module for a call of its forward."""
-
-
-class _ServedForward:
-    """Replacement of a sharded module's forward."""
-
-    def __init__(self, rewrite: ReplacedForwards, entry: Sharded) -> None:
-        self._rewrite = rewrite
-        self._entry = entry
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._rewrite._called(self._entry, (positional, named))
-
-
-class _PostprocessForward:
-    """Replacement of a post-processing module's forward."""
-
-    def __init__(self, rewrite: ReplacedForwards, name: str, forward: Callable[..., Any]) -> None:
-        self._rewrite = rewrite
-        self._name = name
-        self._forward = forward
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._rewrite._postprocess(self._name, self._forward, (positional, named))
+    def _postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+        """Replacement of a post-processing module's forward."""
