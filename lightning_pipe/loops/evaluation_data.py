@@ -34,7 +34,7 @@ from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fe
 from lightning_pipe.loops.data.next_batch_status import StatusGroup
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
-from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, compare_counts
+from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, BatchCounts, compare_counts
 from lightning_pipe.loops.evaluation_protocols import BringsEvaluation, JoinsEvaluation
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
@@ -62,17 +62,12 @@ class EvaluationData(Iterator[Any]):
         what: kind of evaluation, for errors: ``validation``, ``test`` or ``prediction``.
         ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every rank at
             the same point (default None).
-
-    Attributes:
-        uneven: True if ranks have, or may have, different numbers of batches.
     """
 
     def __init__(self, trainer: pl.Trainer, what: str, ended: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
         self._what = what
-        self.uneven = False
-        self._refuses = False
-        self._all_are_empty: bool | None = None
+        self._counts = BatchCounts()
         self._fetcher: DataFetcher | None = None
         self._step = ""
         self._ended = ended
@@ -97,16 +92,20 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ a run
 
+    @property
+    def uneven(self) -> bool:
+        """True if ranks have, or may have, different numbers of batches."""
+        return self._counts.uneven
+
     def agree(
         self, loader: CombinedLoader, batches: Sequence[int | float], failed: Sequence[Exception], *, predicting: bool
     ) -> None:
         """See :func:`~lightning_pipe.loops.evaluation_counts.compare_counts`."""
-        counts = compare_counts(self._trainer, self._what, loader, batches, failed, predicting)
-        self.uneven, self._refuses, self._all_are_empty = counts.uneven, counts.refuses, counts.all_are_empty
+        self._counts = compare_counts(self._trainer, self._what, loader, batches, failed, predicting)
 
     def skips(self, otherwise: bool) -> bool:
         """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
-        return otherwise if self._all_are_empty is None else self._all_are_empty
+        return otherwise if self._counts.all_are_empty is None else self._counts.all_are_empty
 
     def begin(self, fetcher: DataFetcher, batches: Sequence[int | float], step: str) -> None:
         """Begin a run. Reads no batch yet.
@@ -217,7 +216,7 @@ class EvaluationData(Iterator[Any]):
         try:
             loader = self._source.loader_of_next()
         except StopIteration:
-            if not self.uneven or self._refuses:
+            if not self.uneven or self._counts.refuses:
                 raise
             return self._enter_turn()
         self._begin_loader(loader)
@@ -362,7 +361,7 @@ class EvaluationData(Iterator[Any]):
             group,
             statuses,
             lambda: None,
-            "error" if self._refuses else None,
+            "error" if self._counts.refuses else None,
             kind=dataloader_of,
             of=self._what,
             advice=UNEVEN_ADVICE,

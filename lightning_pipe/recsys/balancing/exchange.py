@@ -50,17 +50,14 @@ def exchange(
 
     totals = [sizes(ids) for ids in gathered.totals]
     of_streams = [totals[place] * each for place, each in samples.stream_bytes]
-    device = samples.device
-    picks = torch.from_numpy(order).to(device)
-    through = _Through(group, kind, device)
-    rows = through.send(samples.pack_rows(picks), sizes() * samples.row_bytes)
+    picks = torch.from_numpy(order).to(samples.device)
+    rows = _send(group, kind, samples.pack_rows(picks), sizes() * samples.row_bytes)
     streams = samples.pack_streams(picks, [int(table[me].sum()) for table in totals])
     ids = None
     if streams:
         split = [stream.split(size[me].tolist()) for stream, size in zip(streams, of_streams, strict=True)]
-        ids = through.send(
-            torch.cat([part for to_rank in zip(*split, strict=True) for part in to_rank]), sum(of_streams)
-        )
+        by_rank = torch.cat([part for to_rank in zip(*split, strict=True) for part in to_rank])
+        ids = _send(group, kind, by_rank, sum(of_streams))
     received_rows = rows()
     received: list[Tensor] = []
     if ids is not None:
@@ -70,40 +67,33 @@ def exchange(
     return samples.with_samples(received_rows, received)
 
 
-class _Through:
-    """Transport of bytes by all-to-all or all-gather."""
+def _send(group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
+    """Submit bytes ordered by destination; return a function that waits for the bytes received from all ranks."""
+    me, device = group.rank(), sent.device
+    sent = sent.to(communicating_device(group, device))
+    if not sizes.sum():
+        return lambda: torch.empty(0, dtype=torch.uint8, device=device)
+    if kind == "all_to_all":
+        received = sent.new_empty(int(sizes[:, me].sum()))
+        work: Any = dist.all_to_all_single(
+            received, sent, sizes[:, me].tolist(), sizes[me].tolist(), group=group, async_op=True
+        )
 
-    def __init__(self, group: dist.ProcessGroup, kind: ExchangeKind, device: torch.device) -> None:
-        self._group, self._kind, self._device = group, kind, device
-        self._via = communicating_device(group, device)
-
-    def send(self, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
-        """Submit bytes ordered by destination; return a function that waits for the bytes received from all ranks."""
-        me = self._group.rank()
-        sent = sent.to(self._via)
-        if not sizes.sum():
-            return lambda: torch.empty(0, dtype=torch.uint8, device=self._device)
-        if self._kind == "all_to_all":
-            received = sent.new_empty(int(sizes[:, me].sum()))
-            work: Any = dist.all_to_all_single(
-                received, sent, sizes[:, me].tolist(), sizes[me].tolist(), group=self._group, async_op=True
-            )
-
-            def wait() -> Tensor:
-                work.wait()
-                return received.to(self._device)
-
-            return wait
-        longest = int(sizes.sum(1).max())
-        padded = torch.cat([sent, sent.new_zeros(longest - len(sent))])
-        everything = sent.new_empty(self._group.size(), longest)
-        work = dist.all_gather(list(everything), padded, group=self._group, async_op=True)
-        begins = sizes[:, :me].sum(1).tolist()
-
-        def pick() -> Tensor:
+        def wait() -> Tensor:
             work.wait()
-            ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
-            parts = [row[begin:end] for row, begin, end in zip(everything, begins, ends, strict=True)]
-            return torch.cat(parts).to(self._device)
+            return received.to(device)
 
-        return pick
+        return wait
+    longest = int(sizes.sum(1).max())
+    padded = torch.cat([sent, sent.new_zeros(longest - len(sent))])
+    everything = sent.new_empty(group.size(), longest)
+    work = dist.all_gather(list(everything), padded, group=group, async_op=True)
+    begins = sizes[:, :me].sum(1).tolist()
+
+    def pick() -> Tensor:
+        work.wait()
+        ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
+        parts = [row[begin:end] for row, begin, end in zip(everything, begins, ends, strict=True)]
+        return torch.cat(parts).to(device)
+
+    return pick
