@@ -101,13 +101,15 @@ class Embeddings:
         inputs: inputs of the same batch.
 
     Attributes:
+        ready: outputs that were looked up ahead and not taken yet, by module. A second call makes another lookup.
+        calls: module calls in the order of the lookups, which is the same on every rank.
         kernel_gradients: result of the first half of the tables' backward, if that runs in two halves.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self._ready: dict[str, Any] = {}
-        self._calls: list[ModuleCall] = []
+        self.ready: dict[str, Any] = {}
+        self.calls: list[ModuleCall] = []
         self.kernel_gradients: KernelGradients | None = None
         self._rows: list[BatchRows] = []
 
@@ -115,31 +117,14 @@ class Embeddings:
         """Cut the awaited ``output`` of one call of the module ``name``, and return the output for the step."""
         cuts: list[Cut] = []
         passed_on = cut_output(output, cuts)
-        self._calls.append(ModuleCall(name, cuts, lookups))
+        self.calls.append(ModuleCall(name, cuts, lookups))
         return passed_on
 
     def keep_ready(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
-        self._ready[name] = self.add(name, output, lookups)
-
-    @property
-    def ready(self) -> dict[str, Any]:
-        """Outputs that were looked up ahead and not taken yet, by module."""
-        return self._ready
-
-    def is_ready(self, name: str) -> bool:
-        return name in self._ready
-
-    def take(self, name: str) -> Any:
-        """Return the output that was looked up ahead, once: a second call of the module makes another lookup."""
-        return self._ready.pop(name)
-
-    @property
-    def calls(self) -> list[ModuleCall]:
-        """Module calls in the order of the lookups, which is the same on every rank."""
-        return self._calls
+        self.ready[name] = self.add(name, output, lookups)
 
     def cuts(self) -> Iterator[Cut]:
-        for call in self._calls:
+        for call in self.calls:
             yield from call.cuts
 
     def gradient_tensors(self) -> list[torch.Tensor]:
@@ -162,6 +147,6 @@ class Embeddings:
 
     def clear(self) -> None:
         """Release outputs, graphs and gradients."""
-        self._ready.clear()
-        self._calls.clear()
+        self.ready.clear()
+        self.calls.clear()
         self.kernel_gradients = None

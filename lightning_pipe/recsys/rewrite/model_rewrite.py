@@ -328,7 +328,7 @@ class ModelRewrite(ReplacedForwards):
 
     def _called(self, entry: Sharded, /, *positional: Any, **named: Any) -> Any:
         embeddings, call = self._serving, (positional, named)
-        if embeddings is not None and embeddings.is_ready(entry.name):
+        if embeddings is not None and entry.name in embeddings.ready:
             if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
                 raise InputError(
                     f"sharded module {entry.name!r} must be called with the objects that were distributed for it ahead"
@@ -336,7 +336,7 @@ class ModelRewrite(ReplacedForwards):
                     " use method='record', which does not pipeline a module whose input the step makes."
                     + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
-            output = embeddings.take(entry.name)
+            output = embeddings.ready.pop(entry.name)
             record_use(output)
             return output if torch.is_grad_enabled() else without_gradient(output)
         if self._recorder is not None:

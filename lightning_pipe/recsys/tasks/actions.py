@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class RecsysActions:
             self._tables_in_training = True
         step = ctx.take("training_step")
         if step is None and self._training_step is not None:
-            step = _Bound(self._training_step, ctx.batch)
+            step = partial(self._training_step, ctx.batch)
         ctx.output = None
         ctx.trained = step is not None and torch.is_grad_enabled()
         if step is not None:
@@ -336,13 +337,3 @@ def _refuse_uneven_rows(error: RuntimeError) -> None:
 
 def _ran() -> None:
     """Placeholder for a step that has run: it tells the caller so, and lets the batch be freed."""
-
-
-class _Bound:
-    """``functools.partial`` of one argument with a readable name in tracebacks."""
-
-    def __init__(self, step: Callable[[Any], Any], batch: Any) -> None:
-        self._step, self._batch = step, batch
-
-    def __call__(self) -> Any:
-        return self._step(self._batch)
