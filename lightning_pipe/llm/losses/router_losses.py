@@ -120,11 +120,11 @@ def pass_router_logits(
         InputError: ``counted`` does not have one value for each of the logits' tokens.
     """
     losses = _active.get()
+    # Without a context, too: when a layer is recomputed, it must choose as often and save the same tensors as before.
+    experts = logits.detach().topk(top_k, -1).indices if chosen is None else chosen
     passage = None
     if losses is not None:
-        experts = logits.detach().topk(top_k, -1).indices if chosen is None else chosen
         passage = _Passage(losses, logits, experts, balance_coefficient, z_coefficient)
-    # Applied without a context, too: a backward that recomputes activations must save the same tensors as the forward.
     passed: Tensor = _Passed.apply(logits, weights, passage)
     return passed
 

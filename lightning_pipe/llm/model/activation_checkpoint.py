@@ -37,6 +37,8 @@ from lightning_pipe._compat.torch import (
 )
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
+from lightning_pipe.llm.model.hf_experts import has_routers
+from lightning_pipe.llm.model.routing_replay import LayerRouting, current_routing
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
 __all__ = ["ActivationCheckpoint", "checkpoint_layers"]
@@ -91,10 +93,11 @@ class ActivationCheckpoint:
 def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "full", every: int = 1) -> None:
     """Make a stage's layers recompute their activations in the backward, in place.
 
-    Gradients stay the same, bit for bit on one device: random numbers, autocast and function modes (including those of
-    context parallelism) are restored to those of the forward. Names of parameters and modules stay the same, too,
-    since only ``layer.forward`` is replaced. A layer is recomputed once for each micro-batch under any schedule. Under
-    a schedule with two-part backwards, the recomputed tensors are held from the first part to the second.
+    Gradients stay the same, bit for bit on one device: random numbers, choices of experts, autocast and function modes
+    (including those of context parallelism) are restored to those of the forward. Names of parameters and modules stay
+    the same, too, since only ``layer.forward`` is replaced. A layer is recomputed once for each micro-batch under any
+    schedule. Under a schedule with two-part backwards, the recomputed tensors are held from the first part to the
+    second.
 
     Call it before layers are compiled and before ``fully_shard``. In compiled layers the compiler recomputes, with the
     same two modes (``torch.utils.checkpoint`` inside a graph). If function modes are active, as with context
@@ -117,10 +120,10 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
         layer: Any = stage.module.get_submodule(name)
         if not isinstance(layer, PassThrough):
             # A partial of a bound method is copied with the layer, so that a copy runs its own forward.
-            layer.forward = functools.partial(_checkpointed, layer.forward, mode == "selective")
+            layer.forward = functools.partial(_checkpointed, layer.forward, mode == "selective", has_routers(layer))
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool, /, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], selective: bool, routes: bool, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Inside a graph, `checkpoint` silently drops function modes, so a layer with active modes is not compiled.
@@ -130,14 +133,15 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, /, *args: Any, *
         if selective:
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
         return checkpoint(lambda *given: forward(*given, **kwargs), *args, use_reentrant=False, **contexts)
-    return _run_and_keep(forward, selective, args, kwargs)
+    return _run_and_keep(forward, selective, routes, args, kwargs)
 
 
 @torch.compiler.disable
-def _run_and_keep(forward: Callable[..., Any], selective: bool, args: Any, kwargs: Any) -> Any:
+def _run_and_keep(forward: Callable[..., Any], selective: bool, routes: bool, args: Any, kwargs: Any) -> Any:
     keep, reuse = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    region = _Region(functools.partial(forward, *args, **kwargs), (args, kwargs), reuse)
-    with saved_tensors_hooks(region.pack, _unpack), keep:
+    routing = LayerRouting() if routes and current_routing() is None else nullcontext()
+    region = _Region(functools.partial(forward, *args, **kwargs), (args, kwargs), (reuse, routing))
+    with saved_tensors_hooks(region.pack, _unpack), keep, routing:
         return forward(*args, **kwargs)
 
 
@@ -183,11 +187,11 @@ class _Region:
     The graph holds the placeholders, which hold the region, so the region is freed with the graph.
     """
 
-    def __init__(self, run: Callable[[], Any], inputs: Any, context: AbstractContextManager[Any]) -> None:
+    def __init__(self, run: Callable[[], Any], inputs: Any, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
         self._run: Callable[[], Any] | None = run
         self._versions = [(value, value._version) for value in tensors if not value.is_inference()]
-        self._contexts = [*_thread_state(tensors), _random_state(tensors), context]
+        self._contexts = [*_thread_state(tensors), _random_state(tensors), *contexts]
         self._saved: list[weakref.ref[_Placeholder]] = []
 
     def pack(self, tensor: Tensor) -> _Placeholder:

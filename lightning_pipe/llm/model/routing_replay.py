@@ -6,16 +6,17 @@ weights of the chosen experts are computed from the trained router, and it gets 
 
     router ──► scores ──► topk ──► choices, recorded or replayed ──► scores of these experts ──► experts
 
-Recomputed layers replay the choices of their forward: kernels that are not deterministic could choose others.
+Recomputed layers replay the choices of their forward (:class:`LayerRouting`): kernels that are not deterministic could
+choose others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +43,31 @@ class _Mixture:
 class RoutingReplay(TorchFunctionMode):
     """Choices of experts of one micro-batch, replayed in each forward within it; a layer without choices records them.
 
-    Layers are numbered as in the whole model, and each has one mixture. A micro-batch may hold an object of this class
-    under the key ``routed_experts``, in place of the tensor: a first forward records on each rank the choices of the
-    rank's layers, and later ones replay them.
+    Layers are numbered as in the whole model, and each calls one mixture once. A micro-batch may hold an object of this
+    class under the key ``routed_experts``, in place of the tensor: a first forward records on each rank the choices of
+    the rank's layers, and later ones replay them.
 
     Args:
         given: choices, (rows, length, layers, k), integers; of all layers, or as many as the last with a mixture needs.
             Values of layers without a mixture are not used (default None: all are recorded).
-        required: refuse mixtures whose choices cannot be recorded (default True).
     """
 
-    def __init__(self, given: Tensor | None = None, *, required: bool = True) -> None:
+    def __init__(self, given: Tensor | None = None) -> None:
         super().__init__()
         self._given = given
-        self._required = required
         self._recorded: dict[int, Tensor] = {}
         self._block: _Mixture | None = None
         self._used = False
+        # Layers of the current forward. None in a recomputation, which restores modes without entering them.
+        self._seen: set[int] | None = None
+
+    def __enter__(self) -> Self:
+        self._seen = set()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._seen = None
+        super().__exit__(*error)
 
     @property
     def recorded(self) -> Mapping[int, Tensor]:
@@ -70,14 +79,22 @@ class RoutingReplay(TorchFunctionMode):
         """Take a ``topk`` over the block's experts for its choice.
 
         Raises:
-            InputError: the block has chosen its experts in another way.
+            InputError: the block has chosen its experts in another way, or it is not the first one of its layer.
         """
+        if self._seen is not None:
+            if block.layer in self._seen:
+                raise InputError(
+                    f"{block.name} is not the first call of a mixture in its layer, and choices can be recorded or"
+                    " replayed for one call in each layer. Give each mixture its own layer, or leave"
+                    f" {ROUTED_EXPERTS!r} out of the batch"
+                )
+            self._seen.add(block.layer)
         self._block, self._used = block, False
         try:
             yield
         finally:
             self._block = None
-        if self._required and not self._used:
+        if not self._used:
             raise InputError(
                 f"{block.name} does not choose its experts by a topk over their scores, so its choices cannot be"
                 f" recorded or replayed; expected a router that does. Leave {ROUTED_EXPERTS!r} out of the batch"
@@ -85,32 +102,36 @@ class RoutingReplay(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         block = self._block
+        given = dict(kwargs or {})
         if block is None or func not in (torch.topk, Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        return self._choose(block, *args, **(kwargs or {}))
+            return func(*args, **given)
+        return self._choose(block, *(args or (given.pop("input"),)), **given)
 
     def _choose(self, block: _Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
             return torch.topk(scores, k, dim, *args, **kwargs)
         self._used = True
-        expected = (*block.tokens, k)
-        chosen = self._recorded.get(block.layer) if self._given is None else self._of_batch(block)
+        expected = (*(block.tokens or scores.shape[:1]), k)
+        key = self._key(block)
+        chosen = self._recorded.get(key) if self._given is None else self._of_batch(block, self._given)
         if chosen is None:
             chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
-            self._recorded[block.layer] = chosen.view(expected)
+            self._recorded[key] = chosen.view(expected)
         elif tuple(chosen.shape) != expected:
             raise InputError(
                 f"the choices of experts for {block.name} have the shape {tuple(chosen.shape)}; expected {expected}:"
                 " rows, padded length, and experts of each token. Give choices for these tokens, or pad the micro-batch"
                 " as in the forward that recorded them"
             )
-        # Always by gather, so that a forward and its recomputation save the same tensors.
-        chosen = chosen.reshape(-1, k).long()
+        # By gather in all cases, so that a forward and its recomputation save the same tensors, and by a copy, since
+        # tensors of inference mode cannot be saved for a backward.
+        chosen = chosen.reshape(-1, k).to(torch.long, copy=True)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
-    def _of_batch(self, block: _Mixture) -> Tensor:
-        given = self._given
-        assert given is not None
+    def _key(self, block: _Mixture) -> int:
+        return block.layer
+
+    def _of_batch(self, block: _Mixture, given: Tensor) -> Tensor:
         if given.ndim != 4 or given.shape[2] <= block.layer or given.is_floating_point():
             raise InputError(
                 f"the batch's {ROUTED_EXPERTS!r} has the shape {tuple(given.shape)} and the type {given.dtype};"
@@ -126,6 +147,32 @@ class RoutingReplay(TorchFunctionMode):
                     f" expected numbers from 0 to {block.experts - 1}"
                 )
         return of_layer
+
+
+class LayerRouting(RoutingReplay):
+    """Choices of one forward of a layer, in their order, which are replayed when it is entered again.
+
+    Enter it around the forward and around its recomputation. A layer may have any mixtures; those whose choices cannot
+    be recorded choose again.
+    """
+
+    _count = 0
+
+    def __enter__(self) -> Self:
+        self._count = 0
+        return super().__enter__()
+
+    @contextmanager
+    def within(self, block: _Mixture) -> Iterator[None]:
+        self._block = replace(block, tokens=())
+        try:
+            yield
+        finally:
+            self._block = None
+
+    def _key(self, block: _Mixture) -> int:
+        self._count += 1
+        return self._count
 
 
 def watch_routers(model: nn.Module, layers: Sequence[str]) -> None:
@@ -145,6 +192,11 @@ def watch_routers(model: nn.Module, layers: Sequence[str]) -> None:
                 block.forward = partial(_watched, block.forward, path, layer, number)
 
 
+def current_routing() -> RoutingReplay | None:
+    """The innermost active recorder or replay."""
+    return next((mode for mode in reversed(function_mode_stack()) if isinstance(mode, RoutingReplay)), None)
+
+
 def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
     """A micro-batch without its choices of experts, and factories of the context that replays them, if it has any."""
     rest = dict(micro_batch)
@@ -156,7 +208,7 @@ def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[
 
 
 def _watched(forward: Callable[..., Any], name: str, layer: int, experts: int, /, *args: Any, **kwargs: Any) -> Any:
-    replay = next((mode for mode in reversed(function_mode_stack()) if isinstance(mode, RoutingReplay)), None)
+    replay = current_routing()
     if replay is None:
         return forward(*args, **kwargs)
     tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)).shape[:-1]

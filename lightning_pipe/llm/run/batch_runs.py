@@ -20,7 +20,7 @@ from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, RoutingReplay
+from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
@@ -84,7 +84,6 @@ class BatchRuns:
         self._has_routers = has_routers
         self._detect_nan = detect_nan
         self._can_replay = has_routers and parallelism.can_replay_routing
-        self._recomputes = parallelism.activation_checkpoint is not None
         self._sum_seen = False
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
@@ -125,11 +124,10 @@ class BatchRuns:
             RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
             for one in step.micro_batches
         ]
-        micro_batches = []
-        for one, given, losses in zip(step.micro_batches, step.cut.items, routers, strict=True):
-            records = self._recomputes and self._can_replay and ROUTED_EXPERTS not in given
-            replay = (partial(_same, RoutingReplay(required=False)),) if records else ()
-            micro_batches.append(replace(one, contexts=(*one.contexts, partial(_same, losses), *replay)))
+        micro_batches = [
+            replace(one, contexts=(*one.contexts, partial(_same, losses)))
+            for one, losses in zip(step.micro_batches, routers, strict=True)
+        ]
         return micro_batches, routers
 
     def _scaled_loss(self, scale: float) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.losses.router_losses import RouterLosses
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -84,7 +87,8 @@ class Contrary(nn.Linear):
         return scores if self.calls == 1 else scores - 100 * F.one_hot(scores.argmax(-1), scores.shape[-1])
 
 
-def test_a_recomputed_layer_replays_the_choices_of_its_forward() -> None:
+@pytest.mark.parametrize("within", [True, False])
+def test_a_recomputed_layer_replays_the_choices_of_its_forward(within: bool) -> None:
     torch.manual_seed(1)
     layer = MoE(6, 10, EXPERTS, 1)
     router = layer.router = Contrary(6, EXPERTS, bias=False)
@@ -94,16 +98,76 @@ def test_a_recomputed_layer_replays_the_choices_of_its_forward() -> None:
     StageParallelism(activation_checkpoint=ActivationCheckpoint()).apply(stage, config, {})
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
     replay = RoutingReplay()
-    with replay:
+    with replay if within else nullcontext():
         output = stage(x)
     output.sum().backward()
     assert router.calls == 2
-    used = set(replay.recorded[0].flatten().tolist())
+    used = set(F.linear(x, router.weight).argmax(-1).tolist())
+    assert not within or used == set(replay.recorded[0].flatten().tolist())
     assert 0 < len(used) < EXPERTS
     gradient = layer.experts.down.grad
     assert gradient is not None
     with_gradient = {index for index, one in enumerate(gradient) if one.any()}
     assert with_gradient == used
+
+
+class Several(nn.Module):
+    """A layer with two mixtures, or with one that it calls twice."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.mixtures = nn.ModuleList(MoE(6, 10, EXPERTS, CHOSEN) for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixtures[-1](x.flip(-2) + self.mixtures[0](x))
+
+
+class OneByOne(nn.Module):
+    """A mixture that chooses an expert twice, with other scores the second time (GShard, arXiv 2006.16668)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weight, first = scores.topk(1)
+        other, second = scores.scatter(-1, first, -1.0).topk(1)
+        results = torch.stack([expert(x) for expert in self.experts], -2)
+        chosen = results.take_along_dim(torch.cat([first, second], -1)[..., None], -2)
+        return (chosen * torch.cat([weight, other], -1)[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("layer", [Several(2), Several(1), OneByOne()], ids=["two", "called twice", "one by one"])
+def test_a_layer_of_any_mixtures_is_recomputed_to_the_bit(layer: nn.Module, mode: Any) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(7, 6)
+    plain, model = nn.Sequential(deepcopy(layer)), nn.Sequential(deepcopy(layer))
+    config = ModuleConfig(1, "")
+    stage = make_stage(model, config, ["0"], 0, 1)
+    StageParallelism(activation_checkpoint=ActivationCheckpoint(mode)).apply(stage, config, {})
+    for whole in (plain, stage):
+        with RouterLosses(7):
+            output = whole(x)
+        output.square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_choices_recorded_in_inference_mode_are_replayed_in_training() -> None:
+    model = nn.Sequential(MoE(6, 10, EXPERTS, CHOSEN))
+    watch_routers(model, ["0"])
+    replay, x = RoutingReplay(), torch.randn(3, 6)
+    with torch.inference_mode(), replay:
+        before = model(x)
+    with replay:
+        after = model(x)
+    after.sum().backward()
+    assert torch.equal(before, after)
 
 
 class Unusual(nn.Module):
@@ -139,8 +203,11 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     watch_routers(unusual, ["0"])
     with pytest.raises(InputError, match="0 does not choose its experts by a topk"), RoutingReplay():
         unusual(x[0])
-    with RoutingReplay(required=False):
-        unusual(x[0])
+    for several in (Several(2), Several(1)):
+        ambiguous = nn.Sequential(several)
+        watch_routers(ambiguous, ["0"])
+        with pytest.raises(InputError, match="is not the first call of a mixture in its layer"), RoutingReplay():
+            ambiguous(x)
 
 
 # ---------------------------------------------------------------------- in stages
