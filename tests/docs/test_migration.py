@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import pipelining
 from torchrec.distributed.train_pipeline import train_pipelines
 
 import lightning_pipe.callbacks as callbacks
 import lightning_pipe.strategies as strategies
+from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
 from lightning_pipe.recsys import PLANS, TrainPipeline
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-FROM_TORCHREC, FROM_NEMO = (
+FROM_TORCHREC, FROM_NEMO, FROM_PYTORCH = (
     PAGE[PAGE.index(f"\n## {heading}") : PAGE.index(f"\n## {after}")]
     for heading, after in (
         ("From TorchRec's train pipelines", "From TorchTNT"),
-        ("From NeMo and Megatron-LM", "From PyTorch's `Pipe`"),
+        ("From NeMo and Megatron-LM", "From torch.distributed"),
+        ("From torch.distributed", "From xorl"),
     )
 )
 
@@ -62,6 +65,13 @@ def test_what_is_said_to_be_the_same_is_an_argument_or_a_method() -> None:
     assert all(hasattr(TrainPipeline, name) for name in ("progress", "detach", "attach", "reset"))
 
 
+def test_all_names_of_pytorchs_pipelining_are_named() -> None:
+    own = set(pipelining.__all__) | {"TensorChunkSpec", "split_args_kwargs_into_chunks", "merge_chunks"}
+    assert own <= words("\n".join(line.split("|")[1] for line in FROM_PYTORCH.splitlines() if line.startswith("| ")))
+    for function in (split_batch, MicroBatches.trim, strategies.LLMPipelineStrategy.describe_stages):
+        assert function.__name__ in words(FROM_PYTORCH)
+
+
 def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
     signature: Any = inspect.signature(strategies.LLMPipelineStrategy).parameters
     cells = last_cells(FROM_NEMO)
@@ -83,6 +93,6 @@ def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
 
 
 def test_callbacks_that_are_named_exist() -> None:
-    assert {word for word in words(PAGE) if word.startswith("Pipeline") and word != "PipelineModule"} <= set(
-        callbacks.__all__
-    )
+    assert {
+        word for word in words(PAGE) if word.startswith("Pipeline") and word not in ("PipelineModule", "PipelineStage")
+    } <= set(callbacks.__all__)

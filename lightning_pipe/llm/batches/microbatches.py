@@ -214,6 +214,8 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
             if dim is not None and value.shape[dim] == rows:
                 continue
             found = f"a tensor of shape {tuple(value.shape)}"
+        elif tuple(getattr(value, "shape", ()))[:1] == (rows,):  # such as an array, or a mask of flex attention
+            found = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         elif any(True for _ in _tensors_in(value)):
             found = f"{_describe(value)} with tensors in it"
         else:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, is_inside
 from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm, run_empty
 
@@ -26,7 +27,7 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     """
     if callable(own := getattr(model, "get_pp_module_config", None)):
         config = ModuleConfig.from_mapping(own())
-    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+    elif isinstance(model, nn.Sequential) and type(model).forward in (nn.Sequential.forward, BuiltStages.forward):
         config = ModuleConfig(len(model), "")
     elif is_causal_lm(model):
         config = _causal_lm_config(model)

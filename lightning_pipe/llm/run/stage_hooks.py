@@ -6,7 +6,7 @@ Tested in ``tests/strategies/language_model/test_pipeline_module.py``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,8 @@ class StageHooks:
     size of a Hugging Face model's embedding, or no check of other models."""
 
     @abstractmethod
-    def build_model(self) -> nn.Module:
-        """Build the unsplit model with initialized parameters."""
+    def build_model(self) -> nn.Module | Sequence[Any]:
+        """Build the unsplit model with initialized parameters, or a list of stages (see ``BuiltStages``)."""
 
     def pipeline_config(self) -> ModuleConfig | None:
         """Return the names of the model's layers, or None to derive them from its structure.

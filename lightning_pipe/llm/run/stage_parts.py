@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_together
@@ -35,6 +36,7 @@ from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
+from lightning_pipe.llm.run.stage_table import stage_table
 from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.llm.split.options import SplitOptions
@@ -109,6 +111,12 @@ class StageParts:
     gradients: StageGradients
     scaling: LossScaling | None
 
+    def describe(self) -> None:
+        """Print a table of the stages of all ranks, on the first rank. Every rank must call this."""
+        table = stage_table(self.split.stages)
+        if dist.get_rank() == 0:
+            print_report(table)
+
 
 @dataclass(frozen=True)
 class PartsMaker:
@@ -148,11 +156,14 @@ class PartsMaker:
         dist.broadcast(state, src=0, group=self.numbers_group)
         torch.set_rng_state(state)
         error: Exception | None = None
+        export, torch.export.export = torch.export.export, _refuse_export
         with deferred_init() as record:
             try:
                 yield record
             except Exception as raised:  # any exception, since the other ranks wait
                 error = raised
+            finally:
+                torch.export.export = export
         try:
             raise_together(error, "the model cannot be built", self.numbers_group)
         except SetupError:
@@ -267,6 +278,13 @@ class PartsMaker:
         if any_of([weights is not None], world)[0]:
             found = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
             check_agreement(found, "content of the folder of weights", world, error=SetupError)
+
+
+def _refuse_export(*args: Any, **kwargs: Any) -> Any:
+    raise SetupError(
+        "build_model traces the model (torch.export, PyTorch's pipeline), but tensors have no memory yet. Return the"
+        " model itself and set split.split_spec, or build a Pipe in the module's __init__: self.model = ..."
+    )
 
 
 def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:

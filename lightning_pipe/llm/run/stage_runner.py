@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
@@ -70,7 +71,7 @@ class StageRunner:
         self.device = _current_device() if device is None else torch.device(device)
         maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
         with maker.building() as record:
-            hooks.model = hooks.build_model()
+            hooks.model = BuiltStages.of(hooks.build_model())
         maker.check(hooks)
         self._hooks = hooks
         self._parts = maker.make(hooks, plan, record)
@@ -84,6 +85,10 @@ class StageRunner:
     def model(self) -> nn.Module:
         """The model with only this rank's modules and parameters, under their names in the whole model."""
         return self._parts.split.kept
+
+    def describe_stages(self) -> None:
+        """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
+        self._parts.describe()
 
     def forward_backward(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> BatchResult:
         """Compute the loss of micro-batches, and add their gradients to those since the last optimizer step.

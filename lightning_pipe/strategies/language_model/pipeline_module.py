@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, take_routing, watch_routers
@@ -43,8 +44,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
     # ------------------------------------------------------------------ steps
 
     def configure_model(self) -> None:
-        if self.model is None:
-            self.model = self.build_model()
+        self.model = BuiltStages.of(self.build_model() if self.model is None else self.model)
 
     def run_batch(self, batch: Any) -> BatchResult:
         """Compute the loss of a batch, in stages if the strategy splits the model.

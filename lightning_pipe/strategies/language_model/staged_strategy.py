@@ -196,6 +196,13 @@ class StagedStrategy(FolderCheckpointStrategy):
             raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
+    def describe_stages(self) -> None:
+        """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this.
+
+        Available after the trainer has set up the strategy.
+        """
+        self._made.describe()
+
     @property
     def ranks_of_one_batch(self) -> list[list[int]]:
         """Groups of ranks that read the same batches."""

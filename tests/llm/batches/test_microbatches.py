@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -130,6 +131,12 @@ def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
     for dims in ({"bias": 1}, {"bias": 3}):
         with pytest.raises(InputError, match=r"'bias', a tensor of shape \(4, 3\), .* dimension [13] is the batch"):
             split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, chunk_dims=dims)
+
+
+def test_an_array_of_the_batchs_rows_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'weights', a ndarray of shape \(4, 2\), and cannot be cut"):
+        split_batch(batch_of(4) | {"weights": np.zeros((4, 2))}, 2)
+    assert split_batch(batch_of(4) | {"table": np.zeros((3, 2))}, 2).items[1]["table"].shape == (3, 2)
 
 
 def test_outputs_may_be_none() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -166,9 +170,17 @@ def faults(rank: int) -> dict[str, Any]:
     return found
 
 
+def described(schedule: str, **options: Any) -> str:
+    runner, _ = make(None, schedule, **options)
+    with redirect_stdout(StringIO()) as printed, mock.patch.dict(os.environ, {"COLUMNS": "120"}):
+        runner.describe_stages()
+    return printed.getvalue()
+
+
 def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
+    tables = described("zbv_zero_bubble"), described("1f1b", parallel={"pp": 1, "dp_shard": 2})
     compared = {case: (by_runner(case, rank), by_strategy(case, rank)) for case in CASES}
-    return {"compared": compared, "calls": many_calls(), "faults": faults(rank)}
+    return {"compared": compared, "calls": many_calls(), "faults": faults(rank), "tables": tables}
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +252,20 @@ def test_an_error_is_raised_on_every_rank(what: str, words: str, ranks: list[dic
 
 def test_gradients_of_a_step_with_an_error_are_discarded(ranks: list[dict[str, Any]]) -> None:
     assert [rank["faults"]["after"] for rank in ranks] == [[], []]
+
+
+def test_what_each_rank_holds_is_printed_on_the_first(ranks: list[dict[str, Any]]) -> None:
+    stages, shards = ranks[0]["tables"]
+    assert ranks[1]["tables"] == ("", "")
+    assert [line.split() for line in stages.splitlines()[2:]] == [
+        ["0", "0", "528", "2,112", "embedding", "(Embedding),", "layers.0", "(Block)"],
+        ["0", "3", "187", "748", "norm", "(LayerNorm),", "head", "(Linear)"],
+        ["1", "1", "560", "2,240", "layers.1-2", "(Block)"],
+        ["1", "2", "280", "1,120", "layers.3", "(Block)"],
+    ]
+    rows = [line.split()[:4] for line in shards.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["0", "0", "1,555"], ["1", "0", "1,555"]]
+    assert sum(int(row[3].replace(",", "")) for row in rows) == 4 * 1555
 
 
 def test_a_process_group_is_needed() -> None:

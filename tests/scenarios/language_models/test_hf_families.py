@@ -61,8 +61,8 @@ def save_model(folder: Path, family: str, **options: Any) -> Any:
     return config
 
 
-def trained_by_a_plain_loop(folder: Path, family: str) -> list[float]:
-    """Hugging Face's own model and its own weights, without any of this package."""
+def trained_by_a_plain_loop(folder: Path, family: str, steps: Any = None) -> list[float]:
+    """Hugging Face's own model and its own weights, without any of this package; by default on :func:`batches`."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention_of(family)
     )
@@ -70,7 +70,7 @@ def trained_by_a_plain_loop(folder: Path, family: str) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, eps=1e-3)
     losses = []
     before = [one.detach().clone() for one in model.parameters()]
-    for step in batches():
+    for step in steps or batches():
         tokens = sum(batch["labels"].numel() for batch in step)
         total = 0.0
         for batch in step:
