@@ -31,13 +31,22 @@ ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
-class _Mixture:
-    """A mixture's place, its number of experts, and the rows and length of its input."""
+class Mixture:
+    """A mixture of experts in a layer.
+
+    Attributes:
+        name: name of the module.
+        layer: number of its layer in the whole model.
+        experts: number of experts.
+        top_k: number of experts of a token; None if the module does not have it.
+        tokens: rows and length of its input; empty outside of a forward.
+    """
 
     name: str
     layer: int
     experts: int
-    tokens: tuple[int, ...]
+    top_k: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class RoutingReplay(TorchFunctionMode):
@@ -56,7 +65,7 @@ class RoutingReplay(TorchFunctionMode):
         super().__init__()
         self._given = given
         self._recorded: dict[int, Tensor] = {}
-        self._block: _Mixture | None = None
+        self._block: Mixture | None = None
         self._used = False
         # Layers of the current forward. None in a recomputation, which restores modes without entering them.
         self._seen: set[int] | None = None
@@ -75,7 +84,7 @@ class RoutingReplay(TorchFunctionMode):
         return self._recorded
 
     @contextmanager
-    def within(self, block: _Mixture) -> Iterator[None]:
+    def within(self, block: Mixture) -> Iterator[None]:
         """Take a ``topk`` over the block's experts for its choice.
 
         Raises:
@@ -107,13 +116,13 @@ class RoutingReplay(TorchFunctionMode):
             return func(*args, **given)
         return self._choose(block, *(args or (given.pop("input"),)), **given)
 
-    def _choose(self, block: _Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+    def _choose(self, block: Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
             return torch.topk(scores, k, dim, *args, **kwargs)
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
         key = self._key(block)
-        chosen = self._recorded.get(key) if self._given is None else self._of_batch(block, self._given)
+        chosen = self._recorded.get(key) if self._given is None else self._given[:, :, block.layer]
         if chosen is None:
             chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
             self._recorded[key] = chosen.view(expected)
@@ -128,25 +137,8 @@ class RoutingReplay(TorchFunctionMode):
         chosen = chosen.reshape(-1, k).to(torch.long, copy=True)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
-    def _key(self, block: _Mixture) -> int:
+    def _key(self, block: Mixture) -> int:
         return block.layer
-
-    def _of_batch(self, block: _Mixture, given: Tensor) -> Tensor:
-        if given.ndim != 4 or given.shape[2] <= block.layer or given.is_floating_point():
-            raise InputError(
-                f"the batch's {ROUTED_EXPERTS!r} has the shape {tuple(given.shape)} and the type {given.dtype};"
-                " expected integers of (rows, length, layers, experts of a token), with at least"
-                f" {block.layer + 1} layers"
-            )
-        of_layer = given[:, :, block.layer]
-        if not given.is_cuda and given.numel():  # on a GPU, gather checks them without making the host wait
-            low, high = of_layer.aminmax()
-            if low < 0 or high >= block.experts:
-                raise InputError(
-                    f"the batch's {ROUTED_EXPERTS!r} has the experts {int(low)} to {int(high)} for {block.name};"
-                    f" expected numbers from 0 to {block.experts - 1}"
-                )
-        return of_layer
 
 
 class LayerRouting(RoutingReplay):
@@ -163,33 +155,89 @@ class LayerRouting(RoutingReplay):
         return super().__enter__()
 
     @contextmanager
-    def within(self, block: _Mixture) -> Iterator[None]:
+    def within(self, block: Mixture) -> Iterator[None]:
         self._block = replace(block, tokens=())
         try:
             yield
         finally:
             self._block = None
 
-    def _key(self, block: _Mixture) -> int:
+    def _key(self, block: Mixture) -> int:
         self._count += 1
         return self._count
 
 
-def watch_routers(model: nn.Module, layers: Sequence[str]) -> None:
-    """Let :class:`RoutingReplay` know which mixture runs. Call it before layers are checkpointed.
-
-    Args:
-        model: model, or a stage's module.
-        layers: names of the whole model's layers.
-    """
+def mixtures_of(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
+    """Mixtures of a model, or of a stage's module, in the whole model's layers of these names."""
+    found = []
     for name, experts in experts_of(model).items():
         path = name.rpartition(".")[0]
-        number = len(experts) if isinstance(experts, nn.ModuleList) else len(next(experts.parameters()))
-        for layer, prefix in enumerate(layers):
-            if f"{path}.".startswith(f"{prefix}."):
-                block: Any = model.get_submodule(path)
-                # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
-                block.forward = partial(_watched, block.forward, path, layer, number)
+        block: Any = model.get_submodule(path)
+        number = len(experts) if isinstance(experts, nn.ModuleList) else len(next(experts.parameters(), ()))
+        sizes = [getattr(one, "top_k", None) for one in (block, *block.children())]
+        top_k = next((size for size in sizes if isinstance(size, int)), None)
+        places = [layer for layer, prefix in enumerate(layers) if f"{path}.".startswith(f"{prefix}.")]
+        found += [Mixture(path, layer, number, top_k) for layer in places]
+    return found
+
+
+def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
+    """Let :class:`RoutingReplay` know which mixture runs, and return the mixtures as :func:`mixtures_of`.
+
+    Call it before layers are checkpointed.
+    """
+    found = mixtures_of(model, layers)
+    for one in found:
+        block: Any = model.get_submodule(one.name)
+        # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
+        block.forward = partial(_watched, block.forward, one, model.get_submodule(layers[one.layer]))
+    return found
+
+
+def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[Mixture], size: tuple[int, int]) -> None:
+    """Check that a model can replay a micro-batch's choices of experts, if it has any.
+
+    Args:
+        micro_batch: micro-batch before padding.
+        mixtures: mixtures of the whole model; empty if they cannot replay.
+        size: rows and length of the micro-batch.
+
+    Raises:
+        InputError: the model cannot replay these choices.
+    """
+    given = micro_batch.get(ROUTED_EXPERTS)
+    if given is None:
+        return
+    if not mixtures:
+        raise InputError(
+            f"the batch has {ROUTED_EXPERTS!r}, but no layer of the model can replay choices of experts; expected a"
+            " mixture of experts in the layers, which are neither compiled nor traced. Leave the key out of the batch"
+        )
+    if isinstance(given, RoutingReplay):
+        return
+    layers, sizes = max(one.layer for one in mixtures) + 1, {one.top_k for one in mixtures} - {None}
+    if not isinstance(given, Tensor) or given.is_floating_point():
+        found = f"{given.dtype}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    elif given.ndim == 4 and given.shape[:2] == size and given.shape[2] >= layers and sizes <= {given.shape[3]}:
+        _check_numbers(given, mixtures)
+        return
+    else:
+        found = f"the shape {tuple(given.shape)}"
+    chosen = " or ".join(map(str, sorted(filter(None, sizes)))) or "experts of a token"
+    raise InputError(
+        f"the batch's {ROUTED_EXPERTS!r} has {found}; expected integers of (rows, length, layers, experts of a token),"
+        f" here ({size[0]}, {size[1]}, at least {layers}, {chosen})"
+    )
+
+
+def _check_numbers(given: Tensor, mixtures: Sequence[Mixture]) -> None:
+    used = given[:, :, [one.layer for one in mixtures]].long()
+    for one, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):
+        if low < 0 or high >= one.experts:
+            raise InputError(
+                f"the batch's {ROUTED_EXPERTS!r} has the experts {low} to {high} for {one.name}; expected numbers from"
+                f" 0 to {one.experts - 1}"
+            )
 
 
 def current_routing() -> RoutingReplay | None:
@@ -207,10 +255,16 @@ def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[
     return rest, (lambda: replay,)
 
 
-def _watched(forward: Callable[..., Any], name: str, layer: int, experts: int, /, *args: Any, **kwargs: Any) -> Any:
+def _watched(forward: Callable[..., Any], block: Mixture, layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     replay = current_routing()
     if replay is None:
         return forward(*args, **kwargs)
+    if getattr(layer, "gradient_checkpointing", False) and layer.training and not isinstance(replay, LayerRouting):
+        raise InputError(
+            f"the batch has {ROUTED_EXPERTS!r}, and gradient_checkpointing_enable() was called on the model, which"
+            " recomputes layers without these choices. Use the strategy's activation_checkpoint instead, or leave"
+            f" {ROUTED_EXPERTS!r} out of the batch"
+        )
     tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)).shape[:-1]
-    with replay.within(_Mixture(name, layer, experts, tuple(tokens))):
+    with replay.within(replace(block, tokens=tuple(tokens))):
         return forward(*args, **kwargs)

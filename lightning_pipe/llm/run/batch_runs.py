@@ -20,8 +20,6 @@ from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS
-from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
 from lightning_pipe.llm.parallel.gradients import scale_gradients
@@ -53,7 +51,6 @@ class BatchRuns:
         scaling: loss scaling in half precision; None without it.
         has_routers: True if any stage of any rank has a mixture of experts.
         detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
-        parallelism: parallel dimensions and execution options of the stages.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class BatchRuns:
         scaling: LossScaling | None,
         has_routers: bool,
         detect_nan: bool,
-        parallelism: StageParallelism,
     ) -> None:
         self._module = module
         self._runner = runner
@@ -83,7 +79,6 @@ class BatchRuns:
         self._tokens = 0
         self._has_routers = has_routers
         self._detect_nan = detect_nan
-        self._can_replay = has_routers and parallelism.can_replay_routing
         self._sum_seen = False
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
@@ -209,14 +204,7 @@ class BatchRuns:
         if prepared is not None and not prepared.is_of(batch):
             prepared.work.wait()
             prepared = None
-        step = self._preparation.finish(prepared or self._preparation.begin(batch))
-        if not self._can_replay and any(ROUTED_EXPERTS in item for item in step.cut.items):
-            raise InputError(
-                f"The batch has {ROUTED_EXPERTS!r}, whose choices of experts cannot be replayed: "
-                + ("compiled layers do not support it." if self._has_routers else "the model has no such experts.")
-                + f" Expected a batch without {ROUTED_EXPERTS!r}, or a mixture of experts with uncompiled layers."
-            )
-        return step
+        return self._preparation.finish(prepared or self._preparation.begin(batch))
 
     def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
         """Return the sums of the losses and of the router losses of all ranks, on every rank."""

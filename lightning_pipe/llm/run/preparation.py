@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length
-from lightning_pipe.llm.model.routing_replay import take_routing
+from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
 
-__all__ = ["BatchPreparation", "Lengths", "PreparedBatch", "StepInputs"]
+__all__ = ["BatchPreparation", "Checks", "Lengths", "PreparedBatch", "StepInputs"]
 
 MicroBatch = Mapping[str, Any]
 
@@ -97,6 +97,19 @@ class StepInputs:
     lengths: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Checks:
+    """Facts of the whole model that batches are checked against.
+
+    Args:
+        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
+        mixtures: mixtures that can replay choices of experts (default: none).
+    """
+
+    vocabulary: int | None = None
+    mixtures: Sequence[Mixture] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class BatchPreparation:
     """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
@@ -110,7 +123,7 @@ class BatchPreparation:
         lengths: lengths that sequences are padded to.
         keys: keys of the values that are padded.
         strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`.
-        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
+        checks: facts of the whole model that batches are checked against (default: none).
         context: ranks that share this rank's sequences; None (default) if sequences are not shared.
         compare: True to compare the batches of a pipeline's ranks tensor by tensor (default False), which costs a hash
             of every batch.
@@ -126,7 +139,7 @@ class BatchPreparation:
     lengths: Lengths
     keys: SequenceKeys
     strict: bool = False
-    vocabulary: int | None = None
+    checks: Checks = field(default_factory=Checks)
     context: ContextRanks | None = None
     compare: bool = False
     documents: HFDocuments | None = None
@@ -151,8 +164,10 @@ class BatchPreparation:
             tokens = sum(map(self._count, cut.items))
             self._check_ids(cut)
             self._check_added_rows(cut)
+            _check_replays(cut.items if isinstance(batch, Mapping) else batch)
             sizes = [self.keys.size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
+                check_routing(item, self.checks.mixtures, self.keys.size(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
                 if self.context is not None:
@@ -178,7 +193,7 @@ class BatchPreparation:
 
     def _check_ids(self, cut: MicroBatches) -> None:
         """Check that all ids are in the vocabulary: on an accelerator, the embedding would end the process."""
-        size = self.vocabulary
+        size = self.checks.vocabulary
         for number, item in enumerate(cut.items):
             ids = item.get("input_ids")
             if size is None or not isinstance(ids, Tensor) or ids.is_floating_point():
@@ -262,6 +277,16 @@ class BatchPreparation:
         whole, within = self.context.cut(micro_batch, self.keys)
         part, replay = take_routing(whole)
         return StageInputs(*self.context.inputs(part, self.model_inputs), target=part, contexts=(within, *replay))
+
+
+def _check_replays(micro_batches: Sequence[MicroBatch]) -> None:
+    """Check that micro-batches do not share an object that holds the choices of one."""
+    found = [id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)]
+    if len(set(found)) < len(found):
+        raise InputError(
+            f"{len(found)} micro-batches have the same RoutingReplay as their {ROUTED_EXPERTS!r}; expected one for"
+            " each micro-batch. Make the batch a list of micro-batches, each with its own RoutingReplay()"
+        )
 
 
 def _contents(batch: Any) -> list[tuple[Any, int]]:

@@ -32,7 +32,7 @@ from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.batch_runs import BatchRuns
 from lightning_pipe.llm.run.loss_scaling import LossScaling
-from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
+from lightning_pipe.llm.run.preparation import BatchPreparation, Checks, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
@@ -241,7 +241,7 @@ class PartsMaker:
             lengths=settings.lengths.up_to(module.max_sequence_length),
             keys=batching.sequence_keys(module.ignore_index),
             strict=batching.strict_batches,
-            vocabulary=vocabulary,
+            checks=Checks(vocabulary, split.mixtures),
             context=context,
             compare=batching.compare_batches,
             documents=HFDocuments.of(split.kept),
@@ -258,7 +258,6 @@ class PartsMaker:
             scaling,
             split.has_routers,
             batching.detect_nan,
-            settings.parallelism,
         )
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 

@@ -27,6 +27,7 @@ from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.routing_replay import Mixture, mixtures_of
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
@@ -77,6 +78,7 @@ class SplitModel:
         shapes: shapes of the tensors that stages exchange.
         tied: parameters that several stages hold, on any rank.
         has_routers: True if a stage on any rank has a mixture of experts.
+        mixtures: mixtures of the whole model that can replay choices of experts.
     """
 
     kept: nn.Module
@@ -85,6 +87,7 @@ class SplitModel:
     shapes: StageShapes
     tied: tuple[TiedParameter, ...] = ()
     has_routers: bool = False
+    mixtures: tuple[Mixture, ...] = ()
 
 
 def split_model(
@@ -131,7 +134,7 @@ def split_model(
             )
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
-    routers = has_routers(model)
+    routers, mixtures = has_routers(model), cut.mixtures(model)
     if not placeholders:
         _fill(model, record, cut.holds(mine), device, pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(mine)}
@@ -146,7 +149,7 @@ def split_model(
     on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
         cut.parallelise(stage)
-    return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)
+    return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
 
 
 def _fill(
@@ -210,6 +213,10 @@ class _LayerCut:
         self._fqns = split_by_options(config, num_stages, options, lambda unit: _measured(model, config, unit, example))
         self._plan = parallelism.check(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
+
+    def mixtures(self, model: nn.Module) -> tuple[Mixture, ...]:
+        """Mixtures of the whole model that can replay choices of experts."""
+        return tuple(mixtures_of(model, self._config.layers)) if self._parallelism.can_replay_routing else ()
 
     def shapes(self, model: nn.Module) -> StageShapes:
         """Shapes of the tensors that stages exchange."""
@@ -287,6 +294,9 @@ class _TracedCut:
             num_stages=num_stages,
         )
         self.tied = self._traced.shared
+
+    def mixtures(self, model: nn.Module) -> tuple[Mixture, ...]:
+        return ()  # a trace has operations in place of modules
 
     def shapes(self, model: nn.Module) -> StageShapes:
         fake, mode = fake_copy(model)

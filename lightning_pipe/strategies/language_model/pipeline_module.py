@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
+from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers
-from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, take_routing, watch_routers
+from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, check_routing, take_routing, watch_routers
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterMeans, StageHooks
 
@@ -39,7 +39,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
         # Set by a strategy that runs the model in stages.
         self._run_in_stages: Callable[[Any], BatchResult] | None = None
         self._predict_in_stages: Callable[[Any], Any] | None = None
-        self._watches_routers = False
+        self._mixtures: list[Mixture] | None = None
 
     # ------------------------------------------------------------------ steps
 
@@ -101,14 +101,13 @@ class PipelineModule(StageHooks, pl.LightningModule):
 
     def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
         assert self.model is not None
+        if micro_batch.get(ROUTED_EXPERTS) is not None:
+            if self._mixtures is None:
+                known = has_routers(self.model)
+                layers = (self.pipeline_config() or derive_config(self.model)).layers if known else ()
+                self._mixtures = watch_routers(self.model, layers)
+            check_routing(micro_batch, self._mixtures, SequenceKeys().size(micro_batch))
         micro_batch, contexts = take_routing(micro_batch)
-        if contexts and not has_routers(self.model):
-            raise InputError(
-                f"The batch has {ROUTED_EXPERTS!r}, but the model has no mixture of experts. Leave it out."
-            )
-        if contexts and not self._watches_routers:
-            watch_routers(self.model, (self.pipeline_config() or derive_config(self.model)).layers)
-            self._watches_routers = True
         arguments, keywords = self._inputs_of_whole(micro_batch)
         with ExitStack() as entered:
             for context in contexts:

@@ -19,7 +19,7 @@ from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.llm.model.routing_replay import RoutingReplay, watch_routers
+from lightning_pipe.llm.model.routing_replay import Mixture, RoutingReplay, check_routing, mixtures_of, watch_routers
 from lightning_pipe.llm.model.stage_module import make_stage
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
@@ -185,20 +185,34 @@ class Unusual(nn.Module):
 
 def test_choices_that_do_not_fit_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), MoE(6, 10, EXPERTS, CHOSEN))
-    watch_routers(model, ["0", "1"])
+    mixtures = watch_routers(model, ["0", "1"])
+    assert mixtures == mixtures_of(model, ["0", "1"]) == [Mixture("1", 1, EXPERTS, CHOSEN)]
     x, given = torch.randn(3, 5, 6), torch.zeros(3, 5, 2, CHOSEN, dtype=torch.long)
+    size = "here \\(3, 5, at least 2, 2\\)"
     for wrong, message in (
-        (given[:, :, :1], r"shape \(3, 5, 1, 2\).* at least 2 layers"),
+        (given[:, :, :1], rf"shape \(3, 5, 1, 2\).* {size}"),
+        (given[0], rf"shape \(5, 2, 2\).* {size}"),
         (given.float(), r"torch.float32; expected integers"),
+        (given.tolist(), r"has a list; expected integers"),
         (given + EXPERTS, r"experts 4 to 4 for 1; expected numbers from 0 to 3"),
         (given - 1, r"experts -1 to -1"),
-        (given[..., :1], r"shape \(3, 5, 1\); expected \(3, 5, 2\)"),
-        (given[:, :4], r"shape \(3, 4, 2\); expected \(3, 5, 2\)"),
+        (given[..., :1], rf"shape \(3, 5, 2, 1\).* {size}"),
+        (given[:, :4], rf"shape \(3, 4, 2, 2\).* {size}"),
     ):
-        with pytest.raises(InputError, match=message), RoutingReplay(wrong):
+        with pytest.raises(InputError, match=message):
+            check_routing({"routed_experts": wrong}, mixtures, (3, 5))
+    for kind in (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int64):
+        check_routing({"routed_experts": given.to(kind)}, mixtures, (3, 5))
+        with RoutingReplay(given.to(kind)):
             model(x)
-    with RoutingReplay(given):
+    recorded = RoutingReplay()
+    with recorded:
         model(x)
+    with pytest.raises(InputError, match=r"shape \(3, 5, 2\); expected \(3, 4, 2\)"), recorded:
+        model(x[:, :4])
+    check_routing({}, [], (3, 5))
+    with pytest.raises(InputError, match="no layer of the model can replay choices"):
+        check_routing({"routed_experts": given}, [], (3, 5))
     unusual = nn.Sequential(Unusual())
     watch_routers(unusual, ["0"])
     with pytest.raises(InputError, match="0 does not choose its experts by a topk"), RoutingReplay():
@@ -280,16 +294,52 @@ def test_choices_of_the_batch_train_as_a_plain_loop_with_these_choices(case: str
         assert losses == pytest.approx(expected, abs=WITHIN)
 
 
-def refused(rank: int, world: int, mixture: bool, options: dict[str, Any]) -> str:
+def one_wrong(rank: int) -> list[list[dict[str, Any]]]:
+    steps: Any = with_choices()
+    if rank:
+        steps[1][1]["routed_experts"][0, 3, 2, 1] = EXPERTS
+    return steps
+
+
+def one_with_a_key(rank: int) -> list[list[dict[str, Any]]]:
+    return with_choices() if rank else batches()
+
+
+def one_object(rank: int) -> list[dict[str, Any]]:
+    return [{**batch, "routed_experts": RoutingReplay()} for step in batches() for batch in step]
+
+
+def refused(rank: int, world: int, family: str, data: Any, options: dict[str, Any]) -> str:
     torch.manual_seed(SEED)
-    family = "qwen3_moe" if mixture else "llama"
+    module = Noting(config_of(family) | {"num_hidden_layers": LAYERS}, attention="sdpa")
     with pytest.raises(InputError) as error:
-        fit(Noting(config_of(family), attention="sdpa"), llm("1f1b", COUNT, **options), with_choices())
+        fit(module, llm("1f1b", COUNT, **options), data(rank), use_distributed_sampler=False)
     return str(error.value)
 
 
-def test_choices_that_nothing_would_replay_are_refused() -> None:
-    for message in run_ranks(refused, 2, False, {}):
-        assert "the model has no such experts" in message
-    for message in run_ranks(refused, 2, True, {"compile_layers": {"backend": "eager"}}):
-        assert "compiled layers do not support it" in message
+REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "no mixture on either": ("llama", one_with_a_key, {"pp": 1, "dp_shard": 2}, "can replay choices"),
+    "compiled": ("qwen3_moe", one_with_a_key, {"compile_layers": {"backend": "eager"}}, "can replay choices"),
+    "a number": ("qwen3_moe", one_wrong, {"pp": 1, "dp_shard": 2, "ep": 2}, "experts 0 to 4 for model.layers.2.mlp"),
+    "one object for two": ("qwen3_moe", one_object, {}, "2 micro-batches have the same RoutingReplay"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_choices_that_a_rank_cannot_replay_are_refused_on_all_ranks(case: str) -> None:
+    family, data, options, message = REFUSED[case]
+    first, second = run_ranks(refused, 2, family, data, options)
+    assert message in second
+    assert message in first or "rank(s) 1 could not use their batch" in first
+
+
+def test_a_model_without_a_way_to_replay_refuses_choices() -> None:
+    steps = [step[0] for step in with_choices()]
+    with pytest.raises(InputError, match="no layer of the model can replay choices"):
+        fit(Noting(config_of("llama"), attention="sdpa"), "auto", steps)
+    module = Noting(config_of("qwen3_moe") | {"num_hidden_layers": LAYERS}, attention="sdpa")
+    module.configure_model()
+    model: Any = module.model
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(InputError, match="which recomputes layers without these choices"):
+        fit(module, "auto", steps)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_tokens
 from lightning_pipe.llm.batches.padding import SequenceKeys
-from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths, StepInputs
+from lightning_pipe.llm.run.preparation import BatchPreparation, Checks, Lengths, StepInputs
 
 
 class Work:
@@ -99,13 +99,13 @@ def test_a_batch_becomes_arguments_keywords_and_targets_of_micro_batches() -> No
 @pytest.mark.parametrize(("wrong", "place"), [(-1, (1, 4)), (20, (3, 0))])
 def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(wrong: int, place: tuple[int, int]) -> None:
     given = batch()
-    prepare(Group(0, {}), given, vocabulary=20)
+    prepare(Group(0, {}), given, checks=Checks(20))
     given["input_ids"][place] = wrong
     words = (
         f"micro-batch {place[0] // 2} has the id {wrong} in row {place[0] % 2}, position {place[1]}; expected ids from"
     )
     with pytest.raises(InputError, match=f"{words} 0 to 19"):
-        prepare(Group(0, {}), given, vocabulary=20)
+        prepare(Group(0, {}), given, checks=Checks(20))
     assert prepare(Group(0, {}), given).tokens == 19
 
 
