@@ -118,7 +118,7 @@ class RoutingReplay(TorchFunctionMode):
 
     def _choose(self, block: Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
-            return torch.topk(scores, k, dim, *args, **kwargs)
+            return torch.topk(self._group_scores(block, scores), k, dim, *args, **kwargs)
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
         key = self._key(block)
@@ -136,6 +136,17 @@ class RoutingReplay(TorchFunctionMode):
         # tensors of inference mode cannot be saved for a backward.
         chosen = chosen.reshape(-1, k).to(torch.long, copy=True)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
+
+    def _group_scores(self, block: Mixture, scores: Tensor) -> Tensor:
+        """Scores by which a router that limits its choice to groups of experts takes those of the replayed experts.
+
+        DeepSeek-V2's gives experts of other groups the weight 0.
+        """
+        known = self._recorded.get(block.layer) if self._given is None else self._given[:, :, block.layer]
+        if known is None or known.shape[:-1] != block.tokens or scores.ndim != 2 or block.experts % scores.shape[1]:
+            return scores
+        groups = known.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
+        return torch.zeros_like(scores).scatter_add(1, groups, torch.ones_like(groups, dtype=scores.dtype))
 
     def _key(self, block: Mixture) -> int:
         return block.layer

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Config, DeepseekV2Moe
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.losses.router_losses import RouterLosses
@@ -74,6 +75,31 @@ def test_recorded_choices_are_replayed_by_a_router_that_has_changed(family: str)
     replayed.square().sum().backward()
     if k > 1:  # with one expert, weights that add up to 1 do not depend on the router
         assert all(one.grad is not None and one.grad.any() for one in routers(model))
+
+
+def test_replayed_experts_are_not_masked_by_a_router_that_limits_its_choice_to_groups() -> None:
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "n_group": 2,
+        "topk_group": 1,
+        "hidden_size": 8,
+    }
+    sizes |= {"moe_intermediate_size": 8, "n_shared_experts": 1, "num_attention_heads": 2}
+    block: Any = DeepseekV2Moe(DeepseekV2Config(topk_method="group_limited_greedy", **sizes))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    model, x = nn.Sequential(block), torch.randn(3, 5, 8)
+    watch_routers(model, ["0"])
+    # Each token has the two experts of one group.
+    group = torch.randint(2, (3, 5, 1, 1), generator=torch.Generator().manual_seed(3))
+    given = torch.cat([2 * group, 2 * group + 1], -1)
+    with RoutingReplay(given):
+        limited = model(x)
+    block.gate.topk_method = "greedy"
+    with RoutingReplay(given):
+        assert torch.equal(limited, model(x))
 
 
 class Contrary(nn.Linear):
