@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
 from lightning_pipe.llm.batches.padding import SequenceKeys
 
@@ -77,6 +77,36 @@ class Batching:
     def sequence_keys(self, ignore_index: int) -> SequenceKeys:
         """Keys of the values that are padded, for labels that this index excludes."""
         return SequenceKeys(labels=ignore_index, others=self.pad_values, chunk_dims=self.chunk_dims)
+
+    def target_length(self, longest: int, context: int = 1, maximum: int | None = None) -> int:
+        """Length in tokens that the sequences of a step are padded to.
+
+        Args:
+            longest: length of the longest sequence of the step.
+            context: see :meth:`length_multiple`.
+            maximum: maximum length of the model, used without ``max_length`` (default None: no limit).
+
+        Raises:
+            InputError: the sequence is longer than the longest bucket, or longer than the maximum after padding.
+        """
+        fitting = [longest]
+        if self.length_buckets is not None:
+            fitting = [bucket for bucket in self.length_buckets if bucket >= longest]
+            if not fitting:
+                raise InputError(
+                    f"a sequence has {longest} tokens, and the longest bucket has {max(self.length_buckets)}; expected"
+                    f" a bucket of at least {longest}. Add one, or cut the sequences"
+                )
+        multiple = self.length_multiple(context)
+        chosen = -(-min(fitting) // multiple) * multiple
+        most = maximum if self.max_length is None else self.max_length
+        if most is not None and chosen > most:
+            padded = "" if chosen == longest else f", {chosen} once padded to a multiple of {multiple}"
+            raise InputError(
+                f"a sequence has {longest} tokens{padded}; the model's maximum is {most}. Cut the sequences to fit, pad"
+                " less, or raise the maximum in the model's configuration"
+            )
+        return chosen if self.variable_lengths or most is None else most
 
     def length_multiple(self, context: int) -> int:
         """Number of tokens that all padded lengths are a multiple of.

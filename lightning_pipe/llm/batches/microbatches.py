@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.batches.padding import SequenceKeys
 
-__all__ = ["ChunkDims", "MicroBatches", "count_tokens", "split_batch", "take_rows"]
-
-ChunkDims = Mapping[str, int | None]
+__all__ = ["MicroBatches", "count_tokens", "split_batch", "take_rows"]
 
 # These describe a whole packed row, so they cannot be cut by rows, whatever their size.
 _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -72,13 +71,7 @@ def count_tokens(labels: Tensor, ignore_index: int = -100) -> int:
 
 
 def split_batch(
-    batch: Any,
-    num_microbatches: int,
-    *,
-    labels: str = "labels",
-    ignore_index: int = -100,
-    strict: bool = False,
-    chunk_dims: ChunkDims | None = None,
+    batch: Any, num_microbatches: int, keys: SequenceKeys | None = None, *, strict: bool = False
 ) -> MicroBatches:
     """Cut a batch into micro-batches with the same number of rows.
 
@@ -88,12 +81,10 @@ def split_batch(
             micro-batch unchanged. The items of a list are used as micro-batches, such as packed ones, each with its own
             ``cu_seq_lens``. A batch for one micro-batch may hold anything.
         num_microbatches: number of micro-batches, at least 1.
-        labels: key of the labels, which are ``ignore_index`` in added rows (default ``"labels"``).
-        ignore_index: label that does not count in the loss (default -100).
+        keys: value of the ``"labels"`` in added rows, which do not count in the loss, and the dimension of each key's
+            rows (default: -100, and dimension 0 for all tensors).
         strict: True to refuse a batch that does not fill all micro-batches (default False). With False, copies of the
             last row (of a list: the last micro-batch) without labels are added.
-        chunk_dims: dimension of the rows by key, or None for a value that goes to every micro-batch unchanged (default:
-            dimension 0 for all tensors).
 
     Returns:
         The micro-batches. If no row was added, their tensors are views of the batch's.
@@ -103,49 +94,34 @@ def split_batch(
             all micro-batches.
     """
     if isinstance(batch, Mapping):
-        return _cut(batch, num_microbatches, labels, ignore_index, strict, chunk_dims or {})
+        return _cut(batch, num_microbatches, keys or SequenceKeys(), strict)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
-        return _take(batch, num_microbatches, labels, ignore_index, strict, chunk_dims or {})
+        return _take(batch, num_microbatches, keys or SequenceKeys(), strict)
     raise InputError(
         f"the batch is {_describe(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
         " mappings, one for each micro-batch. Return one of them from the collate function"
     )
 
 
-def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, chunk_dims: ChunkDims) -> dict[str, Any]:
-    """Take some of a batch's rows; values without rows are unchanged.
-
-    Args:
-        batch: a mapping, of which tensors with ``rows`` in the dimension of their rows are cut.
-        start: first row.
-        count: number of rows.
-        rows: number of rows of the batch.
-        chunk_dims: see :func:`split_batch`.
-    """
+def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, keys: SequenceKeys) -> dict[str, Any]:
+    """Take ``count`` of a batch's ``rows``, from ``start``; values without as many rows are unchanged."""
     return {
         key: value.narrow(dim, start, count) if dim is not None and value.shape[dim] == rows else value
-        for key, value, dim in _with_dims(batch, chunk_dims)
+        for key, value, dim in _with_dims(batch, keys)
     }
 
 
-def _with_dims(batch: Mapping[str, Any], chunk_dims: ChunkDims) -> Iterator[tuple[str, Any, int | None]]:
+def _with_dims(batch: Mapping[str, Any], keys: SequenceKeys) -> Iterator[tuple[str, Any, int | None]]:
     """Keys and values of a batch with the dimension of their rows; None for a value that has no such dimension."""
     for key, value in batch.items():
-        dim = chunk_dims.get(key, 0)
+        dim = keys.chunk_dims.get(key, 0)
         yield key, value, dim if isinstance(value, Tensor) and dim is not None and value.ndim > dim else None
 
 
-def _take(
-    batch: Sequence[Mapping[str, Any]],
-    num_microbatches: int,
-    labels: str,
-    ignore_index: int,
-    strict: bool,
-    chunk_dims: ChunkDims,
-) -> MicroBatches:
+def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: SequenceKeys, strict: bool) -> MicroBatches:
     """Use a list as micro-batches, which must have the same number of rows and not exceed the schedule's number."""
     items = [dict(item) for item in batch]
-    rows = [_rows(item, chunk_dims) for item in items]
+    rows = [_rows(item, keys) for item in items]
     if len(set(rows)) > 1:
         raise InputError(
             f"the batch's micro-batches have {rows} rows; expected the same number in each, since a schedule sends"
@@ -158,24 +134,17 @@ def _take(
         )
     missing = num_microbatches - len(items)
     filler = dict(items[-1])
-    if labels in filler:
-        filler[labels] = torch.full_like(filler[labels], ignore_index)
+    if "labels" in filler:
+        filler["labels"] = torch.full_like(filler["labels"], keys.labels)
     return MicroBatches(items + [dict(filler) for _ in range(missing)], sum(rows), missing * rows[-1])
 
 
-def _cut(
-    batch: Mapping[str, Any],
-    num_microbatches: int,
-    labels: str,
-    ignore_index: int,
-    strict: bool,
-    chunk_dims: ChunkDims,
-) -> MicroBatches:
+def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: SequenceKeys, strict: bool) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
-    rows = _rows(batch, chunk_dims)
+    rows = _rows(batch, keys)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
-    _check_can_be_cut(batch, rows, num_microbatches, chunk_dims)
+    _check_can_be_cut(batch, rows, num_microbatches, keys)
     size = -(-rows // num_microbatches)
     missing = size * num_microbatches - rows
     if missing and strict:
@@ -185,18 +154,18 @@ def _cut(
             " batching.strict_batches=False to add rows without labels"
         )
     whole: dict[str, Any] = dict(batch)
-    for key, value, dim in _with_dims(batch, chunk_dims) if missing else ():
+    for key, value, dim in _with_dims(batch, keys) if missing else ():
         if dim is not None:
             last = value.narrow(dim, rows - 1, 1)
-            added = torch.full_like(last, ignore_index) if key == labels else last
+            added = torch.full_like(last, keys.labels) if key == "labels" else last
             whole[key] = torch.cat([value, *[added] * missing], dim)
     starts = range(0, rows + missing, size)
-    items = [take_rows(whole, start, size, rows + missing, chunk_dims) for start in starts]
+    items = [take_rows(whole, start, size, rows + missing, keys) for start in starts]
     return MicroBatches(items, rows, missing)
 
 
-def _rows(batch: Mapping[str, Any], chunk_dims: ChunkDims) -> int:
-    found = {key: value.shape[dim] for key, value, dim in _with_dims(batch, chunk_dims) if dim is not None}
+def _rows(batch: Mapping[str, Any], keys: SequenceKeys) -> int:
+    found = {key: value.shape[dim] for key, value, dim in _with_dims(batch, keys) if dim is not None}
     rows = found.get("input_ids", next(iter(found.values()), 0))
     if not rows:
         said = "no rows" if found else f"the keys {list(batch)} and no tensor with rows"
@@ -204,9 +173,9 @@ def _rows(batch: Mapping[str, Any], chunk_dims: ChunkDims) -> int:
     return rows
 
 
-def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, chunk_dims: ChunkDims) -> None:
-    for key, value, dim in _with_dims(batch, chunk_dims):
-        if chunk_dims.get(key, 0) is None:
+def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: SequenceKeys) -> None:
+    for key, value, dim in _with_dims(batch, keys):
+        if keys.chunk_dims.get(key, 0) is None:
             continue
         if key in _OF_ONE_PACKED_ROW:
             found = "which describes a packed row"
@@ -222,8 +191,8 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
             continue
         raise InputError(
             f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; expected"
-            f" tensors whose dimension {chunk_dims.get(key, 0)} is the batch's {rows} rows. Name the dimension of its"
-            f" rows in batching.chunk_dims, or None to give all of it to each micro-batch; or pass a list of"
+            f" tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows. Name the dimension of"
+            " its rows in batching.chunk_dims, or None to give all of it to each micro-batch; or pass a list of"
             f" {num_microbatches} micro-batches instead, each with its own value"
         )
 

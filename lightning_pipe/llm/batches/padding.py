@@ -8,7 +8,7 @@ later positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError
 
-__all__ = ["SequenceKeys", "pad_microbatch", "target_length"]
+__all__ = ["SequenceKeys", "pad_microbatch"]
 
 _MASK = "attention_mask"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -65,45 +65,6 @@ class SequenceKeys:
             "routed_experts": 0,
         }
         return own | dict(self.others)
-
-
-def target_length(
-    length: int, pad_to_multiple_of: int = 1, maximum: int | None = None, buckets: Sequence[int] | None = None
-) -> int:
-    """Length to pad to, in tokens.
-
-    Args:
-        length: length of the longest sequence, in tokens.
-        pad_to_multiple_of: number that the result is a multiple of (default 1).
-        maximum: maximum sequence length of the model (default None: no limit).
-        buckets: lengths to choose from, each then rounded up to the multiple (default None: any length).
-
-    Raises:
-        SetupError: the multiple or a bucket is below 1.
-        InputError: the sequence is longer than the longest bucket, or longer than the maximum after padding.
-    """
-    if pad_to_multiple_of < 1 or (buckets is not None and min(buckets, default=0) < 1):
-        raise SetupError(
-            f"pad_to_multiple_of is {pad_to_multiple_of} and the buckets are {buckets}; expected whole numbers of at"
-            " least 1, and either None or at least one bucket"
-        )
-    chosen = length
-    if buckets is not None:
-        fitting = [bucket for bucket in buckets if bucket >= length]
-        if not fitting:
-            raise InputError(
-                f"a sequence has {length} tokens, and the longest bucket has {max(buckets)}; expected a bucket of at"
-                f" least {length}. Add one, or cut the sequences"
-            )
-        chosen = min(fitting)
-    chosen = -(-chosen // pad_to_multiple_of) * pad_to_multiple_of
-    if maximum is not None and chosen > maximum:
-        padded = "" if chosen == length else f", {chosen} once padded to a multiple of {pad_to_multiple_of}"
-        raise InputError(
-            f"a sequence has {length} tokens{padded}; the model's maximum is {maximum}. Cut the sequences to fit, pad"
-            " less, or raise the maximum in the model's configuration"
-        )
-    return chosen
 
 
 def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKeys | None = None) -> dict[str, Any]:

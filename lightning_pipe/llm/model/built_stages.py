@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
-import torch.fx
 from torch import nn
 from torch.distributed.pipelining import Pipe, PipelineStage
 
@@ -50,17 +50,12 @@ class BuiltStages(nn.Sequential):
 
 
 def _check_chain(pipe: Pipe) -> None:
-    before: torch.fx.Node | None = None
-    for node in pipe.split_gm.graph.nodes:
-        if node.op != "call_module":
-            continue
-        given = list(node.args) if before is None else [before]
-        if before is not None and list(node.args) != given:
-            given = [user for user in before.users if user is not node]
-        if node.kwargs or list(node.args) != given:
+    calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    for before, node in pairwise(calls):
+        parts = [user for user in before.users if user.op == "call_function"]  # outputs of a stage that has several
+        if list(node.args) != (parts or [before]):
             raise SetupError(
                 f"{node.target} of the Pipe uses {', '.join(map(str, node.args))}; expected all outputs of the previous"
                 " stage, in their order. Return the original model from build_model, and set split.split_spec, which"
                 " also sends values past a stage"
             )
-        before = node

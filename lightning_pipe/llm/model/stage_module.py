@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _PLAIN = (str, int, float, bool, torch.dtype, type(None))
+Hidden = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class PassThrough(nn.Module):
@@ -208,12 +209,7 @@ def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tup
     return foreign
 
 
-def run_empty(
-    model: nn.Module,
-    config: ModuleConfig,
-    hidden: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-    **kwargs: Any,
-) -> EmptyRun:
+def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden | None = None, **kwargs: Any) -> EmptyRun:
     """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
     Operations of a forward outside its listed modules (GPT-2 adds position embeddings, Gemma scales the embedding)
@@ -257,11 +253,7 @@ def _same(given: torch.Tensor, found: Any) -> bool:
 
 
 def _run_shell(
-    model: nn.Module,
-    config: ModuleConfig,
-    hidden: torch.Tensor | tuple[torch.Tensor, ...],
-    as_tuple: bool,
-    kwargs: dict[str, Any],
+    model: nn.Module, config: ModuleConfig, hidden: Hidden, as_tuple: bool, kwargs: dict[str, Any]
 ) -> tuple[Any, list[str]]:
     shell = shallow_copy(model).train()
     called: list[str] = []

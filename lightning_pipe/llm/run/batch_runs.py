@@ -6,7 +6,7 @@ Tested in ``tests/strategies/language_model/test_strategy.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
 from lightning_pipe.llm.parallel.gradients import scale_gradients
 from lightning_pipe.llm.run.loss_scaling import LossScaling
@@ -36,6 +35,7 @@ T = TypeVar("T")
 _SUMS = 4
 
 
+@dataclass(eq=False)
 class BatchRuns:
     """Runs batches for a module whose model is in stages. Every rank must make the same calls.
 
@@ -44,7 +44,6 @@ class BatchRuns:
         runner: runner of this rank's stages.
         preparation: preparation of this rank's batches.
         meshes: device meshes of all ranks.
-        context: ranks that share the sequences of this rank; None without context parallelism.
         last_stage_rank: rank of the last stage within the pipeline.
         group: CPU process group of all ranks, which must not be used by other work while a batch runs.
         device: device of this rank.
@@ -53,41 +52,29 @@ class BatchRuns:
         detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
     """
 
-    def __init__(
-        self,
-        module: StageHooks,
-        runner: PipelineRunner,
-        preparation: BatchPreparation,
-        meshes: StageMeshes,
-        context: ContextRanks | None,
-        last_stage_rank: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        scaling: LossScaling | None,
-        has_routers: bool,
-        detect_nan: bool,
-    ) -> None:
-        self._module = module
-        self._runner = runner
-        self._preparation = preparation
-        self._meshes = meshes
-        self._context = context
-        self._last_stage_rank = last_stage_rank
-        self._group = group
-        self._device = device
-        self._scaling = scaling
+    module: StageHooks
+    runner: PipelineRunner
+    preparation: BatchPreparation
+    meshes: StageMeshes
+    last_stage_rank: int
+    group: dist.ProcessGroup
+    device: torch.device
+    scaling: LossScaling | None
+    has_routers: bool
+    detect_nan: bool
+
+    def __post_init__(self) -> None:
         self._tokens = 0
-        self._has_routers = has_routers
-        self._detect_nan = detect_nan
         self._sum_seen = False
+        self._context = self.preparation.context
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
-        self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
+        self._counts = self.meshes.tensor is None or self.meshes.tensor.get_local_rank() == 0
 
     def begin_step(self) -> None:
         """Discard the tokens of an unfinished step, since an epoch or a training may have ended within a step."""
         self._tokens = 0
-        if self._scaling is not None:
-            self._scaling.end()
+        if self.scaling is not None:
+            self.scaling.end()
 
     def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
         """Compute the loss of a batch on every rank, and its gradients if gradients are enabled.
@@ -99,22 +86,22 @@ class BatchRuns:
         """
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
-        scale = self._scaling.begin(step.tokens) if train and self._scaling is not None else 1.0
-        micro_batches, routers = self._with_routers(step, scale) if self._has_routers else (step.micro_batches, [])
+        scale = self.scaling.begin(step.tokens) if train and self.scaling is not None else 1.0
+        micro_batches, routers = self._with_routers(step, scale) if self.has_routers else (step.micro_batches, [])
         if train:
-            losses = self._runner.train(micro_batches, self._scaled_loss(scale))
+            losses = self.runner.train(micro_batches, self._scaled_loss(scale))
             self._tokens += step.tokens
         else:
-            losses = self._runner.evaluate(micro_batches, self._module.summed_loss)
+            losses = self.runner.evaluate(micro_batches, self.module.summed_loss)
         total, *of_routers = self._totals(losses, routers)
-        if train and self._detect_nan and not total.isfinite():  # the same on all ranks
-            check_finite_loss(torch.stack(losses) / scale if losses else None, self._group)
-        loss = total.float().to(self._device) / (scale * max(step.tokens, 1))
+        if train and self.detect_nan and not total.isfinite():  # the same on all ranks
+            check_finite_loss(torch.stack(losses) / scale if losses else None, self.group)
+        loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
         return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
 
     def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
-        module = self._module
+        module = self.module
         routers = [
             RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
             for one in step.micro_batches
@@ -126,15 +113,15 @@ class BatchRuns:
         return micro_batches, routers
 
     def _scaled_loss(self, scale: float) -> Any:
-        summed_loss = self._module.summed_loss if self._sum_seen else self._seen_loss
+        summed_loss = self.module.summed_loss if self._sum_seen else self._seen_loss
         return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
 
     def _seen_loss(self, output: Any, target: Any) -> Tensor:
         """Compute the module's loss, and check on the first call that it is a sum."""
-        loss = self._module.summed_loss(output, target)
+        loss = self.module.summed_loss(output, target)
         if not self._sum_seen:
             self._sum_seen = True
-            check_sum(self._module.summed_loss, loss, output, target)
+            check_sum(self.module.summed_loss, loss, output, target)
         return loss
 
     def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
@@ -147,11 +134,11 @@ class BatchRuns:
             leaves, structure = tree_flatten(output)
             of_tokens = [isinstance(one, Tensor) and one.ndim > 2 and one.shape[1] == step.length for one in leaves]
             if not any(of_tokens) or self._context is not None:
-                return self._module.prediction(output, padded)
+                return self.module.prediction(output, padded)
             cut = [one[:, :length] if is_cut else one for one, is_cut in zip(leaves, of_tokens, strict=True)]
-            return self._module.prediction(tree_unflatten(cut, structure), micro_batch)
+            return self.module.prediction(tree_unflatten(cut, structure), micro_batch)
 
-        results = self._runner.evaluate(step.micro_batches, prediction)
+        results = self.runner.evaluate(step.micro_batches, prediction)
         self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
 
         def joined() -> Any:
@@ -168,9 +155,9 @@ class BatchRuns:
             # A list of micro-batches, which may differ in length, gives a list, without micro-batches added as fill.
             return list(parts)[: len(batch)] if isinstance(batch, (list, tuple)) else step.cut.trim(parts)
 
-        pipeline = self._meshes.root["pipeline"].get_group()
+        pipeline = self.meshes.root["pipeline"].get_group()
         failed = "a micro-batch's prediction failed"
-        return from_rank(joined, failed, pipeline, self._last_stage_rank, InputError)
+        return from_rank(joined, failed, pipeline, self.last_stage_rank, InputError)
 
     def join(self, batch: Any, *, with_losses: bool) -> None:
         """Run another pipeline's batch without counting its tokens and losses.
@@ -179,8 +166,8 @@ class BatchRuns:
             batch: batch of another pipeline.
             with_losses: True if the other pipelines call :meth:`run`, False for :meth:`predict`.
         """
-        step = self._preparation.finish(self._preparation.begin(batch, counts=False))
-        self._runner.evaluate(step.micro_batches, lambda output, target: output)
+        step = self.preparation.finish(self.preparation.begin(batch, counts=False))
+        self.runner.evaluate(step.micro_batches, lambda output, target: output)
         self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
 
     def _join(self, result: Any, length: int) -> Tensor:
@@ -196,7 +183,7 @@ class BatchRuns:
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients by the number of tokens in all batches since the last call."""
-        scale = 1.0 if self._scaling is None else self._scaling.end()
+        scale = 1.0 if self.scaling is None else self.scaling.end()
         scale_gradients(parameters, scale / max(self._tokens, 1))
         self._tokens = 0
 
@@ -204,12 +191,12 @@ class BatchRuns:
         if prepared is not None and not prepared.is_of(batch):
             prepared.work.wait()
             prepared = None
-        return self._preparation.finish(prepared or self._preparation.begin(batch))
+        return self.preparation.finish(prepared or self.preparation.begin(batch))
 
     def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
         """Return the sums of the losses and of the router losses of all ranks, on every rank."""
         totals = torch.zeros(_SUMS, dtype=torch.float64)
-        if self._counts and self._runner.failure is None:
+        if self._counts and self.runner.failure is None:
             if losses:
                 totals[0] = torch.stack(list(losses)).sum().float()
             totals[1:] = sum_router_losses(routers)
@@ -222,11 +209,11 @@ class BatchRuns:
             InputError: On every rank, if a stage or a result failed on any rank. The rank that failed raises its own
                 exception.
         """
-        failure = self._runner.failure
+        failure = self.runner.failure
         found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
-        dist.all_reduce(found, group=self._group)
+        dist.all_reduce(found, group=self.group)
         if found[-1]:
-            raise_gathered(failure, "the batch could not be run", self._group, InputError)
+            raise_gathered(failure, "the batch could not be run", self.group, InputError)
         return found[:-1]
 
 

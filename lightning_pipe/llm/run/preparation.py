@@ -9,8 +9,9 @@ Ranks exchange a few numbers of each batch while an earlier batch trains::
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,42 +20,18 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
-from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length
+from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
+from lightning_pipe.llm.run.stage_hooks import StageHooks
 
-__all__ = ["BatchPreparation", "Checks", "Lengths", "PreparedBatch", "StepInputs"]
+__all__ = ["BatchPreparation", "PreparedBatch", "StepInputs"]
 
 MicroBatch = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths that sequences are padded to.
-
-    Args:
-        variable: pad to the longest sequence of the step (default True); if False, always to ``maximum``.
-        multiple_of: number that lengths are rounded up to a multiple of (default 1).
-        maximum: maximum length that the model supports; None (default) for no limit.
-        buckets: lengths of which the next larger one is used; None (default) for no buckets.
-    """
-
-    variable: bool = True
-    multiple_of: int = 1
-    maximum: int | None = None
-    buckets: tuple[int, ...] | None = None
-
-    def up_to(self, maximum: int | None) -> Lengths:
-        """The same lengths, with this maximum if there was none."""
-        return self if self.maximum is not None else replace(self, maximum=maximum)
-
-    def of(self, longest: int) -> int:
-        """Length to pad to, for a longest sequence of ``longest`` tokens."""
-        target = target_length(longest, self.multiple_of, self.maximum, self.buckets)
-        return target if self.variable or self.maximum is None else self.maximum
 
 
 @dataclass
@@ -97,52 +74,39 @@ class StepInputs:
     lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Checks:
-    """Facts of the whole model that batches are checked against.
-
-    Args:
-        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
-        mixtures: mixtures that can replay choices of experts (default: none).
-    """
-
-    vocabulary: int | None = None
-    mixtures: Sequence[Mixture] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class BatchPreparation:
     """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
 
     Args:
-        model_inputs: function from a micro-batch to the model's arguments and keywords.
-        loss_tokens: function that counts a micro-batch's loss tokens.
+        hooks: inputs of the model, and numbers of loss tokens.
+        batching: padding, cutting and comparison of batches.
         group: CPU process group of all ranks, not used concurrently for other communication.
         pipelines: ranks of each pipeline in that group; all ranks of a pipeline have the same batch.
         num_microbatches: number of micro-batches of a batch; None if every batch is a list of any number.
-        lengths: lengths that sequences are padded to.
-        keys: keys of the values that are padded.
-        strict: see :func:`~lightning_pipe.llm.batches.microbatches.split_batch`.
-        checks: facts of the whole model that batches are checked against (default: none).
+        length_multiple: number that padded lengths are also a multiple of (default 1).
+        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
+        mixtures: mixtures of the whole model that can replay choices of experts (default: none).
         context: ranks that share this rank's sequences; None (default) if sequences are not shared.
-        compare: True to compare the batches of a pipeline's ranks tensor by tensor (default False), which costs a hash
-            of every batch.
         documents: inputs that separate the documents of packed rows, used without context parallelism; None (default)
             to leave documents to the model.
     """
 
-    model_inputs: Callable[[MicroBatch], tuple[tuple[Any, ...], dict[str, Any]]]
-    loss_tokens: Callable[[MicroBatch], int]
+    hooks: StageHooks
+    batching: Batching
     group: dist.ProcessGroup
     pipelines: Sequence[Sequence[int]]
     num_microbatches: int | None
-    lengths: Lengths
-    keys: SequenceKeys
-    strict: bool = False
-    checks: Checks = field(default_factory=Checks)
+    length_multiple: int = 1
+    vocabulary: int | None = None
+    mixtures: Sequence[Mixture] = ()
     context: ContextRanks | None = None
-    compare: bool = False
     documents: HFDocuments | None = None
+
+    @cached_property
+    def keys(self) -> SequenceKeys:
+        """Keys of the values that are padded."""
+        return self.batching.sequence_keys(self.hooks.ignore_index)
 
     def begin(self, batch: Any, *, counts: bool = True) -> PreparedBatch:
         """Cut a batch and start gathering its numbers.
@@ -154,27 +118,22 @@ class BatchPreparation:
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
-            cut = split_batch(
-                batch,
-                len(batch) if self.num_microbatches is None else self.num_microbatches,
-                ignore_index=self.keys.labels,
-                strict=self.strict,
-                chunk_dims=self.keys.chunk_dims,
-            )
+            count = len(batch) if self.num_microbatches is None else self.num_microbatches
+            cut = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
             tokens = sum(map(self._count, cut.items))
             self._check_ids(cut)
             self._check_added_rows(cut)
             _check_replays(cut.items if isinstance(batch, Mapping) else batch)
             sizes = [self.keys.size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
-                check_routing(item, self.checks.mixtures, self.keys.size(item))
+                check_routing(item, self.mixtures, self.keys.size(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
                 if self.context is not None:
                     self.context.check(padded, self.keys)
                 elif self.documents is not None:
                     self.documents.check(padded)
-            digest = _digest(cut.items) if self.compare else 0
+            digest = _digest(cut.items) if self.batching.compare_batches else 0
             longest = max(length for _, length in sizes)
             numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest, len(cut.items)]
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
@@ -184,7 +143,7 @@ class BatchPreparation:
         return PreparedBatch(batch, cut, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:
-        tokens = self.loss_tokens(micro_batch)
+        tokens = self.hooks.loss_tokens(micro_batch)
         if not isinstance(tokens, int):
             raise InputError(
                 f"loss_tokens gave {tokens!r}; expected an int. Return the number of tokens that the loss sums over"
@@ -193,18 +152,15 @@ class BatchPreparation:
 
     def _check_ids(self, cut: MicroBatches) -> None:
         """Check that all ids are in the vocabulary: on an accelerator, the embedding would end the process."""
-        size = self.checks.vocabulary
         for number, item in enumerate(cut.items):
             ids = item.get("input_ids")
-            if size is None or not isinstance(ids, Tensor) or ids.is_floating_point():
+            if self.vocabulary is None or not isinstance(ids, Tensor) or ids.is_floating_point():
                 continue
-            wrong = (ids < 0) | (ids >= size)
-            if wrong.any():
-                place = wrong.nonzero()[0].tolist()
+            for place in ((ids < 0) | (ids >= self.vocabulary)).nonzero().tolist():
                 row, *position = place[self.keys.rows_dim("input_ids") :]
                 raise InputError(
                     f"input_ids of micro-batch {number} has the id {int(ids[tuple(place)])} in row {row}, position"
-                    f" {(position or [0])[0]}; expected ids from 0 to {size - 1}, the model's vocabulary."
+                    f" {(position or [0])[0]}; expected ids from 0 to {self.vocabulary - 1}, the model's vocabulary."
                     " Use the tokenizer of the model, or resize its embedding"
                 )
 
@@ -216,7 +172,7 @@ class BatchPreparation:
                 return
             rows = self.keys.size(item)[0]
             added = min(rows, left)
-            part = take_rows(item, rows - added, added, rows, self.keys.chunk_dims)
+            part = take_rows(item, rows - added, added, rows, self.keys)
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
@@ -259,7 +215,8 @@ class BatchPreparation:
         assert prepared.cut is not None
         longest = [max(table[rank][2] for rank in ranks) for ranks in self.pipelines]
         # For all pipelines, so that a sequence that is too long raises on every rank.
-        targets = [self.lengths.of(length) for length in longest]
+        limits = self.length_multiple, self.hooks.max_sequence_length
+        targets = [self.batching.target_length(length, *limits) for length in longest]
         length = next(to for to, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks)
         padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
@@ -270,13 +227,13 @@ class BatchPreparation:
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:
             micro_batch, replay = take_routing(micro_batch)
-            arguments, keywords = self.model_inputs(micro_batch)
+            arguments, keywords = self.hooks.model_inputs(micro_batch)
             if self.documents is not None:
                 keywords = self.documents.keywords(micro_batch, keywords)
             return StageInputs(arguments, keywords, micro_batch, replay)
         whole, within = self.context.cut(micro_batch, self.keys)
         part, replay = take_routing(whole)
-        return StageInputs(*self.context.inputs(part, self.model_inputs), target=part, contexts=(within, *replay))
+        return StageInputs(*self.context.inputs(part, self.hooks.model_inputs), target=part, contexts=(within, *replay))
 
 
 def _check_replays(micro_batches: Sequence[MicroBatch]) -> None:

@@ -56,6 +56,7 @@ class _Made:
     bytes: int
 
 
+@dataclass(eq=False)
 class PipelineRunner:
     """One rank's part of a pipeline; all ranks of the group call the same methods with micro-batches of the same size.
 
@@ -77,30 +78,18 @@ class PipelineRunner:
             regardless, since the other ranks take part in it: raise the exception once all ranks know of it.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        num_stages: int,
-        spec: ScheduleSpec,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        shapes: StageShapes,
-        *,
-        cache_bytes: int = 2**30,
-        carry_failures: bool = True,
-    ) -> None:
-        self._stages = dict(stages)
-        self._num_stages = num_stages
-        self._spec = spec
-        self._group = group
-        self._device = device
-        self._shapes = shapes
-        self._cache_bytes = cache_bytes
-        self._carry_failures = carry_failures
-        self._made: OrderedDict[Any, _Made] = OrderedDict()
-        self.failure: Exception | None = None
-        self.events: list[Bar] = []
-        self.record_events = False
+    stages: Mapping[int, nn.Module]
+    num_stages: int
+    spec: ScheduleSpec
+    group: dist.ProcessGroup
+    device: torch.device
+    shapes: StageShapes
+    cache_bytes: int = field(default=2**30, kw_only=True)
+    carry_failures: bool = field(default=True, kw_only=True)
+    events: list[Bar] = field(default_factory=list, init=False)
+    failure: Exception | None = field(default=None, init=False)
+    record_events: bool = field(default=False, init=False)
+    _made: OrderedDict[Any, _Made] = field(default_factory=OrderedDict, init=False)
 
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
         """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
@@ -171,23 +160,23 @@ class PipelineRunner:
                 f"the micro-batches of one step have the shapes {', '.join(map(str, dict.fromkeys(signatures)))};"
                 " expected one shape, since neighbours exchange tensors of one shape. To fix it, pad them to one length"
             )
-        shapes = self._shapes.of(first.args, first.kwargs)
+        shapes = self.shapes.of(first.args, first.kwargs)
         key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes(shape.outputs)) for shape in shapes))
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
         made = self._made[key] = self._make(shapes, len(micro_batches), train)
-        while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self._cache_bytes:
+        while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self.cache_bytes:
             self._made.popitem(last=False)
         return made
 
     def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
-        stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self._stages.items())]
+        stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())]
         if train:
-            spec = fitting_schedule(self._spec, count, self._group.size(), len(stages))
+            spec = fitting_schedule(self.spec, count, self.group.size(), len(stages))
             schedule = build_schedule(spec, stages, count, _output)
         else:
-            schedule = build_evaluation(self._spec, stages, count, _output)
+            schedule = build_evaluation(self.spec, stages, count, _output)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
         largest = max(sum(one.nbytes for one in tensors) for tensors in exchanged)
@@ -200,14 +189,14 @@ class PipelineRunner:
         return TimedStage(
             module,
             index,
-            self._num_stages,
-            self._device,
+            self.num_stages,
+            self.device,
             input_args=inputs,
             output_args=outputs,
-            group=self._group,
+            group=self.group,
             events=self.events,
             recording=lambda: self.record_events,
-            on_failure=self._note_failure if self._carry_failures else None,
+            on_failure=self._note_failure if self.carry_failures else None,
         )
 
 

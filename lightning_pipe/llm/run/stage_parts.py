@@ -9,34 +9,36 @@ Tested in ``tests/strategies/language_model/test_strategy.py``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.fitted_table import print_report
+from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_together
+from lightning_pipe.engine.ranks.together import any_of, gather_to_first, on_all_ranks, raise_together
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
-from lightning_pipe.llm.model.stage_module import is_causal_lm
+from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
+from lightning_pipe.llm.parallel.gradients import local_part
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.batch_runs import BatchRuns
 from lightning_pipe.llm.run.loss_scaling import LossScaling
-from lightning_pipe.llm.run.preparation import BatchPreparation, Checks, Lengths
+from lightning_pipe.llm.run.preparation import BatchPreparation
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
-from lightning_pipe.llm.run.stage_table import stage_table
 from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.llm.split.options import SplitOptions
@@ -87,17 +89,6 @@ class StageSettings:
     batching: Batching
     offload: bool
 
-    @property
-    def lengths(self) -> Lengths:
-        """Lengths that sequences are padded to."""
-        batching = self.batching
-        return Lengths(
-            batching.variable_lengths,
-            batching.length_multiple(self.sizes.length_multiple),
-            batching.max_length,
-            None if batching.length_buckets is None else tuple(batching.length_buckets),
-        )
-
 
 @dataclass(frozen=True)
 class StageParts:
@@ -113,7 +104,16 @@ class StageParts:
 
     def describe(self) -> None:
         """Print a table of the stages of all ranks, on the first rank. Every rank must call this."""
-        table = stage_table(self.split.stages)
+        table = FittedTable.of_figures("rank", "stage", "parameters", "bytes on the rank", edge=False)
+        table.add_column("modules")
+        own = []
+        for index, stage in sorted(self.split.stages.items()):
+            held = list(stage.parameters())
+            numbers = sum(one.numel() for one in held), sum(local_part(one).nbytes for one in held)
+            own.append((str(index), *(f"{number:,}" for number in numbers), ", ".join(_ranges(stage.module))))
+        for rank, rows in enumerate(gather_to_first(own, dist.group.WORLD)):
+            for row in rows:
+                table.add_row(str(rank), *row)
         if dist.get_rank() == 0:
             print_report(table)
 
@@ -233,17 +233,15 @@ class PartsMaker:
         if meshes.context is not None:
             context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.kept)
         preparation = BatchPreparation(
-            module.model_inputs,
-            module.loss_tokens,
+            module,
+            batching,
             self.numbers_group,
             meshes.same_batch,
             plan.num_microbatches,
-            lengths=settings.lengths.up_to(module.max_sequence_length),
-            keys=batching.sequence_keys(module.ignore_index),
-            strict=batching.strict_batches,
-            checks=Checks(vocabulary, split.mixtures),
+            length_multiple=settings.sizes.length_multiple,
+            vocabulary=vocabulary,
+            mixtures=split.mixtures,
             context=context,
-            compare=batching.compare_batches,
             documents=HFDocuments.of(split.kept),
         )
         runs = BatchRuns(
@@ -251,7 +249,6 @@ class PartsMaker:
             runner,
             preparation,
             meshes,
-            context,
             rank_of_stage[plan.num_stages - 1],
             self.loss_group,
             self.device,
@@ -294,7 +291,7 @@ def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
     return list(zip(names, digests, strict=True))
 
 
-def _config_of(model: torch.nn.Module) -> list[tuple[str, str]]:
+def _config_of(model: nn.Module) -> list[tuple[str, str]]:
     """The fields of a model's config, if it has one, without those that say where it was read."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else {}
@@ -318,7 +315,7 @@ def example_of(
     if given is None:
         return None
 
-    def loss_of(output: Any, part: torch.nn.Module) -> torch.Tensor:
+    def loss_of(output: Any, part: nn.Module) -> torch.Tensor:
         # summed_loss may use the head of the module's model, which the part contains.
         whole, module.model = module.model, part
         try:
@@ -331,3 +328,20 @@ def example_of(
         return Example(arguments, keywords, loss_of, num_microbatches)
 
     return example
+
+
+def _ranges(model: nn.Module) -> Iterator[str]:
+    """Names and classes of held modules; consecutive layers of one class are joined."""
+    held = [(*name.rpartition("."), type(module).__name__) for name, module in _held(model)]
+    for (prefix, dot, kind, _), names in groupby(held, lambda one: (*one[:2], one[3], one[2].isdigit() or one[2])):
+        first, *others = [name for *_, name, _ in names]
+        yield f"{prefix}{dot}{f'{first}-{others[-1]}' if others else first} ({kind})"
+
+
+def _held(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that no other stage shares."""
+    for name, module in model.named_children():
+        if any(isinstance(one, PassThrough | nn.ModuleList) for one in module.modules()):
+            yield from _held(module, f"{prefix}{name}.")
+        elif not isinstance(module, PassThrough):
+            yield f"{prefix}{name}", module

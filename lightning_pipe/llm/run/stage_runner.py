@@ -73,7 +73,6 @@ class StageRunner:
         with maker.building() as record:
             hooks.model = BuiltStages.of(hooks.build_model())
         maker.check(hooks)
-        self._hooks = hooks
         self._parts = maker.make(hooks, plan, record)
         self._preparation = replace(self._parts.preparation, num_microbatches=None)
         self._scaler = scaler
@@ -90,21 +89,19 @@ class StageRunner:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
         self._parts.describe()
 
-    def forward_backward(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> BatchResult:
+    def forward_backward(self, micro_batches: Iterable[Mapping[str, Any]]) -> BatchResult:
         """Compute the loss of micro-batches, and add their gradients to those since the last optimizer step.
 
         Under ``torch.no_grad()``, compute the loss only.
 
         Args:
-            micro_batches: micro-batches with the same number of rows, as the hooks take them, on any device; the same
-                ones on all ranks of a pipeline. A mapping is one micro-batch.
+            micro_batches: micro-batches with the same number of rows, on any device; equal on the ranks of a pipeline.
 
         Returns:
             Loss and number of tokens, equal on every rank.
 
         Raises:
-            InputError: on every rank, if a micro-batch cannot be trained on any rank. The gradients since the last
-                optimizer step are discarded.
+            InputError: on every rank, if one fails. The gradients since the last optimizer step are discarded.
         """
         try:
             return self._parts.runs.run(*self._begin(micro_batches))
@@ -112,16 +109,13 @@ class StageRunner:
             self.zero_grad()
             raise
 
-    def forward_only(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[Any]:
+    def forward_only(self, micro_batches: Iterable[Mapping[str, Any]]) -> list[Any]:
         """Return the hooks' prediction for each micro-batch, on every rank of the pipeline, without gradients.
 
         Modules keep their mode: call ``runner.model.eval()`` first to turn off dropout.
 
         Args:
-            micro_batches: see :meth:`forward_backward`.
-
-        Raises:
-            InputError: on every rank, if a micro-batch cannot be run on any rank.
+            micro_batches: see :meth:`forward_backward`, also for the errors.
         """
         predictions: list[Any] = self._parts.runs.predict(*self._begin(micro_batches))
         return predictions
@@ -131,10 +125,7 @@ class StageRunner:
 
         Args:
             optimizers: optimizers of this rank's parameters, the same number on every rank.
-            max_norm: clip gradients to this norm over the whole model (default None: not clipped).
-
-        Returns:
-            Norm of the gradients of the whole model before clipping if they are clipped, else None.
+            max_norm: norm of the whole model's gradients to clip to; their norm is then returned (default: None).
         """
         if optimizers != self._optimizers:
             self._parts.gradients.check_copies(optimizers)
@@ -157,9 +148,8 @@ class StageRunner:
             parameter.grad = None
         self._parts.runs.begin_step()
 
-    def _begin(self, micro_batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
-        given = [micro_batches] if isinstance(micro_batches, Mapping) else list(micro_batches)
-        batch: list[Any] = tree_map_only(Tensor, lambda one: one.to(self.device), given)
+    def _begin(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
+        batch: list[Any] = tree_map_only(Tensor, lambda one: one.to(self.device), list(micro_batches))
         return batch, self._preparation.begin(batch)
 
 

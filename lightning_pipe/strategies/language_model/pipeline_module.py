@@ -97,7 +97,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
 
     def _as_one(self, batch: Any) -> MicroBatches:
         count = len(batch) if isinstance(batch, (list, tuple)) else 1
-        return split_batch(batch, count, ignore_index=self.ignore_index)
+        return split_batch(batch, count, SequenceKeys(labels=self.ignore_index))
 
     def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
         assert self.model is not None

@@ -304,9 +304,10 @@ def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[in
 def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
     """Cut a batch into micro-batches, padded to one length as in training."""
     keys = settings.batching.sequence_keys(module.ignore_index)
-    items = split_batch(batch, count, ignore_index=module.ignore_index, chunk_dims=keys.chunk_dims).items
+    items = split_batch(batch, count, keys).items
     longest = max((keys.size(item)[1] for item in items), default=0)
-    length = settings.lengths.up_to(module.max_sequence_length).of(longest)
+    limits = settings.sizes.length_multiple, module.max_sequence_length
+    length = settings.batching.target_length(longest, *limits)
     return [pad_microbatch(item, length, keys) for item in items]
 
 

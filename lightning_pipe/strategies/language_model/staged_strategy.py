@@ -197,10 +197,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         return self._parts
 
     def describe_stages(self) -> None:
-        """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this.
-
-        Available after the trainer has set up the strategy.
-        """
+        """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
         self._made.describe()
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.batches.batching import Batching
 
 
@@ -43,3 +45,32 @@ def test_lengths_are_a_multiple_of_what_both_padding_and_context_parallelism_nee
     assert fixed.length_multiple(2) == 6
     with pytest.raises(SetupError, match=r"max_length is 12.*a multiple of 15 .*and 5 for context.*to 15"):
         fixed.length_multiple(5)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_the_target_is_the_smallest_multiple_that_holds_the_sequence(length: int, multiple: int) -> None:
+    target = Batching(pad_to_multiple_of=multiple).target_length(length)
+    assert target % multiple == 0
+    assert length <= target < length + multiple
+
+
+def test_the_target_is_the_smallest_bucket_that_holds_the_sequence_and_a_multiple() -> None:
+    buckets = Batching(length_buckets=(64, 16, 32))
+    assert [buckets.target_length(length) for length in (1, 16, 17, 64)] == [16, 16, 32, 64]
+    assert Batching(length_buckets=(16, 32), pad_to_multiple_of=48).target_length(17) == 48
+
+
+def test_the_own_maximum_comes_before_the_models_and_is_the_target_of_fixed_lengths() -> None:
+    assert Batching().target_length(100, maximum=100) == 100
+    assert Batching(max_length=50).target_length(46, 3, 10) == 48
+    assert Batching(variable_lengths=False, max_length=50).target_length(7, maximum=10) == 50
+
+
+def test_a_sequence_beyond_the_buckets_or_the_models_maximum_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"has 65 tokens.*longest bucket has 64.*at least 65"):
+        Batching(length_buckets=(32, 64)).target_length(65)
+    with pytest.raises(InputError, match=r"has 101 tokens; the model's maximum is 100"):
+        Batching().target_length(101, maximum=100)
+    with pytest.raises(InputError, match=r"has 97 tokens, 112 once padded to a multiple of 16.*is 100"):
+        Batching(pad_to_multiple_of=16).target_length(97, maximum=100)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_tokens, split_batch
+from lightning_pipe.llm.batches.padding import SequenceKeys
 
 
 def batch_of(rows: int, length: int = 3) -> dict[str, Any]:
@@ -66,11 +67,9 @@ def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: 
         assert torch.equal(micro_batches.trim(outputs), batch[key])
 
 
-def test_the_labels_of_added_rows_are_found_under_the_users_key_with_the_users_value() -> None:
-    items = split_batch(
-        {"input_ids": torch.ones(1, 2), "targets": torch.ones(1, 2)}, 2, labels="targets", ignore_index=-1
-    )
-    assert items.items[1]["targets"].tolist() == [[-1.0, -1.0]]
+def test_the_labels_of_added_rows_have_the_users_value() -> None:
+    items = split_batch({"input_ids": torch.ones(1, 2), "labels": torch.ones(1, 2)}, 2, SequenceKeys(labels=-1))
+    assert items.items[1]["labels"].tolist() == [[-1.0, -1.0]]
     assert items.items[1]["input_ids"].tolist() == [[1.0, 1.0]]
 
 
@@ -115,9 +114,9 @@ def test_what_cannot_be_cut_by_rows_is_refused_by_name_for_several_micro_batches
 def test_rows_are_cut_in_the_dimension_given_for_a_key(rows: int, num_microbatches: int) -> None:
     batch = batch_of(rows) | {"table": torch.rand(3), "boundaries": (torch.rand(2),)}
     dims = {"moved": 2, "input_ids": 1, "table": None, "boundaries": None}
-    expected = split_batch(batch | {"boundaries": ()}, num_microbatches, chunk_dims={"table": None}).items
+    expected = split_batch(batch | {"boundaries": ()}, num_microbatches, SequenceKeys(chunk_dims={"table": None})).items
     moved = batch | {"input_ids": batch["input_ids"].mT, "moved": batch["input_ids"].mT[None]}
-    found = split_batch(moved, num_microbatches, chunk_dims=dims)
+    found = split_batch(moved, num_microbatches, SequenceKeys(chunk_dims=dims))
     assert found.rows == rows
     for item, other in zip(found.items, expected, strict=True):
         assert torch.equal(item["input_ids"].mT, other["input_ids"])
@@ -130,7 +129,7 @@ def test_rows_are_cut_in_the_dimension_given_for_a_key(rows: int, num_microbatch
 def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
     for dims in ({"bias": 1}, {"bias": 3}):
         with pytest.raises(InputError, match=r"'bias', a tensor of shape \(4, 3\), .* dimension [13] is the batch"):
-            split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, chunk_dims=dims)
+            split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, SequenceKeys(chunk_dims=dims))
 
 
 def test_an_array_of_the_batchs_rows_is_refused() -> None:

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_tokens
 from lightning_pipe.llm.batches.padding import (
     SequenceKeys,
     pad_microbatch,
-    target_length,
 )
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from tests.llm.document_masks import block_diagonal_mask
@@ -201,32 +200,3 @@ def test_attention_under_the_block_diagonal_mask_is_that_of_each_document_alone(
         return {"row": torch.cat(outputs, 2)}
 
     assert Reference.of(each_alone).differences({"row": packed_row}) == []
-
-
-@settings(max_examples=60, deadline=None, database=None)
-@given(st.integers(1, 200), st.integers(1, 64))
-def test_the_target_is_the_smallest_multiple_that_holds_the_sequence(length: int, multiple: int) -> None:
-    target = target_length(length, multiple)
-    assert target % multiple == 0
-    assert length <= target < length + multiple
-
-
-def test_the_target_is_the_smallest_bucket_that_holds_the_sequence_and_a_multiple() -> None:
-    assert [target_length(length, buckets=(64, 16, 32)) for length in (1, 16, 17, 64)] == [16, 16, 32, 64]
-    assert target_length(17, pad_to_multiple_of=48, buckets=(16, 32)) == 48
-
-
-def test_a_sequence_beyond_the_buckets_or_the_models_maximum_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match=r"has 65 tokens.*longest bucket has 64.*at least 65"):
-        target_length(65, buckets=(32, 64))
-    with pytest.raises(InputError, match=r"has 101 tokens; the model's maximum is 100"):
-        target_length(101, maximum=100)
-    with pytest.raises(InputError, match=r"has 97 tokens, 112 once padded to a multiple of 16.*is 100"):
-        target_length(97, pad_to_multiple_of=16, maximum=100)
-    assert target_length(100, maximum=100) == 100
-
-
-@pytest.mark.parametrize(("multiple", "buckets"), [(0, None), (1, []), (1, [8, 0])])
-def test_multiples_and_buckets_are_whole_numbers_of_at_least_one(multiple: int, buckets: list[int] | None) -> None:
-    with pytest.raises(SetupError, match=rf"pad_to_multiple_of is {multiple}"):
-        target_length(8, multiple, buckets=buckets)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import count_tokens
-from lightning_pipe.llm.batches.padding import SequenceKeys
-from lightning_pipe.llm.run.preparation import BatchPreparation, Checks, Lengths, StepInputs
+from lightning_pipe.llm.run.preparation import BatchPreparation, StepInputs
+from lightning_pipe.llm.run.stage_hooks import StageHooks
 
 
 class Work:
@@ -62,15 +63,22 @@ def inputs_of(micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
     return (micro_batch["input_ids"],), rest
 
 
+class Hooks(StageHooks):
+    def build_model(self) -> nn.Module:
+        return nn.Identity()
+
+    def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
+        return count_tokens(micro_batch["labels"])
+
+    def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return inputs_of(micro_batch)
+
+
 def make(group: Group, pipelines: Sequence[Sequence[int]] | None = None, **options: Any) -> BatchPreparation:
-    settings: dict[str, Any] = {"num_microbatches": 2, "lengths": Lengths(), "keys": SequenceKeys(), **options}
-    return BatchPreparation(
-        inputs_of,
-        lambda item: count_tokens(item["labels"]),
-        group,  # type: ignore[arg-type]
-        pipelines or [list(range(group.size()))],
-        **settings,
-    )
+    """Options of the preparation, or of ``Batching``."""
+    own = {name: options.pop(name) for name in ("vocabulary",) if name in options}
+    every: Any = group
+    return BatchPreparation(Hooks(), Batching(**options), every, pipelines or [list(range(group.size()))], 2, **own)
 
 
 def prepare(group: Group, batch: Any, **options: Any) -> StepInputs:
@@ -99,13 +107,13 @@ def test_a_batch_becomes_arguments_keywords_and_targets_of_micro_batches() -> No
 @pytest.mark.parametrize(("wrong", "place"), [(-1, (1, 4)), (20, (3, 0))])
 def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(wrong: int, place: tuple[int, int]) -> None:
     given = batch()
-    prepare(Group(0, {}), given, checks=Checks(20))
+    prepare(Group(0, {}), given, vocabulary=20)
     given["input_ids"][place] = wrong
     words = (
         f"micro-batch {place[0] // 2} has the id {wrong} in row {place[0] % 2}, position {place[1]}; expected ids from"
     )
     with pytest.raises(InputError, match=f"{words} 0 to 19"):
-        prepare(Group(0, {}), given, checks=Checks(20))
+        prepare(Group(0, {}), given, vocabulary=20)
     assert prepare(Group(0, {}), given).tokens == 19
 
 
@@ -130,20 +138,20 @@ def test_another_pipelines_length_is_its_own_but_its_tokens_count() -> None:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        (Lengths(multiple_of=4), 8),
-        (Lengths(buckets=(4, 6, 9)), 6),
-        (Lengths(variable=False, maximum=11), 11),
-        (Lengths(maximum=11), 5),
+        ({"pad_to_multiple_of": 4}, 8),
+        ({"length_buckets": (4, 6, 9)}, 6),
+        ({"variable_lengths": False, "max_length": 11}, 11),
+        ({"max_length": 11}, 5),
     ],
 )
-def test_lengths_are_rounded_up_as_asked_for(lengths: Lengths, expected: int) -> None:
-    step = prepare(Group(0, {}), batch(), lengths=lengths)
+def test_lengths_are_rounded_up_as_asked_for(lengths: dict[str, Any], expected: int) -> None:
+    step = prepare(Group(0, {}), batch(), **lengths)
     assert step.micro_batches[0].args[0].shape == (2, expected)
 
 
 def test_too_long_a_sequence_of_another_pipeline_is_an_error_here_too() -> None:
     with pytest.raises(InputError, match=r"9 tokens.*maximum is 8"):
-        prepare(Group(0, {1: [1, 2, 9, 7]}), batch(), pipelines=[[0], [1]], lengths=Lengths(maximum=8))
+        prepare(Group(0, {1: [1, 2, 9, 7]}), batch(), pipelines=[[0], [1]], max_length=8)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_ranks_of_different_pipelines_may_have_different_batches() -> None:
 
 def test_rows_that_do_not_fill_are_refused_where_that_is_asked_for() -> None:
     with pytest.raises(InputError, match=r"3 rows.*strict_batches=False"):
-        prepare(Group(0, {}), batch(3), strict=True)
+        prepare(Group(0, {}), batch(3), strict_batches=True)
 
 
 def test_packed_rows_have_their_last_document_grow_to_the_common_length() -> None:

@@ -156,7 +156,7 @@ def faults(rank: int) -> dict[str, Any]:
     hooks.fails = False
     found["numbers"] = message(lambda: runner.forward_backward(first[: 1 + rank]))
     found["nothing"] = message(lambda: runner.forward_backward([]))
-    found["id"] = message(lambda: make(Tied())[0].forward_backward({"input_ids": torch.tensor([[1, 2], [3, 99]])}))
+    found["id"] = message(lambda: make(Tied())[0].forward_backward([{"input_ids": torch.tensor([[1, 2], [3, 99]])}]))
     runner.forward_backward(first)
     runner.optimizer_step(optimizer)
     other, steps = make()

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.gradients import scale_gradients
-from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
+from lightning_pipe.llm.run.preparation import BatchPreparation
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.split.options import SplitOptions
@@ -151,16 +151,8 @@ def run_directly(
     runner = PipelineRunner(split.stages, stages, spec, group, cpu, shapes.setdefault(stages, split.shapes))
     parameters, initial = list(split.kept.parameters()), values_of(split.kept)
     for case in [case for case in CASES if case in cases and (case.schedule, case.ranks) == (schedule, ranks)]:
-        lengths = Lengths(variable=not case.static, maximum=MAX_LENGTH)
-        preparation = BatchPreparation(
-            module.model_inputs,
-            module.loss_tokens,
-            group,
-            [list(range(ranks))],
-            case.microbatches,
-            lengths=lengths,
-            keys=SequenceKeys(),
-        )
+        lengths = Batching(variable_lengths=not case.static, max_length=MAX_LENGTH)
+        preparation = BatchPreparation(module, lengths, group, [list(range(ranks))], case.microbatches)
         with torch.no_grad():
             for name, parameter in split.kept.named_parameters():
                 parameter.copy_(initial[name])

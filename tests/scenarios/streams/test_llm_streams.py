@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.runtime.devices import DeviceStreams
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import count_tokens
-from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
-from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths, PreparedBatch
+from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch
+from lightning_pipe.llm.run.stage_hooks import StageHooks
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs import program
 from lightning_pipe.loops.programs.program import TrainingProgram
@@ -43,8 +44,15 @@ def moved(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(CUDA, non_blocking=True) for name, value in batch.items()}
 
 
-def inputs_of(micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (micro_batch["input_ids"],), {}
+class Hooks(StageHooks):
+    def __init__(self, count: Callable[[Tensor], int]) -> None:
+        self.count = count
+
+    def build_model(self) -> nn.Module:
+        return nn.Identity()
+
+    def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
+        return self.count(micro_batch["labels"])
 
 
 def train(batches: int = 6, count: Callable[[Tensor], int] = count_tokens) -> Accelerator:
@@ -54,15 +62,7 @@ def train(batches: int = 6, count: Callable[[Tensor], int] = count_tokens) -> Ac
     held: list[PreparedBatch | None] = [None]
     world = dist.group.WORLD
     assert world is not None
-    preparation = BatchPreparation(
-        inputs_of,
-        lambda item: count(item["labels"]),
-        world,
-        [[0]],
-        2,
-        lengths=Lengths(multiple_of=4),
-        keys=SequenceKeys(),
-    )
+    preparation = BatchPreparation(Hooks(count), Batching(pad_to_multiple_of=4), world, [[0]], 2)
 
     def step() -> None:
         prepared = held[0]
