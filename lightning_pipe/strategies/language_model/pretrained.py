@@ -51,7 +51,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
     entries = [saved.state_dict_metadata[key] for key, path in saved.planner_data.items() if path[0] == MODEL]
     stored_as = {one.properties.dtype for one in entries if isinstance(one, TensorStorageMetadata)}
     kinds = {kind for kind in stored_as if kind.is_floating_point}
-    wanted = dtype or config.dtype
+    wanted = dtype or (getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype)
     if dtype is None and wanted is not None and wanted.itemsize >= max((kind.itemsize for kind in kinds), default=0):
         wanted = None
     with torch.device("meta"):

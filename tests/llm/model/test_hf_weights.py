@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -504,7 +505,10 @@ def test_weights_are_exported_in_the_dtype_of_the_folder_that_training_began_wit
     trained = tensors_of(module.model)
     assert {value.dtype for value in trained.values()} == {torch.float32}
     save_stage_checkpoint({"state_dict": module.state_dict()}, tmp_path / "stages", module, [], [])
+    named = deepcopy(module.config)
+    named.dtype = "bfloat16"
     for name, config, options, kind in (
+        ("by name", named, {}, "BF16"),
         ("as before", module.config, {}, "BF16"),
         ("by folder", tmp_path / "before", {}, "BF16"),
         ("as asked", module.config, {"dtype": torch.float32}, "F32"),
