@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_pipe.engine.common.errors import InputError
 
-__all__ = ["RouterLosses", "pass_router_logits", "sum_router_losses"]
+__all__ = ["RouterLosses", "active_router_losses", "pass_router_logits", "sum_router_losses"]
 
 
 class RouterLosses:
@@ -69,6 +69,11 @@ class RouterLosses:
 
 
 _active: ContextVar[RouterLosses | None] = ContextVar("router losses", default=None)
+
+
+def active_router_losses() -> RouterLosses | None:
+    """The context of the running forward; None outside of one."""
+    return _active.get()
 
 
 def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:

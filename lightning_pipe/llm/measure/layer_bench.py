@@ -140,6 +140,7 @@ class LayerBench:
     ) -> LayerPiece:
         """Build one of three stages, which holds the input modules, a layer, or the output modules."""
         stage = make_stage(shallow_copy(self.model), self.config, names, stage_index, 3).train()
+        stage.balance = None  # sums of routers cost little
         with self.within():
             fill_with_placeholders(stage, self.device)
         self.prepare(stage)

@@ -1,20 +1,37 @@
-"""Config of a model, declared by the model itself or derived from its structure.
+"""Config of a model, declared by the model itself or derived from its structure and a trial run.
 
-Tested in ``tests/llm/model/test_module_config.py``.
+A trial runs a Hugging Face causal LM without its modules, to find their order and the arguments of its layers. Other
+modules replace them, so a run takes neither parameters nor memory. The model runs on token ids, as the whole model and
+the first stage do, and on embeddings, as later stages do. Stages exchange only the hidden states between two layers, so
+everything else that a layer receives must be equal in all runs.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_pipe._compat.torch import dispatch_modes_disabled, tree_leaves
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.model.built_stages import BuiltStages
-from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, is_inside
-from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm, run_empty
+from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, TrialRun, is_inside
+from lightning_pipe.llm.model.shapes import block_of
+from lightning_pipe.llm.model.slots import InputSlot, is_causal_lm, token_width
+from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, takes_cache, tensor_of
 
-__all__ = ["derive_config"]
+__all__ = ["derive_config", "returns_head_results", "tried_config"]
+
+_ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
+_MOST_RESULTS = 4
 
 
 def derive_config(model: nn.Module) -> ModuleConfig:
@@ -40,37 +57,220 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     return config
 
 
+def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
+    """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config.
+
+    Raises:
+        SetupError: stages cannot run the model.
+    """
+    if not is_causal_lm(model) or config.trial is not None:
+        return config
+    others = (*config.input_fqns, *config.output_fqns)
+    trial = _try_layers(model, config.layers, others)
+    layers = [index for index, name in enumerate(trial.called) if name in config.layers]
+    before, after = dict.fromkeys(trial.called[: layers[-1]]), dict.fromkeys(trial.called[layers[0] :])
+    both = [name for name in before if name in after and name in others]
+    trained = [name for name in both if next(model.get_submodule(name).parameters(), None) is not None]
+    if trained:
+        raise SetupError(
+            f"{type(model).__name__} cannot be cut into stages: its forward uses {', '.join(trained)} before and after"
+            f" a layer of {config.layer_prefix}; expected modules that it uses only before or only after all layers"
+        )
+    # A module that token ids do not need, such as a vision tower, goes to the first stage.
+    first = [*before, *(name for name in others if name not in trial.called)]
+    return replace(
+        config,
+        input_fqns=tuple(name for name in first if name in others and name not in both),
+        output_fqns=tuple(name for name in after if name in others and name not in both),
+        always_keep_fqns=(*config.always_keep_fqns, *both),
+        trial=trial,
+    )
+
+
+def returns_head_results(model: nn.Module) -> bool:
+    """Return True if a Hugging Face causal LM is known to return the results of its head unchanged, as its logits."""
+    try:
+        trial = tried_config(model, derive_config(model)).trial
+    except SetupError:  # the model may still be trained on one device
+        return False
+    return trial is not None and trial.logits_plain
+
+
 def _causal_lm_config(model: nn.Module) -> ModuleConfig:
-    """Config of a Hugging Face causal LM, from its accessors and from the modules that run before and after layers."""
+    """Config of a Hugging Face causal LM, from its structure and the order in which a trial run calls its modules."""
     names = {id(module): name for name, module in model.named_modules()}
     lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
     outermost = {name: layers for name, layers in lists.items() if not is_inside(name, lists.keys() - {name})}
     if not outermost:
         raise SetupError(f"{type(model).__name__} has no ModuleList of layers. Expected: {NEEDED}")
-    layer_prefix, layers = max(outermost.items(), key=lambda item: len(item[1]))
-    before: list[str] = []
-    after: list[str] = []
-    everywhere: list[str] = []
-    side = before
-    for child in model.get_submodule(layer_prefix.rpartition(".")[0]).children():
-        if child is layers:
-            side = after
-        elif next(child.parameters(), None) is None and next(child.buffers(), None) is not None:
-            everywhere.append(names[id(child)])
+    tokens = names[id(model.get_input_embeddings())].split(".")  # type: ignore[operator]
+
+    def preference(name: str) -> tuple[int, int]:
+        """Nearness to the embedding of tokens, since vision towers have lists of layers too, and length."""
+        pairs = zip(name.split("."), tokens, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)), len(outermost[name])
+
+    failures: list[SetupError] = []
+    for name in sorted(outermost, key=preference, reverse=True):
+        beside = dict(_beside(model, name))
+        buffers = [key for key, one in beside.items() if [*one.buffers()] and not [*one.parameters()]]
+        others = tuple(key for key in beside if key not in buffers)
+        config = ModuleConfig(len(outermost[name]), name, others, (), tuple(buffers))
+        try:
+            config.check(model)
+            return tried_config(model, config)
+        except SetupError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that contain no layer and that no module without layers contains. Lists are replaced by their items."""
+    pending = list(model.named_children())[::-1]
+    while pending:
+        name, module = pending.pop()
+        if name == layer_prefix:
+            continue
+        if layer_prefix.startswith(f"{name}.") or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            pending += [(f"{name}.{child}", one) for child, one in module.named_children()][::-1]
         else:
-            side.append(names[id(child)])
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is not None:
-        after.append(names[id(head)])
-    config = ModuleConfig(len(layers), layer_prefix, tuple(before), tuple(after), tuple(everywhere))
-    config.check(model)
-    # Registration order may differ from forward order: Phi registers the dropout of its embedding after its layers.
-    called = run_empty(model, config).called
-    first = called.index(config.layer(0)) if config.layer(0) in called else len(called)
-    early = [name for name in called[:first] if name in after]
-    late = [name for name in called[first:] if name in before]
-    return replace(
-        config,
-        input_fqns=tuple(name for name in before if name not in late) + tuple(early),
-        output_fqns=tuple(late) + tuple(name for name in after if name not in early),
+            yield name, module
+
+
+def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) -> TrialRun:
+    """Run a causal LM without its layers and the other modules that only some stages hold, given by name.
+
+    Raises:
+        SetupError: stages cannot run the model. The message names the module and the reason.
+    """
+    found: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
+    for results in range(_MOST_RESULTS + 1):
+        with dispatch_modes_disabled(), torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            shell = _Shell(model, layers, others, results)
+            try:
+                runs = [shell.run(tokens=tokens, whole=whole) for tokens in (True, False) for whole in (True, False)]
+            except Exception as error:
+                fails = f"{block_of(error, shell.model) or 'it'} fails with {type(error).__name__}: {error}"
+                found.append((len(shell.calls), f"with its modules replaced, {fails}"))
+                continue
+        first, later = runs[0], runs[-1]
+        wrong = [next(_wrong(layers, first, run), None) for run in runs]
+        if not any(wrong):
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            logits = [call.result for call in first.calls if model.get_submodule(call.name) is head]
+            return TrialRun(
+                tuple(call.name for call in first.calls),
+                results,
+                _equal(later.layers[0].given, later.embeddings),
+                _equal(later.output, later.layers[-1].result),
+                any(_equal(first.output, one) for one in logits),
+            )
+        found.append((sum(len(run.calls) for run in runs), next(filter(None, wrong))))
+    raise SetupError(
+        f"{type(model).__name__} cannot be cut into stages, which hold only some of its layers and of"
+        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. To cut it by a trace instead, define"
+        " example_micro_batch() and set split.split_policy to 'equal_size'"
     )
+
+
+class _Call(NamedTuple):
+    """Call of a replaced module. ``others`` are the arguments of a layer besides its hidden states."""
+
+    name: str
+    given: Tensor
+    result: Tensor
+    others: Mapping[str, Any] | None
+
+
+class _Run(NamedTuple):
+    """A run's calls, the embeddings that it was given, and its output."""
+
+    calls: Sequence[_Call]
+    embeddings: Tensor
+    output: Any
+
+    @property
+    def layers(self) -> list[_Call]:
+        return [call for call in self.calls if call.others is not None]
+
+
+class _Shell:
+    """Copy of a model with other modules in place of its layers and of its modules between the layers and the root."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], others: Sequence[str], results: int) -> None:
+        self.calls: list[_Call] = []
+        self._width, self._runs, memo = token_width(model), 0, dict[int, Any]()
+        for name in (*others, *layers):
+            module = model.get_submodule(name)
+            slot = memo[id(module)] = InputSlot(module, self._width)
+            arguments = tuple(inspect.signature(module.forward).parameters)
+            note = partial(self._note, name, arguments, results if name in set(layers) else None)
+            slot.register_forward_hook(note, with_kwargs=True)
+        for module in model.modules():
+            held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+            memo |= {id(value): value for value in held if isinstance(value, Tensor)}
+        self.model: Any = copy.deepcopy(model, memo).train()
+        # Tensors may have no memory. Values are positive, so that a sum with one is seen as a change.
+        replace_tensors(self.model, lambda one: torch.ones(one.shape, dtype=one.dtype, device="cpu"))
+
+    def run(self, *, tokens: bool, whole: bool) -> _Run:
+        """Run the model on token ids or on embeddings, with or without what follows its base model."""
+        self._runs, self.calls = self._runs + 1, []
+        base = base_model(self.model)
+        model: Any = self.model if whole else base
+        # The last token is padding: a mask that a model derives from it is not that of later stages.
+        padding = getattr(self.model.config, "pad_token_id", None) or 0
+        ids = torch.full((_ROWS, _LENGTH), padding + 1)
+        ids[0, -1] = padding
+        embeddings = self._values((_ROWS, _LENGTH, self._width), torch.float32)
+        given: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
+        given |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
+        with BalanceLoss.taking_logits(base):
+            return _Run(self.calls, embeddings, tensor_of(model(**given)))
+
+    def _note(
+        self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, given: Any
+    ) -> Any:
+        """Note a call, and return the result: new values, unless the module passes its input through."""
+        others = {**dict(zip(names, args, strict=False)), **kwargs}
+        passes = results is None and any(given is one for one in others.values())
+        result = given if passes else self._values(given.shape, given.dtype)
+        others = {key: one for key, one in others.items() if one is not given}
+        self.calls.append(_Call(name, given.clone(), result.clone(), None if results is None else others))
+        # Further results of a layer are not numbers, so that they are seen where they arrive.
+        return (result, *[result * torch.nan] * (results - 1)) if results else result
+
+    def _values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Values that differ between runs and calls."""
+        values = torch.linspace(self._runs, self._runs + 1, torch.Size(shape).numel())
+        return (values.view(shape) + len(self.calls)).to(dtype)
+
+
+def _wrong(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[str]:
+    """Reasons why stages cannot run the layers. A layer may be left out."""
+    expected = "; expected only the hidden states, since stages exchange nothing else"
+    called = [call.name for call in run.layers]
+    if not called or called != [name for name in layers if name in called]:
+        yield f"on token ids its forward runs {', '.join(called) or 'no layer'}; expected {', '.join(layers)} in order"
+        return
+    shape = tuple(run.layers[0].given.shape)
+    if shape[:2] != (_ROWS, _LENGTH):
+        yield f"layer {called[0]} receives {shape} for {_ROWS} rows of {_LENGTH} tokens; expected (rows, tokens, ...)"
+    for one, other in pairwise(run.layers):
+        if not _equal(other.given, one.result):
+            yield f"its forward changes the hidden states between {one.name} and {other.name}; expected no change"
+    for one, other in zip(first.layers, run.layers, strict=False):
+        for name in dict.fromkeys((*(one.others or ()), *(other.others or ()))):
+            given, later = (
+                [leaf for leaf in tree_leaves((call.others or {}).get(name)) if isinstance(leaf, Tensor)]
+                for call in (one, other)
+            )
+            if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in given):
+                yield f"layer {one.name} receives a further result of an earlier layer as {name}{expected}"
+            if len(given) != len(later) or not all(map(_equal, given, later)):
+                yield f"layer {one.name} receives {name}, which later stages cannot compute{expected}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

@@ -232,7 +232,7 @@ def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
     return listed("of another size", sizes) + listed("of another kind", kinds)
 
 
-def empty_causal_lm(config: Any, attention: str) -> nn.Module:
+def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
     """Causal LM with uninitialised parameters, which have no memory inside ``deferred_init``.
 
     No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
@@ -240,7 +240,7 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
 
     Args:
         config: a ``PretrainedConfig``.
-        attention: name of the attention implementation.
+        attention: name of the attention implementation; None for the best that the class supports.
 
     Raises:
         SetupError: the model cannot be made, for example because its sizes overflow or exceed the memory.
@@ -261,7 +261,7 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str) -> nn.Module:
+def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str | None) -> nn.Module:
     """Causal LM with the weights of a folder. Inside ``deferred_init`` its parameters have no memory.
 
     Files and model are compared before parameters take memory, so that a config that does not fit the files is rejected
@@ -270,7 +270,7 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
     Args:
         weights: weights of the whole model.
         config: a ``PretrainedConfig``.
-        attention: name of the attention implementation.
+        attention: name of the attention implementation; None for the best that the class supports.
 
     Raises:
         SetupError: see :func:`load_into`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -11,13 +11,32 @@ from torch import nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 
-__all__ = ["NEEDED", "ModuleConfig", "is_inside"]
+__all__ = ["NEEDED", "ModuleConfig", "TrialRun", "is_inside"]
 
 NEEDED = (
     "get_pp_module_config() returns a dict of num_layers (an int), layer_prefix (the FQN of the list of layers, such as"
     " 'model.layers'), input_fqns and output_fqns (lists of the FQNs before and after it) and, if some modules are"
     " needed on every stage, always_keep_fqns; and, if layers take and return several tensors, layer_outputs"
 )
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """Result of a trial run of a Hugging Face causal LM, made by ``derived_config.tried_config``.
+
+    Attributes:
+        called: names of the modules that were called on token ids, in order, once for each call.
+        layer_results: number of results of a layer, of which the first is the hidden states; 0 for a tensor.
+        starts_plain: True if the first layer receives given embeddings unchanged.
+        ends_plain: True if the base model returns the result of the last layer, passed through the modules after it.
+        logits_plain: True if the model returns the result of its head unchanged.
+    """
+
+    called: tuple[str, ...]
+    layer_results: int
+    starts_plain: bool
+    ends_plain: bool
+    logits_plain: bool
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,8 @@ class ModuleConfig:
             not have trained parameters.
         layer_outputs: number of tensors that each listed module takes as its first positional arguments and returns as
             a tuple (default 1). Layers that take and return one tuple need no number.
+        trial: what a trial run of a Hugging Face model has found out. Set by
+            :func:`~lightning_pipe.llm.model.derived_config.tried_config`.
     """
 
     num_layers: int
@@ -42,6 +63,7 @@ class ModuleConfig:
     output_fqns: tuple[str, ...] = ()
     always_keep_fqns: tuple[str, ...] = ()
     layer_outputs: int = 1
+    trial: TrialRun | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> ModuleConfig:
@@ -52,7 +74,7 @@ class ModuleConfig:
         """
         if not isinstance(given, Mapping):
             raise SetupError(f"get_pp_module_config() returned {given!r}. Expected: {NEEDED}")
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls) if one.compare]
         unknown = [str(key) for key in given if key not in known]
         missing = [key for key in known if key not in (*given, "always_keep_fqns", "layer_outputs")]
         if unknown or missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = ["NoConditions", "StageShape", "StageShapes", "signature"]
+__all__ = ["NoConditions", "StageShape", "StageShapes", "block_of", "pass_on_without_data", "signature"]
 
 _REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
 
@@ -104,6 +105,7 @@ class StageShapes:
         except (InputError, SetupError):
             raise
         except Exception as error:
+            block = block_of(error, stage)
             unknown = isinstance(error, TypeError) and "keyword argument" in str(error)
             fix = (
                 "Give forward that argument (context parallelism adds position_ids), or leave it out in model_inputs"
@@ -112,7 +114,7 @@ class StageShapes:
             )
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
-                f" exchange: {error}. {fix}"
+                f" exchange:{f' {block} fails with' if block else ''} {error}. {fix}"
             ) from error
         if index == len(self._stages) - 1:
             # The last stage's output is not sent, so it may have any type.
@@ -124,6 +126,33 @@ class StageShapes:
                 " next stage takes as its arguments"
             )
         return outputs
+
+
+def pass_on_without_data(layer: Any, slot: nn.Module) -> None:
+    """Make a layer with fake parameters do as *slot* where its forward needs values, such as the choices of a router.
+
+    A slot of another stage returns its hidden states, so layers keep their shape.
+    """
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def passing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return slot(*args, **kwargs)
+
+    layer.forward = passing
+
+
+def block_of(error: Exception, model: nn.Module) -> str | None:
+    """Name of the innermost module whose forward raised an error."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self"))) or found
+        trace = trace.tb_next
+    return found
 
 
 class NoConditions(TorchFunctionMode):

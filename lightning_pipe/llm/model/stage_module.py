@@ -10,19 +10,20 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.llm.losses.balance_loss import BalanceLoss
+from lightning_pipe.llm.losses.router_losses import active_router_losses
+from lightning_pipe.llm.model.slots import LayerSlot, Passage, PassThrough, is_causal_lm, slots_of
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.model.module_config import ModuleConfig
 
 __all__ = [
-    "EmptyRun",
     "PassThrough",
     "StageModule",
     "base_model",
@@ -33,40 +34,12 @@ __all__ = [
     "replace_tensors",
     "run_empty",
     "shallow_copy",
+    "takes_cache",
+    "tensor_of",
     "tied_parameters",
 ]
 
-_PLAIN = (str, int, float, bool, torch.dtype, type(None))
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
-
-
-class PassThrough(nn.Module):
-    """Replacement of a module of another stage, without parameters or buffers, that returns its first argument.
-
-    Args:
-        replaced: replaced module (default None). Its plain attributes (numbers, strings, dtypes) are copied, since a
-            model's forward may read them: Qwen3's reads the ``attention_type`` of each layer.
-        as_tuple: return ``(x,)`` instead of ``x`` (default False), for layers that return a tuple whose first item the
-            model uses, such as GPT-NeoX's.
-        outputs: number of tensors that modules hand on (default 1). Called with as many positional arguments, a module
-            returns these as a tuple.
-    """
-
-    def __init__(self, replaced: nn.Module | None = None, as_tuple: bool = False, outputs: int = 1) -> None:
-        super().__init__()
-        own = vars(self).keys() | {"forward"}
-        for name, value in vars(replaced).items() if replaced is not None else ():
-            if name not in own and isinstance(value, _PLAIN):
-                setattr(self, name, value)
-        self.train(replaced is None or replaced.training)
-        self._as_tuple = as_tuple
-        self._outputs = outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if 1 < self._outputs <= len(args):
-            return args[: self._outputs]
-        passed = args[0] if args else next(iter(kwargs.values()))
-        return (passed,) if self._as_tuple else passed
 
 
 class StageModule(nn.Module):
@@ -93,7 +66,12 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self._packs = packs and stage_index > 0
         self._causal_lm = is_causal_lm(module)
-        self._has_cache = self._causal_lm and "use_cache" in inspect.signature(self._called().forward).parameters
+        self._has_cache = self._causal_lm and takes_cache(self._called())
+        slots = [one for one in module.modules() if isinstance(one, LayerSlot)]
+        self._passage = slots[0].passage if slots else Passage()
+        self._enters = stage_index > 0 and any(one.enters for one in slots)
+        self._leaves = any(one.leaves for one in slots)
+        self.balance = BalanceLoss.of(module) if self._causal_lm else None
 
     def _called(self) -> nn.Module:
         # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
@@ -118,39 +96,51 @@ class StageModule(nn.Module):
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
-            output = self._run(*args, **kwargs)
-        return output if result_of is None or self.stage_index < self.num_stages - 1 else result_of(output)
+            losses = active_router_losses()
+            if not self._causal_lm:
+                packed = (args,) if self._packs and len(args) > 1 else args
+                output = self.module(*packed, **kwargs)
+            elif self.balance is None:
+                output = self._run(*args, **kwargs)
+            else:
+                first, *sums = args
+                with self.balance.taking_logits(base_model(self.module)) as logits:
+                    output = self._run(first, **kwargs)
+                counted = None if losses is None else losses.counted
+                total = self.balance.add(sums[0] if sums else self.balance.zeros(first.device), logits, counted)
+        if self.stage_index < self.num_stages - 1:
+            return output if self.balance is None else (output, total)
+        result = output if result_of is None else result_of(output)
+        if self.balance is None or losses is None:
+            return result
+        return result + losses.scale * losses.tokens * self.balance.of_sums(total)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._causal_lm:
-            return self.module(args, **kwargs) if self._packs and len(args) > 1 else self.module(*args, **kwargs)
         if len(args) > 1:
             raise InputError(
                 f"stage {self.stage_index} was called with {len(args)} positional arguments; a Hugging Face model takes"
                 " only one, token ids or hidden states. Pass the others as keywords"
             )
-        if args:
+        if args and self._enters:  # the hidden states enter at a layer
+            kwargs["inputs_embeds"] = args[0].new_zeros(*args[0].shape[:2], self._passage.width)
+        elif args:
             kwargs["inputs_embeds" if self.stage_index else "input_ids"] = args[0]
         if self._has_cache:
             kwargs["use_cache"] = False
-        return _tensor(self._called()(**kwargs))
+        try:
+            self._passage.received = args[0] if self._enters else None
+            output = self._called()(**kwargs)
+            if self._leaves and self._passage.left is None:
+                raise SetupError(
+                    f"stage {self.stage_index} of {self.num_stages} ran no layer after its own, where its hidden states"
+                    " leave it; expected a forward that runs the layers of the next stage. Move the split points"
+                )
+            return tensor_of(output) if self._passage.left is None else self._passage.left
+        finally:
+            self._passage.received = self._passage.left = None
 
     def extra_repr(self) -> str:
         return f"stage {self.stage_index} of {self.num_stages}"
-
-
-@dataclass(frozen=True)
-class EmptyRun:
-    """Result of a run of a model in which every listed module passes its input through.
-
-    Args:
-        called: FQNs of the modules that were called, in order.
-        layers_return_tuple: True if the model uses the first item of the tuple that a layer returns. Detected for
-            causal LMs only.
-    """
-
-    called: tuple[str, ...]
-    layers_return_tuple: bool
 
 
 def make_stage(
@@ -184,8 +174,7 @@ def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
         kept: FQNs of the modules to keep.
 
     Raises:
-        SetupError: the config does not list a kept name, or the model is a causal LM that cannot be cut
-            (:func:`run_empty`).
+        SetupError: the config does not list a kept name.
     """
     unknown = [name for name in kept if name not in set(config.modules)]
     if unknown:
@@ -193,83 +182,49 @@ def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
             f"the stage should hold {', '.join(unknown)}, which the model's config does not list; expected names from"
             f" {', '.join(config.modules)}"
         )
-    as_tuple = is_causal_lm(model) and run_empty(model, config).layers_return_tuple
-    _replace(model, config, kept, as_tuple)
+    for name, slot in slots_of(model, config, kept).items():
+        model.set_submodule(name, slot)
 
 
-def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tuple: bool) -> dict[str, PassThrough]:
-    layers = set(config.layers)
-    foreign = {
-        name: PassThrough(model.get_submodule(name), as_tuple and name in layers, config.layer_outputs)
-        for name in config.modules
-        if name not in set(kept)
-    }
-    for name, placeholder in foreign.items():
-        model.set_submodule(name, placeholder)
-    return foreign
-
-
-def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden | None = None, **kwargs: Any) -> EmptyRun:
+def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: Any) -> None:
     """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
-    Operations of a forward outside its listed modules (GPT-2 adds position embeddings, Gemma scales the embedding)
-    would be repeated on every stage. This run detects them, on a copy without the model's parameters.
+    Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
+    run detects them, on a copy without the model's parameters. Hugging Face causal LMs do not need it
+    (:func:`~lightning_pipe.llm.model.derived_config.tried_config`).
 
     Args:
         model: unsplit model on any device, including the meta device. It is not changed.
         config: names of the model's modules.
-        hidden: hidden states on the CPU, in the shape that stages exchange, a tuple if there are several (default None,
-            for Hugging Face causal LMs).
+        hidden: hidden states on the CPU, in the shape that stages exchange, a tuple if there are several.
         kwargs: keyword arguments of every stage.
 
     Raises:
         SetupError: the hidden states change, or the run fails.
     """
-    failures: list[Exception] = []
-    attempts = (False, True) if is_causal_lm(model) else (False,)
-    hidden = _some_hidden_states(model) if hidden is None else hidden
-    for as_tuple in attempts:
-        try:
-            result, called = _run_shell(model, config, hidden, as_tuple, kwargs)
-        except Exception as error:
-            failures.append(error)
-            continue
+    shell, failure = shallow_copy(model).train(), None
+    prune(shell, config, ())
+    # Tensors of the shell, such as rotary frequencies, may have no memory yet.
+    replace_tensors(shell, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            result = shell(hidden, **kwargs)
         given, found = (one if isinstance(one, tuple) else (one,) for one in (hidden, result))
         if len(given) == len(found) and all(map(_same, given, found)):
-            return EmptyRun(tuple(called), as_tuple)
-    failure = failures[0] if len(failures) == len(attempts) else None
+            return
+    except Exception as error:
+        failure = error
     reason = "changes its input" if failure is None else f"fails with {type(failure).__name__}: {failure}"
     raise SetupError(
         f"{type(model).__name__} cannot be cut: with {', '.join(config.input_fqns + config.output_fqns)} and its layers"
         f" passing through, its forward {reason}; expected a forward that then returns the hidden states unchanged."
         " Move its other operations on them, such as a sum of two embeddings or a dropout, into one of those modules."
-        " If layers take and return several tensors, set layer_outputs in the config to their number."
-        " Hugging Face models with such operations, such as GPT-2 and OPT, cannot be cut"
+        " If layers take and return several tensors, set layer_outputs in the config to their number"
     ) from failure
 
 
 def _same(given: torch.Tensor, found: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == given.shape and torch.equal(found, given)
-
-
-def _run_shell(
-    model: nn.Module, config: ModuleConfig, hidden: Hidden, as_tuple: bool, kwargs: dict[str, Any]
-) -> tuple[Any, list[str]]:
-    shell = shallow_copy(model).train()
-    called: list[str] = []
-
-    def record(name: str) -> Callable[..., None]:
-        return lambda *_: called.append(name)
-
-    for name, placeholder in _replace(shell, config, (), as_tuple).items():
-        placeholder.register_forward_pre_hook(record(name))
-    # Tensors of the shell, such as rotary frequencies, may have no memory yet.
-    replace_tensors(shell, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        if is_causal_lm(shell):
-            # Run as the first of two stages, so that no logits are computed.
-            return StageModule(shell, 0, 2)(inputs_embeds=hidden, **kwargs), called
-        return shell(hidden, **kwargs), called
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
@@ -293,29 +248,24 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def is_causal_lm(model: nn.Module) -> bool:
-    """Return True if a model has the attributes of a Hugging Face causal LM, whatever its class."""
-    return all(hasattr(model, name) for name in ("config", "base_model_prefix", "get_input_embeddings"))
-
-
 def base_model(model: nn.Module) -> nn.Module:
     """Base model of a Hugging Face model, without its head."""
-    base = getattr(model, str(model.base_model_prefix), model)
+    base = getattr(model, str(model.base_model_prefix), None) or getattr(model, "model", model)
     assert isinstance(base, nn.Module)
     return base
 
 
-def _tensor(output: Any) -> Any:
+def takes_cache(model: nn.Module) -> bool:
+    """Return True if the forward of a Hugging Face model takes ``use_cache``."""
+    parameters = inspect.signature(model.forward).parameters
+    return "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def tensor_of(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output
     logits = getattr(output, "logits", None)
     return output[0] if logits is None else logits
-
-
-def _some_hidden_states(model: nn.Module) -> torch.Tensor:
-    """Hidden states of two sequences of three tokens: sizes above 1, so that losing either dimension is detected."""
-    width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[operator]
-    return torch.linspace(-1.0, 1.0, 6 * width, dtype=torch.float32, device="cpu").view(2, 3, width)
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -71,6 +71,7 @@ def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
             if not hasattr(holder, name):
                 holder.add_module(name, nn.Module())
             holder = holder.get_submodule(name)
+        vars(holder).pop(leaf, None)
         holder.register_parameter(leaf, copy)
 
 

@@ -32,7 +32,6 @@ _TOKENWISE = (
     nn.RMSNorm,
     nn.Sequential,
     nn.SiLU,
-    PassThrough,
 )
 # Keys of Hugging Face configs that limit the tokens a token attends to. A chunk's mask may not show the limit.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -157,7 +156,7 @@ class CheckedAttention(nn.Module):
         self._calls = 0
         for name in layers:
             layer = stage.module.get_submodule(name)
-            if not all(type(part) in _TOKENWISE for part in layer.modules()):
+            if not all(type(part) in _TOKENWISE or isinstance(part, PassThrough) for part in layer.modules()):
                 layer.register_forward_pre_hook(self._begin_layer)
                 layer.register_forward_hook(self._end_layer(name))
 
@@ -185,8 +184,8 @@ class CheckedAttention(nn.Module):
                 raise SetupError(
                     f"layer {name} ({type(layer).__name__}) does not call scaled_dot_product_attention; expected a call"
                     " in every layer, since context parallelism exchanges tokens only there. Choose that implementation"
-                    " of attention (for Hugging Face models attn_implementation='sdpa'), and merge a layer without"
-                    " attention into one with attention"
+                    " of attention (HFCausalLM's attention='sdpa', or attn_implementation='sdpa' of transformers), and"
+                    " merge a layer without attention into one with attention"
                 )
 
         return check

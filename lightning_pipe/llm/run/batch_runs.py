@@ -103,14 +103,22 @@ class BatchRuns:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
         module = self.module
         routers = [
-            RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
-            for one in step.micro_batches
+            RouterLosses(module.loss_tokens(one.target), counted=self._router_tokens(one.target, length), scale=scale)
+            for one, length in zip(step.micro_batches, step.lengths, strict=True)
         ]
         micro_batches = [
             replace(one, contexts=(*one.contexts, partial(_same, losses)))
             for one, losses in zip(step.micro_batches, routers, strict=True)
         ]
         return micro_batches, routers
+
+    def _router_tokens(self, micro_batch: Any, length: int) -> Tensor | None:
+        """Tokens over which routers are balanced: those that the module names, or all without padding."""
+        counted = self.module.router_tokens(micro_batch)
+        tokens = micro_batch.get("input_ids") if counted is None else None
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= length:
+            return counted
+        return (torch.arange(tokens.shape[1], device=tokens.device) < length).expand(len(tokens), -1)
 
     def _scaled_loss(self, scale: float) -> Any:
         summed_loss = self.module.summed_loss if self._sum_seen else self._seen_loss

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pprint import pformat
 from typing import Any
 
 import torch
@@ -295,7 +296,9 @@ def _config_of(model: nn.Module) -> list[tuple[str, str]]:
     """The fields of a model's config, if it has one, without those that say where it was read."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else {}
-    return [(str(name), repr(value)) for name, value in sorted(fields.items()) if not str(name).startswith("_")]
+    # Some configs have dictionaries whose order follows that of a set.
+    described = {str(name): pformat(value, width=1_000_000) for name, value in fields.items()}
+    return [(name, value) for name, value in sorted(described.items()) if not name.startswith("_")]
 
 
 def example_of(

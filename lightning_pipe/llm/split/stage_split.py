@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, fill_with_placeholders
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
 from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config, tried_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import Mixture, mixtures_of
-from lightning_pipe.llm.model.shapes import StageShapes
+from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
+from lightning_pipe.llm.model.slots import slots_of
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
     is_causal_lm,
@@ -134,7 +137,8 @@ def split_model(
             )
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
-    routers, mixtures = has_routers(model), cut.mixtures(model)
+    routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.of(model) is not None)
+    mixtures = cut.mixtures(model)
     if not placeholders:
         _fill(model, record, cut.holds(mine), device, pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(mine)}
@@ -207,10 +211,17 @@ class _LayerCut:
         example: Callable[[], Example] | None,
     ) -> None:
         config.check(model)
-        self._config = config
+        config = self._config = tried_config(model, config)
+        if parallelism.dimensions.cp > 1 and is_causal_lm(model) and BalanceLoss.of(model) is not None:
+            raise SetupError(
+                f"the config has output_router_logits=True, and parallel.cp is {parallelism.dimensions.cp}; expected 1,"
+                " since a rank knows the routers' choices for its part of the sequences only. Set"
+                " output_router_logits=False, or parallel.cp to 1"
+            )
         self._num_stages = num_stages
         self._parallelism = parallelism
         self._fqns = split_by_options(config, num_stages, options, lambda unit: _measured(model, config, unit, example))
+        self._check_ends(model)
         self._plan = parallelism.check(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
 
@@ -218,17 +229,32 @@ class _LayerCut:
         """Mixtures of the whole model that can replay choices of experts."""
         return tuple(mixtures_of(model, self._config.layers)) if self._parallelism.can_replay_routing else ()
 
+    def _check_ends(self, model: nn.Module) -> None:
+        """Check that hidden states can enter and leave at layers where the model's own forward changes them."""
+        trial, layers = self._config.trial, self._config.layers
+        if trial is not None and (
+            (layers[0] not in self._fqns[0] and not trial.starts_plain)
+            or (layers[-1] not in self._fqns[-1] and not trial.ends_plain)
+        ):
+            raise SetupError(
+                f"{type(model).__name__} has operations of its own before its first or after its last layer, which only"
+                " a stage with that layer can run; expected a first and a last stage with at least one layer each."
+                " Change split.layers_per_stage or split.layer_ranges"
+            )
+
     def shapes(self, model: nn.Module) -> StageShapes:
         """Shapes of the tensors that stages exchange."""
         fake, mode = fake_copy(model)
         skip_experts(fake)
 
         def check(hidden: Tensor | tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
-            # The hidden states of a causal LM are known without a batch, so `prune` has already checked it.
             if not is_causal_lm(fake):
                 run_empty(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
+        slots = slots_of(fake, self._config, ()) if self._config.trial is not None else {}
+        for stage, name in product(stages, self._config.layers if slots else ()):
+            pass_on_without_data(stage.module.get_submodule(name), slots[name])
         sizes = self._parallelism.dimensions
         if sizes.cp == 1:
             return StageShapes(stages, mode, check)
@@ -238,8 +264,10 @@ class _LayerCut:
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
         """Predicate that is True for names of parameters and buffers that any of these stages needs."""
         kept = [name for index in mine for name in self._fqns[index]]
-        prefixes = tuple(f"{name}." for name in [*kept, *self._config.always_keep_fqns])
-        return lambda name: name.startswith(prefixes)
+        own = {*kept, *self._config.always_keep_fqns}
+        # A buffer outside of all listed modules belongs to the forward itself.
+        listed = {*self._config.modules, *self._config.always_keep_fqns}
+        return lambda name: is_inside(name, own) or not is_inside(name, listed)
 
     def stage(self, model: nn.Module, index: int) -> StageModule:
         return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)

@@ -13,6 +13,7 @@ The trace is made without data, from a copy without memory, so no rank holds the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import Any
@@ -28,7 +29,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from lightning_pipe._compat.torch import tree_leaves, tree_map, tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
-from lightning_pipe.llm.model.stage_module import StageModule, registered_tensors, replace_tensors
+from lightning_pipe.llm.model.stage_module import (
+    StageModule,
+    is_causal_lm,
+    registered_tensors,
+    replace_tensors,
+    tensor_of,
+)
 from lightning_pipe.llm.model.tied import TiedParameter
 from lightning_pipe.llm.split.traced_graph import CutGraph, cut, whole_layers
 from lightning_pipe.llm.split.traced_stage import (
@@ -277,6 +284,10 @@ def _export(
     if not training or not copied.training:  # otherwise keep the modes: the user may have frozen parts in evaluation
         copied.train(training)
     annotate_split_points(copied, dict(split_spec))
+    if is_causal_lm(copied):
+        forward: Any = copied.forward
+        copied.config.use_cache = False  # type: ignore[union-attr]
+        copied.forward = functools.wraps(forward)(lambda *given, **named: tensor_of(forward(*given, **named)))
 
     def moved(value: Tensor) -> Tensor:  # Module.to refuses models without memory
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)

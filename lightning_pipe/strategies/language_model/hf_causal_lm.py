@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,23 +11,15 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.environment import require_release
+from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
+from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
+from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 __all__ = ["HFCausalLM", "read_config"]
-
-# Config attributes of models that modify logits before the loss. A chunked head would skip that step.
-_CHANGE_LOGITS = (
-    "final_logit_softcapping",  # Gemma 2 and 3
-    "lm_head_multiplier",  # Falcon-H1
-    "logit_scale",  # Cohere
-    "logits_scaling",  # Granite
-    "logits_soft_cap",  # RecurrentGemma
-    "output_logit_soft_cap",  # xLSTM
-)
-_ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
 
 
 class HFCausalLM(PipelineModule):
@@ -40,15 +32,16 @@ class HFCausalLM(PipelineModule):
     Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the next token, see
     :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and any other arguments of the model's forward. In
     training, the head and the cross-entropy process ``chunk_tokens`` tokens at a time, so the logits of a whole
-    micro-batch never exist at once. Models that modify their logits before the loss (such as Gemma 2) compute all
-    logits.
+    micro-batch never exist at once. Models that modify their logits after the head (such as Gemma 2), and those whose
+    head is more than one linear layer (such as BERT), compute all logits.
 
     Args:
         config: mapping with ``model_type``, a ``PretrainedConfig``, or the path of a local folder with ``config.json``
             and safetensors.
         learning_rate: learning rate of AdamW (default 3e-4).
         weight_decay: weight decay of AdamW (default 0.1).
-        attention: attention implementation of transformers (default ``sdpa``, which trains on all devices).
+        attention: attention implementation of transformers, such as ``eager`` or ``flash_attention_2`` (default None:
+            ``sdpa`` if the family supports it, otherwise ``eager``).
         chunk_tokens: number of tokens whose logits are computed at a time (default 1024).
     """
 
@@ -57,14 +50,18 @@ class HFCausalLM(PipelineModule):
         config: Any,
         learning_rate: float = 3e-4,
         weight_decay: float = 0.1,
-        attention: str = "sdpa",
+        attention: str | None = None,
         chunk_tokens: int = 1024,
     ) -> None:
         super().__init__()
         require_release("transformers", "models of Hugging Face")
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = read_config(config if self._weights is None else self._weights.config())
-        _refuse_router_loss(self.config)
+        if z_loss := getattr(self.config, "z_loss_coefficient", 0.0):
+            raise SetupError(
+                f"The config has z_loss_coefficient={z_loss}, for a term of the model's own loss that HFCausalLM does"
+                " not compute. Set it to 0.0, or add the term in summed_loss, multiplied by the number of loss tokens."
+            )
         self.max_sequence_length = getattr(self.config, "max_position_embeddings", None)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -76,21 +73,24 @@ class HFCausalLM(PipelineModule):
 
         model: Any
         if self._weights is None:
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                self.config, attn_implementation=self.attention
-            )
+            try:
+                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    self.config, attn_implementation=self.attention
+                )
+            except (ImportError, ValueError) as error:
+                fix = "Use the config of a causal language model, such as llama, qwen3 or gpt_neox."
+                if self.attention is not None:
+                    fix = "Leave out the argument `attention`, so that one is chosen that the family supports."
+                raise SetupError(
+                    f"The {self.config.model_type} model with attention={self.attention!r} cannot be built:"
+                    f" {str(error).strip()}\n{fix}"
+                ) from error
         else:
             model = pretrained_causal_lm(self._weights, self.config, self.attention)
+        BalanceLoss.of(model)  # raises if the family has another router loss
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
-        if head is None or name is None:
-            raise SetupError(
-                "The config must be that of a causal language model with a head for the next token next to its layers,"
-                f" got model_type {self.config.model_type!r} with a {type(model).__name__}. Use a model such as llama,"
-                " qwen3 or gpt_neox."
-            )
-        plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
-        if plain:
+        if name is not None and type(head) is nn.Linear and returns_head_results(model):
             setattr(model, name, _ChunkedHead(head))
         return cast(nn.Module, model)
 
@@ -118,11 +118,26 @@ class HFCausalLM(PipelineModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
 
-    def _call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
+        """Return the tokens over which routers are balanced, as in :class:`PipelineModule`.
+
+        For the model's own router loss, which ``output_router_logits`` enables, these are the tokens of the
+        ``attention_mask``, or all tokens, as in transformers.
+        """
+        if not getattr(self.config, "output_router_logits", False):
+            return super().router_tokens(micro_batch)
+        mask = micro_batch.get("attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def _call(
+        self,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        result_of: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
         assert self.model is not None
-        (tokens,) = arguments
-        output: Tensor = self.model(input_ids=tokens, use_cache=False, **keywords).logits
-        return output
+        result: Tensor = StageModule(self.model, 0, 1)(*arguments, result_of=result_of, **keywords)
+        return result
 
     def _head(self) -> _ChunkedHead | None:
         assert self.model is not None
@@ -131,6 +146,8 @@ class HFCausalLM(PipelineModule):
 
 class _ChunkedHead(nn.Module):
     """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
+
+    In a trace, which replaces modules by operations, it is an ordinary head.
 
     Args:
         head: head whose parameters are used, with the same names.
@@ -142,18 +159,8 @@ class _ChunkedHead(nn.Module):
         self.bias = head.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-def _refuse_router_loss(config: Any) -> None:
-    coefficient = next((getattr(config, name, None) for name in _ROUTER_LOSSES if getattr(config, name, None)), None)
-    if getattr(config, "output_router_logits", False) and coefficient:
-        raise SetupError(
-            f"The config has output_router_logits=True and a coefficient of {coefficient}, for a router loss that"
-            f" Hugging Face's {config.model_type} model computes over all of its layers. HFCausalLM computes only the"
-            " loss of the tokens, so the routers would not be balanced. Set output_router_logits=False, and call"
-            " lightning_pipe.llm.model.hf_experts.tap_routers in build_model, which adds losses to each layer's router."
-        )
+        is_traced = torch.compiler.is_exporting()
+        return nn.functional.linear(hidden, self.weight, self.bias) if is_traced else hidden
 
 
 def read_config(given: Any) -> Any:

@@ -64,8 +64,8 @@ class PipelineModule(StageHooks, pl.LightningModule):
         for part in parts.items:
             of_routers = RouterLosses(self.loss_tokens(part), counted=self.router_tokens(part))
             with of_routers:
-                output = self._output(part)
-            losses.append(of_routers.follow(self.summed_loss(output, part)))
+                loss = self._output(part, self._loss_of(part))
+            losses.append(of_routers.follow(loss))
             routers.append(of_routers)
         tokens = sum(one.tokens for one in routers)
         means = RouterMeans.of(sum_router_losses(routers))
@@ -99,7 +99,10 @@ class PipelineModule(StageHooks, pl.LightningModule):
         count = len(batch) if isinstance(batch, (list, tuple)) else 1
         return split_batch(batch, count, SequenceKeys(labels=self.ignore_index))
 
-    def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
+    def _loss_of(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+        return lambda output: self.summed_loss(output, micro_batch)
+
+    def _output(self, micro_batch: Mapping[str, Any], result_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         assert self.model is not None
         if micro_batch.get(ROUTED_EXPERTS) is not None:
             if self._mixtures is None:
@@ -112,13 +115,18 @@ class PipelineModule(StageHooks, pl.LightningModule):
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
-            return self._call(arguments, keywords)
+            return self._call(arguments, keywords, result_of)
 
-    def _call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-        """Call the unsplit model."""
+    def _call(
+        self,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        result_of: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        """Result of the unsplit model, or a function of it."""
         assert self.model is not None
         output: Tensor = self.model(*arguments, **keywords)
-        return output
+        return output if result_of is None else result_of(output)
 
     def _inputs_of_whole(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of the unsplit model."""

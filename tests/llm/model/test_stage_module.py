@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from transformers import (
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.slots import InputSlot, LayerSlot, Passage
 from lightning_pipe.llm.model.stage_module import (
     PassThrough,
     StageModule,
@@ -41,7 +41,7 @@ from lightning_pipe.llm.model.stage_module import (
     shallow_copy,
     tied_parameters,
 )
-from lightning_pipe.llm.split.by_name import split_at, split_evenly
+from lightning_pipe.llm.split.by_name import split_evenly
 
 VOCABULARY, LENGTH, WIDTH = 32, 7, 16
 SMALL: dict[str, Any] = {
@@ -239,7 +239,7 @@ def test_what_forward_and_registration_order_differently_goes_where_forward_has_
 def test_the_last_stage_gives_logits_whatever_else_the_model_returns() -> None:
     given = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
     stages = stages_of(AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **given)), 2)
-    assert stages[1](stages[0](TOKENS)).shape == (2, LENGTH, VOCABULARY)
+    assert stages[1](*stages[0](TOKENS)).shape == (2, LENGTH, VOCABULARY)
 
 
 def test_no_cache_of_keys_and_values_is_kept() -> None:
@@ -329,7 +329,7 @@ def test_a_stand_in_holds_nothing_and_hands_on_its_first_argument() -> None:
     assert not list(stand_in.state_dict())
     assert stand_in(x, 1, mask=2) is x
     assert stand_in(hidden=x, mask=2) is x
-    assert PassThrough(replaced, as_tuple=True)(x) == (x,)
+    assert LayerSlot(replaced, 2, Passage(), False, False)(x) == (x, None)
     assert vars(stand_in).items() >= {"in_features": 2, "attention_type": "sliding", "training": False}.items()
 
 
@@ -352,7 +352,7 @@ def test_a_hugging_face_stage_takes_one_positional_argument() -> None:
         stages_of(llama(), 2)[1](torch.zeros(1, 2, WIDTH), None)
 
 
-# Models that cannot be cut
+# Operations of a forward between modules
 
 
 def gpt2() -> nn.Module:
@@ -363,24 +363,50 @@ def scaled_granite() -> nn.Module:
     return GraniteForCausalLM(GraniteConfig(**{**SMALL, "num_key_value_heads": 2, "embedding_multiplier": 3.0}))
 
 
-@pytest.mark.parametrize(
-    ("build", "reason"), [(gpt2, "fails with RuntimeError"), (scaled_granite, "changes its input")]
-)
-def test_a_model_that_would_change_hidden_states_on_every_stage_is_refused(
-    build: Callable[[], nn.Module], reason: str
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("build", [gpt2, scaled_granite])
+def test_operations_before_the_layers_are_those_of_the_first_stage(
+    build: Callable[[], nn.Module], num_stages: int
 ) -> None:
-    with pytest.raises(SetupError) as caught:
-        derive_config(build())
-    assert f"cannot be cut: with {'transformer.wte' if build is gpt2 else 'model.embed_tokens'}" in str(caught.value)
-    assert f"its forward {reason}" in str(caught.value)
-    assert "into one of those modules" in str(caught.value)
+    model = build()
+    assert_same(model.eval(), num_stages)
 
 
-def test_a_config_of_a_model_s_own_does_not_hide_that_it_cannot_be_cut() -> None:
-    plain = llama()
-    config = derive_config(plain)
-    with pytest.raises(SetupError, match="GraniteForCausalLM cannot be cut"):
-        make_stage(scaled_granite(), replace(config), split_at(config, [2, 2])[0], 0, 2)
+def test_hidden_states_that_enter_at_a_layer_are_not_touched_by_the_operations_before_it() -> None:
+    model = scaled_granite()
+    config = derive_config(model)
+    stage = make_stage(shallow_copy(model), config, ["model.layers.3"], 1, 3)
+    hidden = torch.rand(2, LENGTH, WIDTH)
+    entered: list[torch.Tensor] = []
+    stage.module.model.layers[3].register_forward_pre_hook(lambda _, args: entered.append(args[0]))  # type: ignore[union-attr, index]
+    left = stage(hidden)
+    assert torch.equal(entered[0], hidden)
+    assert left.shape == hidden.shape
+
+
+def test_a_stage_that_runs_no_layer_where_its_hidden_states_leave_is_an_error() -> None:
+    model = gpt2()
+    stage = make_stage(shallow_copy(model), derive_config(model), ["transformer.wte", "transformer.h.0"], 0, 2)
+    stage.module.transformer.h = stage.module.transformer.h[:1]  # type: ignore[union-attr, index]
+    with pytest.raises(SetupError, match=r"stage 0 of 2 ran no layer after its own"):
+        stage(TOKENS)
+
+
+def test_a_module_that_token_ids_do_not_need_is_an_error_where_it_is_called() -> None:
+    slot = InputSlot(nn.Linear(2, 3), WIDTH, "vision_tower")
+    with pytest.raises(InputError, match=r"calls vision_tower, which only stage 0 holds; expected a batch of tokens"):
+        slot(torch.ones(2))
+
+
+def test_a_module_outside_the_layers_gives_the_shape_of_the_replaced_one() -> None:
+    assert InputSlot(nn.Embedding(5, 3), WIDTH)(TOKENS).shape == (2, LENGTH, 3)
+    assert InputSlot(nn.Linear(4, 3), WIDTH)(torch.ones(2, LENGTH, 4)).shape == (2, LENGTH, 3)
+    assert InputSlot(nn.Sequential(), WIDTH)(TOKENS).shape == (2, LENGTH, WIDTH)
+    given = torch.ones(2, LENGTH, 4)
+    assert InputSlot(nn.LayerNorm(4), WIDTH)(input_ids=None, embeddings=given) is given
+
+
+# Models of a user's own that cannot be cut
 
 
 def test_a_model_of_a_user_s_own_can_be_tried() -> None:
@@ -390,7 +416,7 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
 
     hidden = torch.rand(2, LENGTH, WIDTH)
     model = Transformer()
-    assert run_empty(model, derive_config(model), hidden, mask=None).called == derive_config(model).modules
+    run_empty(model, derive_config(model), hidden, mask=None)
     with pytest.raises(SetupError, match=r"Scaled cannot be cut.*changes its input"):
         run_empty(Scaled(), derive_config(model), hidden, mask=None)
 
@@ -409,14 +435,17 @@ def test_trying_a_model_sees_what_only_training_does_and_draws_no_random_numbers
 
 
 def test_trying_a_model_does_not_change_it() -> None:
-    model = gpt_neox().eval()
-    before = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    run_empty(model, derive_config(model))
-    assert not any(module.training or module._forward_pre_hooks for module in model.modules())
-    assert not any(isinstance(module, PassThrough) for module in model.modules())
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for model, config in ((gpt_neox().eval(), None), (Transformer().eval(), derive_config(Transformer()))):
+        before = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+        if config is None:
+            derive_config(model)
+        else:
+            run_empty(model, config, torch.rand(2, LENGTH, WIDTH))
+        assert not any(module.training or module._forward_pre_hooks for module in model.modules())
+        assert not any(isinstance(module, PassThrough) for module in model.modules())
+        after = dict([*model.named_parameters(), *model.named_buffers()])
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 # Copies and ties

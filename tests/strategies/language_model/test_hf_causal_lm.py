@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -82,6 +83,12 @@ def whole_logits(module: HFCausalLM, batch: dict[str, Tensor]) -> Reference:
         return {"loss": loss, **gradients_of(theirs)}
 
     return Reference.of(trained)
+
+
+def test_a_model_without_memory_has_the_same_head() -> None:
+    with deferred_init():
+        module = built()
+    assert type(module.model.lm_head) is type(built().model.lm_head) is not torch.nn.Linear  # type: ignore[union-attr]
 
 
 def test_whole_logits_are_never_made_in_training() -> None:
@@ -160,12 +167,76 @@ def test_logits_that_are_capped_or_scaled_are_in_the_loss(model_type: str, chang
     assert Reference.of(loss).differences({"loss": module.run_batch(batch).loss}) == []
 
 
-def test_a_loss_of_routers_over_all_layers_is_refused_and_not_dropped() -> None:
-    config = hf_config("llama") | {"model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
-    with pytest.raises(SetupError, match=r"output_router_logits=True and a coefficient of 0\.02.*tap_routers"):
-        HFCausalLM(config | {"router_aux_loss_coef": 0.02})
-    for without in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}):
-        HFCausalLM(config | without)
+def mixture(**changes: Any) -> dict[str, Any]:
+    routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return hf_config("mixtral") | routers | changes
+
+
+def test_the_loss_of_routers_over_all_layers_is_transformers_own() -> None:
+    module, batch = built(**mixture()), row_batches(1)[0]
+    batch["attention_mask"] = (torch.arange(9) < torch.arange(1, 17)[:, None].clamp(max=9)).long()
+    loss = module.run_batch(batch).loss
+    loss.backward()
+
+    def theirs() -> dict[str, Any]:
+        model = original(module)
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        output = model(**inputs, use_cache=False)
+        of_tokens = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+        total = of_tokens + 0.5 * output.aux_loss
+        total.backward()
+        return {"loss": total, **gradients_of(model)}
+
+    assert not beyond_rounding({"loss": loss, **gradients_of(module.model)}, Reference.of(theirs))
+    assert abs(float(loss.detach()) - float(built(**mixture(router_aux_loss_coef=0.0)).run_batch(batch).loss)) > 0.1
+
+
+def losses_with_routers(rank: int, world: int, lengths: tuple[int, ...]) -> list[float]:
+    rows = [{key: value[:2] for key, value in batch.items()} for batch in row_batches(len(lengths), 2, lengths)]
+    for row in rows:
+        row["labels"] = row["input_ids"]
+    module = TinyHF(mixture())
+    fit(module, "auto" if world == 1 else llm("1f1b", len(rows)), [rows])
+    return module.losses
+
+
+def test_padding_that_a_strategy_adds_is_not_in_the_loss_of_routers() -> None:
+    lengths = (9, 5)
+    (expected,) = losses_with_routers(0, 1, lengths)
+    for found in run_ranks(losses_with_routers, 2, lengths):
+        assert found == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_loss_of_routers_with_context_parallelism_is_refused() -> None:
+    for message in run_ranks(refused_with_context, 2):
+        assert "output_router_logits=True, and parallel.cp is 2; expected 1" in message
+
+
+def refused_with_context(rank: int, world: int) -> str:
+    with pytest.raises(SetupError) as caught:
+        fit(TinyHF(mixture()), llm("1f1b", 2, pp=1, cp=2), row_batches(1))
+    return str(caught.value)
+
+
+def test_a_term_of_a_models_loss_that_is_not_computed_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"z_loss_coefficient=0\.1, for a term of the model's own loss"):
+        HFCausalLM({"model_type": "bamba", "z_loss_coefficient": 0.1})
+
+
+@pytest.mark.parametrize(("model_type", "chosen"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_attention_is_chosen_by_the_family(model_type: str, chosen: str) -> None:
+    module = HFCausalLM(hf_config("llama") | {"model_type": model_type})
+    module.configure_model()
+    assert module.model is not None
+    assert module.model.config._attn_implementation == chosen  # type: ignore[union-attr]
+
+
+def test_attention_that_a_family_does_not_support_is_refused_by_the_arguments_name() -> None:
+    module = HFCausalLM(hf_config("llama") | {"model_type": "gemma2"}, attention="sdpa")
+    with pytest.raises(
+        SetupError, match=r"gemma2 model with attention='sdpa' cannot be built(.|\n)*Leave out the argument `attention`"
+    ):
+        module.configure_model()
 
 
 def test_it_trains_with_adamw_of_its_settings() -> None:

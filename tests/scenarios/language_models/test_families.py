@@ -1,0 +1,108 @@
+"""Every causal LM of transformers is trained in stages as by a plain loop, or refused; docs/families.md says which."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from lightning_pipe.environment import stacks
+from lightning_pipe.llm.split.options import SplitOptions
+from tests.distributed import run_ranks
+from tests.scenarios.language_models.families import (
+    COUNT,
+    FAMILIES,
+    SCHEDULES,
+    WITHIN,
+    Noting,
+    batches,
+    by_a_plain_loop,
+    config_of,
+    outcome,
+    tables,
+    trained,
+)
+from tests.strategies.llm_cases import fit, llm
+
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
+# The families and the reasons depend on the releases.
+DEFAULT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) == tuple(map(int, stacks().default.split(".")))
+# Positions before the layers, a capped logit, two results of a layer, a nested head, routers that need values, an
+# embedding that every layer needs, a buffer of the forward's own, a norm on both sides of the layers.
+OFTEN = ("gpt2", "recurrent_gemma", "bamba", "bert", "jetmoe", "zamba2", "ctrl", "nanochat")
+
+
+def test_families_of_each_kind_are_equal_or_refused() -> None:
+    found = trained(OFTEN)
+    results = {family: [outcome(one, schedule) for schedule in SCHEDULES] for family, one in found.items()}
+    assert (
+        results.pop("zamba2")
+        == ["layer model.layers.0 receives original_hidden_states, which later stages cannot compute"] * 2
+    )
+    first, second = results.pop("bert")
+    assert first == ""
+    assert second.startswith("cls.predictions.bias and cls.predictions.decoder.bias of stage 3 are one parameter")
+    assert not [family for family, reasons in results.items() if any(reasons)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not DEFAULT, reason="the page is about the default stack")
+def test_the_tables_of_the_page_are_those_of_training() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    found = trained()
+    assert found.keys() == set(FAMILIES)
+    results = [outcome(one, schedule) for one in found.values() for schedule in SCHEDULES]
+    assert not [one for one in results if one.startswith(("DIFFERENT", "FAILED"))]
+    assert [table for table in tables(found).split("\n\n") if table not in page] == []
+
+
+def test_the_page_names_every_family_once() -> None:
+    if transformers.__version__ not in PAGE.read_text(encoding="utf-8"):
+        pytest.skip("the page is about another release of transformers")
+    body = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->")[2]
+    named = re.findall(
+        r"`([^`]+)`", "\n".join(re.sub(r"^(\| `[^`]+` \|).*", r"\1", line) for line in body.splitlines())
+    )
+    assert sorted(named) == sorted(FAMILIES)
+
+
+# Router losses
+
+
+def test_the_router_loss_of_all_layers_is_transformers_own() -> None:
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    found = trained(("qwen3_moe",), **changes)["qwen3_moe"]
+    assert [outcome(found, schedule) for schedule in SCHEDULES] == ["", ""]
+    without = by_a_plain_loop(config_of("qwen3_moe"))
+    assert abs(found.plain[0] - without[0]) > 100 * WITHIN  # type: ignore[operator]
+
+
+# Cut by a trace
+
+
+class Traced(Noting):
+    def example_micro_batch(self) -> dict[str, Tensor]:
+        return batches()[0][0]
+
+
+def cut_by_a_trace(rank: int, world: int, family: str) -> list[float]:
+    module = Traced(config_of(family))
+    fit(module, llm("1f1b", COUNT, split=SplitOptions(split_policy="equal_size")), batches())
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one == "gpt2" else pytest.mark.exhaustive)
+        for one in ("gpt2", "zamba2", "gemma4_text")
+    ],
+)
+def test_a_family_can_be_cut_by_a_trace(family: str) -> None:
+    expected = by_a_plain_loop(config_of(family))
+    for losses in run_ranks(cut_by_a_trace, 2, family):
+        assert losses == pytest.approx(expected, abs=WITHIN)
