@@ -54,7 +54,7 @@ class ModuleConfig:
         layer_outputs: number of tensors that each listed module takes as its first positional arguments and returns as
             a tuple (default 1). Layers that take and return one tuple need no number.
         trial: what a trial run of a Hugging Face model has found out. Set by
-            :func:`~lightning_pipe.llm.model.derived_config.tried_config`.
+            ``derived_config.tried_config``.
     """
 
     num_layers: int

@@ -191,7 +191,7 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
 
     Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
     run detects them, on a copy without the model's parameters. Hugging Face causal LMs do not need it
-    (:func:`~lightning_pipe.llm.model.derived_config.tried_config`).
+    (``derived_config.tried_config``).
 
     Args:
         model: unsplit model on any device, including the meta device. It is not changed.
