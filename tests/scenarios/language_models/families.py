@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -369,7 +370,7 @@ def tables(found: dict[str, Found]) -> str:
         f"Of {len(found)} families, {len(equal)} are equal under both schedules (transformers"
         f" {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}):",
         "",
-        f"{', '.join(map(_code, equal))}.",
+        textwrap.fill(f"{', '.join(map(_code, equal))}.", 120, break_on_hyphens=False),
     ]
     for families, title, results in (
         (partly, "equal under 1F1B, refused under ZBV zero bubble", second),

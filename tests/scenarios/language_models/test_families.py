@@ -18,6 +18,7 @@ from tests.scenarios.language_models.families import (
     FAMILIES,
     SCHEDULES,
     WITHIN,
+    Found,
     Noting,
     batches,
     by_a_plain_loop,
@@ -49,14 +50,30 @@ def test_families_of_each_kind_are_equal_or_refused() -> None:
     assert not [family for family, reasons in results.items() if any(reasons)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not DEFAULT, reason="the page is about the default stack")
-def test_the_tables_of_the_page_are_those_of_training() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    found = trained()
-    assert found.keys() == set(FAMILIES)
+def check_page(found: dict[str, Found]) -> None:
     results = [outcome(one, schedule) for one in found.values() for schedule in SCHEDULES]
     assert not [one for one in results if one.startswith(("DIFFERENT", "FAILED"))]
+    page = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->")[2]
+    _, equal, *_ = page.strip().split("\n\n")
+    _, also_equal, *rows = tables(found).split("\n\n")
+    assert set(re.findall(r"`[^`]+`", also_equal)) <= set(re.findall(r"`[^`]+`", equal))
+    lines = [line for table in rows for line in table.splitlines()]
+    assert [line for line in lines if line not in page.splitlines()] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not DEFAULT, reason="the page is about the default stack")
+def test_families_far_apart_in_the_alphabet_are_as_the_page_says() -> None:
+    check_page(trained(FAMILIES[::7]))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not DEFAULT, reason="the page is about the default stack")
+def test_the_tables_of_the_page_are_those_of_training() -> None:
+    found = trained()
+    assert found.keys() == set(FAMILIES)
+    check_page(found)
+    page = PAGE.read_text(encoding="utf-8")
     assert [table for table in tables(found).split("\n\n") if table not in page] == []
 
 
