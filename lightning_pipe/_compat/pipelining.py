@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightning_pipe._compat.torch import is_view
 # True if received and sent hidden states of all micro-batches exist until the end of a step, as until PyTorch 2.14.
 KEEPS_MESSAGES = not hasattr(PipelineStage, "release_fwd_send_outputs")
 
+_PAIRS = [{_ComputationType.FORWARD, one} for one in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)]
 _WAIT = re.compile(r"\s*\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*\s*")
 _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 
@@ -55,6 +57,55 @@ def run_microbatches(
             stage.has_backward = schedule._has_backward
             stage.clear_runtime_states()
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=False)
+
+
+def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], Callable[[], None]], None]) -> None:
+    """Let *run* run the forward and the backward of a schedule's overlapped actions, which PyTorch runs one by one.
+
+    A schedule with a function of its own for such actions keeps it.
+
+    Args:
+        schedule: PyTorch's schedule.
+        run: called with the stages of a forward and of a backward, and with functions that run them.
+    """
+    overlapped = _ComputationType.OVERLAP_F_B
+    actions = [action for row in (getattr(schedule, "pipeline_order", None) or {}).values() for action in row if action]
+    parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
+    usual = all({one.computation_type for one in pair} in _PAIRS and len(pair) == 2 for pair in parts)
+    if parts and usual and overlapped not in schedule._comp_type_to_function_map:
+        schedule.register_custom_function(overlapped, partial(_overlap, run))
+
+
+def _overlap(run: Callable[..., None], action: _Action, context: Any) -> None:
+    """As PyTorch's runtime, except for the order of the two computations."""
+    schedule = context.schedule_ref
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    forward, backward = sorted(action.sub_actions or (), key=lambda one: one.computation_type != _ComputationType.FORWARD)
+    for one, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
+        schedule._assert_unsharded(stages[one.stage_index])
+        for work in received.pop((one.stage_index, one.microbatch_index), ()):
+            work.wait()
+
+    def run_forward() -> None:
+        stage, index = stages[forward.stage_index], forward.microbatch_index
+        output = stage.forward_one_chunk(
+            index, context.arg_mbs[index], context.kwarg_mbs[index], save_forward_output=False
+        )
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, index)
+        if following := stages.get(forward.stage_index + 1):
+            following.set_local_fwd_input(output, index)
+
+    def run_backward() -> None:
+        stage, index = stages[backward.stage_index], backward.microbatch_index
+        whole = backward.computation_type == _ComputationType.FULL_BACKWARD
+        schedule.backward_counter[backward.stage_index] += whole
+        last = schedule.backward_counter[backward.stage_index] == schedule._n_microbatches
+        loss = schedule._maybe_get_loss(stage, index)
+        stage.backward_one_chunk(index, loss=loss, full_backward=whole, last_backward=whole and last)
+        if previous := stages.get(backward.stage_index - 1):
+            previous.set_local_bwd_input(stage.get_local_bwd_output(index), index)
+
+    run(stages[forward.stage_index], stages[backward.stage_index], run_forward, run_backward)
 
 
 def make_detachable(stage: Any, microbatch: int) -> None:

@@ -2,19 +2,21 @@
 
     tokens by expert ──► all-to-all ──► local experts ──► all-to-all ──► results by expert, in the tokens' order
 
-The number of tokens sent to each rank differs between calls, so ranks exchange the splits first.
+The number of tokens sent to each rank differs between calls, so ranks exchange the splits first. While tokens travel,
+another forward or backward of the rank can run (``turns``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_local_experts, takes_all_rows
 from lightning_pipe.llm.model.moe import Experts, MoE
+from lightning_pipe.llm.parallel.turns import pass_turn
 
 __all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
 
@@ -151,7 +154,28 @@ class _TokenExchange:
         return _travel(results[by_expert.argsort()], received, sent, self._group)
 
 
-def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+class _Travel(torch.autograd.Function):
     """All-to-all of rows; backward sends their gradients back."""
-    arrived: Tensor = wait_tensor(all_to_all_single_autograd(tokens, received, sent, group))
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = received, sent, group
+        return _all_to_all(tokens, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradient.contiguous(), *ctx.back), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    travelling = all_to_all_single(rows, received, sent, group)
+    pass_turn()
+    arrived: Tensor = wait_tensor(travelling)
+    return arrived
+
+
+# Compiled code could not pass the turn.
+@torch.compiler.disable
+def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived: Tensor = _Travel.apply(tokens, sent, received, group)
     return arrived

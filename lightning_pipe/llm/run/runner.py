@@ -71,6 +71,7 @@ class PipelineRunner:
             least one schedule is always kept. Raise it if rebuilding schedules for changing lengths takes time.
         carry_failures: True (default) to finish a run with zeros after a stage's forward fails, since its neighbours
             wait. Set it to False if a stage's parameters are gathered from other ranks, which wait within the forward.
+        overlap: see :func:`~lightning_pipe.llm.schedules.step.build_schedule`.
 
     Attributes:
         events: list that the stages append bars to while ``record_events`` is set.
@@ -86,6 +87,7 @@ class PipelineRunner:
     shapes: StageShapes
     cache_bytes: int = field(default=2**30, kw_only=True)
     carry_failures: bool = field(default=True, kw_only=True)
+    overlap: bool = field(default=False, kw_only=True)
     events: list[Bar] = field(default_factory=list, init=False)
     failure: Exception | None = field(default=None, init=False)
     record_events: bool = field(default=False, init=False)
@@ -174,7 +176,7 @@ class PipelineRunner:
         stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())]
         if train:
             spec = fitting_schedule(self.spec, count, self.group.size(), len(stages))
-            schedule = build_schedule(spec, stages, count, _output)
+            schedule = build_schedule(spec, stages, count, _output, overlap=self.overlap)
         else:
             schedule = build_evaluation(self.spec, stages, count, _output)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.

@@ -226,6 +226,7 @@ class PartsMaker:
             cache_bytes=batching.schedule_cache_bytes,
             # With other parallel dimensions, ranks that share a stage would wait for the failed rank in its forward.
             carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
+            overlap=settings.sizes.ep > 1,
         )
         scaling = None
         if self.scaler is not None and not placeholders:

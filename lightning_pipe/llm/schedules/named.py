@@ -288,7 +288,12 @@ def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank:
 
 
 def construct_schedule(
-    spec: ScheduleSpec, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Any] | None = None
+    spec: ScheduleSpec,
+    stages: Sequence[Any],
+    num_microbatches: int,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    overlap: bool = False,
 ) -> _PipelineSchedule:
     """Construct PyTorch's schedule object, with unscaled gradients.
 
@@ -297,6 +302,7 @@ def construct_schedule(
         stages: this rank's ``PipelineStage`` objects, first to last.
         num_microbatches: number of micro-batches in a step.
         loss_fn: function from the last stage's output and a target to the loss of a micro-batch; None for no loss.
+        overlap: True to keep DualPipeV's overlapped actions (default False: parted).
 
     Raises:
         SetupError: any error of the schedule's constructor.
@@ -307,7 +313,7 @@ def construct_schedule(
         schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
             _take_actions(schedule, read_actions(spec.path))
-        elif spec.schedule_class is ScheduleDualPipeV:
+        elif spec.schedule_class is ScheduleDualPipeV and not overlap:
             _part_overlapped(schedule)
     except Exception as error:
         raise SetupError(
@@ -371,7 +377,8 @@ def _part_overlapped(schedule: Any) -> None:
     """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
 
     PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
-    so neighbours would wait for a backward that they do not need. The order of computations stays the same.
+    so neighbours would wait for a backward that they do not need. The order of computations stays the same. Without
+    tokens of experts to send, nothing would be gained by running both at a time.
     """
     parted = {
         rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]

@@ -27,13 +27,13 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lightning_pipe._compat.pipelining import forget_output, run_microbatches, with_waits
+from lightning_pipe._compat.pipelining import forget_output, run_microbatches, run_overlapped, with_waits
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, construct_schedule, place_stages, stages_of_rank
-from lightning_pipe.llm.schedules.timed_stage import TimedStage
+from lightning_pipe.llm.schedules.timed_stage import TimedStage, run_in_turns
 
 __all__ = ["build_evaluation", "build_schedule", "check_shared_parameters", "run_schedule"]
 
@@ -41,7 +41,12 @@ Stages = Sequence[PipelineStage]
 
 
 def build_schedule(
-    spec: ScheduleSpec, stages: Stages, num_microbatches: int, loss_fn: Callable[..., Tensor]
+    spec: ScheduleSpec,
+    stages: Stages,
+    num_microbatches: int,
+    loss_fn: Callable[..., Tensor],
+    *,
+    overlap: bool = False,
 ) -> _PipelineSchedule:
     """Build a schedule for training, in which gradients are neither scaled nor averaged.
 
@@ -53,6 +58,8 @@ def build_schedule(
         num_microbatches: number of micro-batches in a step.
         loss_fn: function from the last stage's output and a micro-batch's target to its loss; called on the last
             stage's rank.
+        overlap: True to let the forward and the backward of an overlapped action take turns, for stages that exchange
+            tokens of experts (default False: one after the other). The same on all ranks.
 
     Raises:
         SetupError: stages that are not this rank's, have no shapes, or share a parameter internally under a schedule
@@ -60,7 +67,10 @@ def build_schedule(
     """
     _check_stages(spec, stages, has_backward=True)
     check_shared_parameters(spec, {stage.stage_index: stage.submod for stage in stages})
-    return construct_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn))
+    schedule = construct_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn), overlap=overlap)
+    if overlap:
+        run_overlapped(schedule, run_in_turns)
+    return schedule
 
 
 def build_evaluation(

@@ -15,8 +15,11 @@ from lightning_pipe._compat.pipelining import make_detachable
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.engine.ranks.flight_dump import places
+from lightning_pipe.llm.parallel.turns import Turns, own_spans
 
-__all__ = ["TimedStage", "median_durations"]
+_CONTINUED = " continued"
+
+__all__ = ["TimedStage", "median_durations", "run_in_turns"]
 
 
 class TimedStage(PipelineStage):
@@ -28,6 +31,8 @@ class TimedStage(PipelineStage):
     microseconds of the schedule's own work, and the wait of an FSDP stage for its gathered parameters. Waits until
     neighbours have received a message are only included if the schedule waits for sends and receives together, as 1F1B
     does.
+
+    A forward and a backward that take turns are recorded as several bars, one for each turn.
 
     On an accelerator each time is taken after synchronising with the current stream, so that times are exact. While
     events are recorded, this costs the overlap of launching kernels with running them.
@@ -150,7 +155,8 @@ class TimedStage(PipelineStage):
             self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
         places["stages"] = action, None, True
-        self._events.append(microbatch_bar(self.stage_index, kind, microbatch, start, self._now()))
+        bars = [microbatch_bar(self.stage_index, kind, microbatch, *span) for span in own_spans(start, self._now())]
+        self._events += [bars[0], *(bar._replace(name=f"{kind}{_CONTINUED}") for bar in bars[1:])]
         return value
 
     def _now(self) -> float:
@@ -161,10 +167,25 @@ class TimedStage(PipelineStage):
         return time.perf_counter()
 
 
+def run_in_turns(stage: Any, other: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Run work of two stages of a rank, both at a time; see :class:`~lightning_pipe.llm.parallel.turns.Turns`."""
+    recorded = isinstance(stage, TimedStage) and stage._recording()
+    events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
+
+    def beside() -> None:
+        other._asked = time.perf_counter()  # it has waited for the other work, not for a message
+        second()
+
+    Turns(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(first, beside)
+    events[count:] = sorted(events[count:], key=lambda bar: bar.start)
+
+
 def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
     """Median seconds of each stage's kinds of work over micro-batches, in the format that ``simulate`` takes."""
     taken: dict[tuple[int, str], list[float]] = {}
     for event in events:
         assert event.stage is not None
-        taken.setdefault((event.stage, event.kind), []).append(event.end - event.start)
+        seconds = taken.setdefault((event.stage, event.kind), [])
+        before = seconds.pop() if event.name.endswith(_CONTINUED) else 0.0
+        seconds.append(before + event.end - event.start)
     return {key: statistics.median(seconds) for key, seconds in taken.items()}

@@ -1,0 +1,112 @@
+"""DualPipeV with experts on several ranks: a forward and a backward take turns, with the results of one after the other."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine.observe.timeline import Bar
+from lightning_pipe.llm.model.moe import MoE
+from lightning_pipe.llm.schedules.named import SCHEDULES, listed_actions
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import WIDTH, Noted, TinyLM, fit, llm, row_batches
+
+COUNT, LAYERS = 5, 8
+EXPERTS, HIDDEN = 4, 16
+
+
+class ExpertBlock(nn.Module):
+    """A layer whose experts may be on several ranks, with dropout before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixture = MoE(WIDTH, HIDDEN, EXPERTS, 2)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + self.dropout(self.mixture(self.dropout(self.norm(x))))
+
+
+class Experts(Noted, PipelineModule):
+    """A model with mixtures of experts in all layers, or in the first two only."""
+
+    def __init__(self, mixtures: int = LAYERS) -> None:
+        super().__init__()
+        self.mixtures = mixtures
+        self.bars: list[Bar] = []
+
+    def build_model(self) -> nn.Module:
+        model = TinyLM(LAYERS)
+        for index in range(self.mixtures):
+            model.layers[index] = ExpertBlock()
+        return model
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.runner.record_events = True
+        self.bars = strategy.runner.events
+
+
+def parted(path: Path, ranks: int) -> Path:
+    """A file of DualPipeV's actions, with its overlapped ones one after the other."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(listed_actions(SCHEDULES["dualpipev"], ranks, COUNT).values())
+    return path
+
+
+def trained(
+    rank: int, world: int, schedule: str, options: dict[str, Any], mixtures: int
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor], list[Bar]]:
+    module = Experts(mixtures)
+    batches = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in row_batches(2, 4 * COUNT)]
+    fit(module, llm(schedule, COUNT, **options), batches, use_distributed_sampler=False)
+    assert module.model is not None
+    values = {name: local(one).detach().clone() for name, one in module.model.named_parameters()}
+    gradients = [{name: local(one) for name, one in step.items()} for step in module.gradients]
+    return module.losses, gradients, values, module.bars
+
+
+def local(value: Any) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "kept": {"dp_shard": 2},
+    "recomputed": {"dp_shard": 2, "activation_checkpoint": {"mode": "full"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mixtures"),
+    [
+        ("kept", LAYERS),
+        pytest.param("recomputed", LAYERS, marks=pytest.mark.exhaustive),
+        pytest.param("kept", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_results_are_those_of_one_after_the_other(case: str, mixtures: int, tmp_path: Path) -> None:
+    options = {"pp": 2, "ep": 2, **CASES[case]}
+    apart = run_ranks(trained, 4, str(parted(tmp_path / "parted.csv", 2)), options, mixtures)
+    together = run_ranks(trained, 4, "dualpipev", options, mixtures)
+    for one, other in zip(apart, together, strict=True):
+        assert one[0] == other[0]
+        for step, same in zip([*one[1], one[2]], [*other[1], other[2]], strict=True):
+            assert step.keys() == same.keys()
+            assert [name for name in step if not torch.equal(step[name], same[name])] == []
+    assert not any(turns_of(bars) for *_, bars in apart)
+    if mixtures == LAYERS:
+        for *_, bars in together:
+            assert {three[0].kind for three in turns_of(bars)} == {"forward", "backward"}
+
+
+def turns_of(bars: list[Bar]) -> list[tuple[Bar, ...]]:
+    """Three consecutive bars of which the outer ones are the same work."""
+    found = zip(bars, bars[1:], bars[2:], strict=False)
+    return [three for three in found if three[0][6:] == three[2][6:] and three[0].kind == three[2].kind]
