@@ -133,6 +133,7 @@ REST: tuple[Run, ...] = (
     Run("LLM estimate", "llm_estimate", ranks=2),
     Run("LLM live bytes", "llm_live_bytes", ranks=2),
     Run("experts of a mixture", "grouped_experts"),
+    Run("experts, slow link", "expert_overlap", ("--rounds", "5"), root=True),
     Run("in-process pipe, 8 micro-batches", "pipe_speed", ("--rounds", "8", "--chunks", "8")),
     Run("soak", "soak"),
 )

@@ -28,7 +28,7 @@ from lightning_pipe._compat.torch import is_view
 # True if received and sent hidden states of all micro-batches exist until the end of a step, as until PyTorch 2.14.
 KEEPS_MESSAGES = not hasattr(PipelineStage, "release_fwd_send_outputs")
 
-_PAIRS = [{_ComputationType.FORWARD, one} for one in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)]
+_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
 _WAIT = re.compile(r"\s*\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*\s*")
 _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 
@@ -71,7 +71,8 @@ def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], C
     overlapped = _ComputationType.OVERLAP_F_B
     actions = [action for row in (getattr(schedule, "pipeline_order", None) or {}).values() for action in row if action]
     parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
-    usual = all({one.computation_type for one in pair} in _PAIRS and len(pair) == 2 for pair in parts)
+    pairs = [{_ComputationType.FORWARD, one} for one in _BACKWARDS]
+    usual = all({one.computation_type for one in pair} in pairs and len(pair) == 2 for pair in parts)
     if parts and usual and overlapped not in schedule._comp_type_to_function_map:
         schedule.register_custom_function(overlapped, partial(_overlap, run))
 
@@ -80,7 +81,9 @@ def _overlap(run: Callable[..., None], action: _Action, context: Any) -> None:
     """As PyTorch's runtime, except for the order of the two computations."""
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
-    forward, backward = sorted(action.sub_actions or (), key=lambda one: one.computation_type != _ComputationType.FORWARD)
+    forward, backward = sorted(
+        action.sub_actions or (), key=lambda one: one.computation_type != _ComputationType.FORWARD
+    )
     for one, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
         schedule._assert_unsharded(stages[one.stage_index])
         for work in received.pop((one.stage_index, one.microbatch_index), ()):

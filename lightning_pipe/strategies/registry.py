@@ -54,7 +54,10 @@ STRATEGIES = (
     _llm("looped_bfs", "several stages per rank in loop order: all micro-batches through a stage before the next"),
     _llm("interleaved_zero_bubble", "several stages per rank, with the backward of weights in the bubble"),
     _llm("zbv_zero_bubble", "two stages per rank in V order, with the backward of weights in the bubble"),
-    _llm("dualpipev", "two stages per rank in V order, in DualPipeV's order, without overlap of forward and backward"),
+    _llm(
+        "dualpipev",
+        "two stages per rank in V order; with shared experts, a forward and a backward overlap",
+    ),
     RegisteredStrategy(
         "llm_auto_pipeline",
         "language model in stages: schedule, stages, micro-batches and split chosen at set-up",

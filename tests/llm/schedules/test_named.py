@@ -164,6 +164,15 @@ def test_every_schedule_class_of_pytorchs_has_a_name() -> None:
     assert PipelineScheduleMulti not in named
 
 
+def test_overlapped_actions_of_dualpipev_stay_whole_if_asked() -> None:
+    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
+    schedule = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
+    rows = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    pairs = [action.sub_actions for row in rows.values() for action in row if action.sub_actions]
+    kinds = {tuple(one.computation_type.name for one in pair) for pair in pairs}
+    assert kinds == {("FORWARD", "FULL_BACKWARD")}
+
+
 def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed_with_it() -> None:
     stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
     schedule = construct_schedule(SCHEDULES["dualpipev"], stages, 8)

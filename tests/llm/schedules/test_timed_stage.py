@@ -188,3 +188,10 @@ def test_durations_are_medians_in_seconds_by_stage_and_kind() -> None:
         for index, seconds in enumerate(times)
     ]
     assert median_durations(events) == pytest.approx({(0, "forward"): 3.0, (1, "backward"): 3.0})
+
+
+def test_turns_of_the_same_work_are_one_duration() -> None:
+    first = microbatch_bar(0, "forward", 1, 0.0, 1.0)
+    beside = microbatch_bar(1, "backward", 0, 1.0, 5.0)
+    second = microbatch_bar(0, "forward", 1, 5.0, 7.0)._replace(name="forward continued")
+    assert median_durations([first, beside, second]) == {(0, "forward"): 3.0, (1, "backward"): 4.0}

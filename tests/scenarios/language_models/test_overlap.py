@@ -1,4 +1,4 @@
-"""DualPipeV with experts on several ranks: a forward and a backward take turns, with the results of one after the other."""
+"""DualPipeV with experts on several ranks: a forward and a backward take turns, and results stay the same."""
 
 from __future__ import annotations
 
