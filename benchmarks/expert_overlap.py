@@ -53,8 +53,8 @@ class Layer(nn.Module):
         self.mixture = MoE(width, 2 * width, experts, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         result: Tensor = x + self.mixture(self.norms[1](x))
         return result
@@ -100,7 +100,7 @@ class Waits:
             with self.counted("numbers"):
                 return exchange(*args, **kwargs)
 
-        expert_parallel.wait_tensor, dist.all_to_all_single = waiting, exchanging  # type: ignore[assignment]
+        expert_parallel.wait_tensor, dist.all_to_all_single = waiting, exchanging
 
 
 def run(index: int, options: argparse.Namespace, path: Path) -> None:
