@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
@@ -236,16 +236,17 @@ class Timeline:
         return found
 
     def _arrows_of_microbatches(self) -> list[Arrow]:
-        where = {
-            (bar.pipeline, bar.iteration, bar.microbatch, bar.stage, bar.kind): position
-            for position, bar in enumerate(self.bars)
-            if bar.stage is not None and bar.kind not in WAITS
-        }
+        first: dict[tuple[Any, ...], int] = {}  # work that took turns with other work has several bars
+        last: dict[tuple[Any, ...], int] = {}
+        for position, bar in enumerate(self.bars):
+            if bar.stage is not None and bar.kind not in WAITS:
+                key = bar.pipeline, bar.iteration, bar.microbatch, bar.stage, bar.kind
+                first.setdefault(key, position)
+                last[key] = position
         found: list[Arrow] = []
-        for (pipeline, iteration, microbatch, stage, kind), target in where.items():
-            assert stage is not None
+        for (pipeline, iteration, microbatch, stage, kind), target in first.items():
             for other, needed in _needs(stage, kind):
-                source = where.get((pipeline, iteration, microbatch, other, needed))
+                source = last.get((pipeline, iteration, microbatch, other, needed))
                 if source is not None:
                     found.append((source, target))
         return found

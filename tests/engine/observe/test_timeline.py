@@ -128,6 +128,13 @@ def test_micro_batches_arrows_go_forward_through_the_stages_and_back() -> None:
     }
 
 
+def test_arrows_lead_to_the_first_turn_of_work_and_from_its_last() -> None:
+    turns = [part("forward", 1, 1, 2), part("forward", 1, 3, 4)]
+    timeline = Timeline([part("forward", 0, 0, 1), *turns, part("forward", 2, 4, 5)])
+    found = [(timeline.bars[source].start, timeline.bars[target].start) for source, target in timeline.arrows]
+    assert sorted(found) == [(0, 1), (3, 4)]
+
+
 def test_micro_batches_of_other_pipelines_have_nothing_to_do_with_each_other() -> None:
     timeline = Timeline([part("forward", 0, 0, 1), part("forward", 1, 1, 2, pipeline=1)])
     assert timeline.arrows == ()
