@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, PipelineStage
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough
 
 __all__ = ["BuiltStages"]
@@ -27,6 +27,7 @@ class BuiltStages(nn.Sequential):
 
     Raises:
         SetupError: a ``Pipe`` in which a stage uses other values than the outputs of the previous stage.
+        InputError: in the forward, tensors of other shapes than a ``Pipe`` was traced with.
     """
 
     def __init__(self, stages: Iterable[nn.Module | PipelineStage] | Pipe) -> None:
@@ -39,6 +40,8 @@ class BuiltStages(nn.Sequential):
         for stage in self:
             if len(args) == 1 and isinstance(args[0], tuple):
                 args = args[0]
+            if isinstance(stage, fx.GraphModule):
+                _check_shapes(stage, args, kwargs)
             if not isinstance(stage, PassThrough):
                 args = (stage(*args, **kwargs),)
         return args[0] if len(args) == 1 else args
@@ -59,3 +62,19 @@ def _check_chain(pipe: Pipe) -> None:
                 " stage, in their order. Return the original model from build_model, and set split.split_spec, which"
                 " also sends values past a stage"
             )
+
+
+def _check_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that a trace, in which sizes are constants, gets tensors of the traced sizes."""
+    places = stage.graph.find_nodes(op="placeholder")
+    given = dict(zip((node.name for node in places), args, strict=False)) | dict(kwargs)
+    for node in places:
+        traced, found = node.meta.get("val"), given.get(node.name)
+        if isinstance(traced, Tensor) and isinstance(found, Tensor):
+            sizes = tuple(traced.shape)
+            if all(isinstance(one, int) for one in sizes) and sizes != tuple(found.shape):
+                raise InputError(
+                    f"{node.name} has the shape {tuple(found.shape)}, and the Pipe was traced with {sizes}; expected"
+                    " the same, since sizes are constants of its trace. Give it such micro-batches, or return the original"
+                    " model from build_model and set split.split_spec, which takes any sizes"
+                )

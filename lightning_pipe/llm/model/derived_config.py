@@ -32,6 +32,10 @@ __all__ = ["derive_config", "returns_head_results", "tried_config"]
 
 _ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
 _MOST_RESULTS = 4
+_BY_TRACE = (
+    "To cut it by a trace instead, define example_micro_batch() and set split.split_policy to 'equal_size', which many"
+    " such models allow"
+)
 
 
 def derive_config(model: nn.Module) -> ModuleConfig:
@@ -121,7 +125,8 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
             return tried_config(model, config)
         except SetupError as error:
             failures.append(error)
-    raise failures[0]
+    text = str(failures[0])
+    raise SetupError(text if _BY_TRACE in text else f"{text}. {_BY_TRACE}")
 
 
 def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -168,8 +173,7 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
         found.append((sum(len(run.calls) for run in runs), next(filter(None, wrong))))
     raise SetupError(
         f"{type(model).__name__} cannot be cut into stages, which hold only some of its layers and of"
-        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. To cut it by a trace instead, define"
-        " example_micro_batch() and set split.split_policy to 'equal_size'"
+        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. {_BY_TRACE}"
     )
 
 

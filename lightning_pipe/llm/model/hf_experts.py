@@ -32,9 +32,8 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
     Call it on the model before it is split, or trained: each block's router gets a forward hook.
 
     The loss is computed for each layer separately, as in the papers. It differs from ``load_balancing_loss_func``,
-    which such a model adds to its own loss when ``output_router_logits`` is set: that function averages shares and
-    probabilities over all layers, and *then* multiplies them. Every layer's gradient then depends on the shares of all
-    other layers, which the stages of a pipeline do not have. For a single layer the two losses differ only by a factor:
+    which ``output_router_logits`` enables, and which averages shares and probabilities over all layers before it
+    multiplies them. If both are enabled, both are added. For a single layer the two losses differ only by a factor:
     Hugging Face's is ``top_k`` times this one. A coefficient of the same strength is therefore
     ``router_aux_loss_coef * top_k / number of layers``.
 

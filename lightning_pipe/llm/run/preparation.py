@@ -118,7 +118,7 @@ class BatchPreparation:
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
-            count = len(batch) if self.num_microbatches is None else self.num_microbatches
+            count = _number(batch) if self.num_microbatches is None else self.num_microbatches
             cut = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
             tokens = sum(map(self._count, cut.items))
             self._check_ids(cut)
@@ -262,3 +262,13 @@ def _digest(micro_batches: Sequence[MicroBatch]) -> int:
             if isinstance(value, Tensor):
                 state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(state.digest()[:8], "big") >> 1
+
+
+def _number(micro_batches: Any) -> int:
+    if isinstance(micro_batches, Mapping) or not micro_batches:
+        found = "a mapping" if isinstance(micro_batches, Mapping) else "no micro-batch"
+        raise InputError(
+            f"the call has {found}; expected a list of micro-batches, each a mapping of tensors. Pass [{{'input_ids':"
+            " ..., 'labels': ...}, ...], with the same number on every rank"
+        )
+    return len(micro_batches)

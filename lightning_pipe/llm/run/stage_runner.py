@@ -149,7 +149,9 @@ class StageRunner:
         self._parts.runs.begin_step()
 
     def _begin(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
-        batch: list[Any] = tree_map_only(Tensor, lambda one: one.to(self.device), list(micro_batches))
+        # A mapping is refused on every rank, in the preparation.
+        given = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
+        batch: Any = tree_map_only(Tensor, lambda one: one.to(self.device), given)
         return batch, self._preparation.begin(batch)
 
 

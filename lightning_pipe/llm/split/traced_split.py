@@ -171,11 +171,18 @@ def trace_split(
         traces[training] = StageTrace(cut_graph, inputs, structure, constants)
     if traces[True].graph.examples != traces[False].graph.examples:
         raise SetupError(
-            f"stages would exchange {traces[True].graph.examples} in training and {traces[False].graph.examples} in"
-            " evaluation; expected the same tensors in both. Move the split points to places where the two do not"
-            " differ"
+            f"{type(model).__name__} cannot be cut here: between stages, its trace has"
+            f" {_described(traces[True].graph.examples)} in training and {_described(traces[False].graph.examples)} in"
+            " evaluation; expected the same tensors in both. Set split.split_spec to other places, or make the forward"
+            " do the same in both modes"
         )
     return TracedSplit(model, traces[True], traces[False], layers)
+
+
+def _described(examples: Sequence[Sequence[tuple[Sequence[int], torch.dtype, Any]]]) -> str:
+    """Shapes and types of the tensors between stages."""
+    texts = (", ".join(f"{tuple(size)} {str(kind)[6:]}" for size, kind, _ in one) or "none" for one in examples)
+    return " | ".join(texts)
 
 
 def join_stages(stages: Sequence[StageModule]) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,6 +168,7 @@ def read_config(given: Any) -> Any:
     """Return *given* if it is a ``PretrainedConfig``, or build one from a mapping with ``model_type``."""
     try:
         from transformers import AutoConfig, PretrainedConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError as error:
         raise SetupError(
             "HFCausalLM needs the transformers package, which is not installed. Run: pip install 'lightning-pipe[hf]'"
@@ -178,4 +180,13 @@ def read_config(given: Any) -> Any:
             f"`config` must be a mapping with model_type, a PretrainedConfig or the path of a folder, got {given!r}."
             " Pass for example {'model_type': 'llama', 'hidden_size': 256}, or a folder that save_pretrained wrote."
         )
-    return AutoConfig.for_model(**given)
+    try:
+        return AutoConfig.for_model(**given)
+    except ValueError as error:
+        if given["model_type"] in CONFIG_MAPPING_NAMES:
+            raise
+        close = get_close_matches(str(given["model_type"]), CONFIG_MAPPING_NAMES) or sorted(CONFIG_MAPPING_NAMES)[:9]
+        raise SetupError(
+            f"`config` has model_type={given['model_type']!r}, which transformers does not know; expected a family such"
+            f" as {', '.join(close)}. Correct the name, or install a release of transformers that has the family."
+        ) from error

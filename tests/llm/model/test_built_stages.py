@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeline
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -200,6 +200,12 @@ def test_what_cannot_be_is_refused_on_every_rank(what: str, words: str, ranks: l
     for rank in ranks:
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(rank[what])
+
+
+def test_a_pipe_refuses_other_sizes_than_its_traces() -> None:
+    stages = BuiltStages(pipe(count=2))
+    with pytest.raises(InputError, match=rf"has the shape \({ROWS + 1}, {LENGTH}\), and the Pipe was traced with"):
+        stages(torch.zeros(ROWS + 1, LENGTH, dtype=torch.long))
 
 
 def test_a_pipe_whose_stages_skip_is_refused() -> None:

@@ -156,6 +156,7 @@ def faults(rank: int) -> dict[str, Any]:
     hooks.fails = False
     found["numbers"] = message(lambda: runner.forward_backward(first[: 1 + rank]))
     found["nothing"] = message(lambda: runner.forward_backward([]))
+    found["mapping"] = message(lambda: runner.forward_backward(first[0]))  # type: ignore[arg-type]
     found["id"] = message(lambda: make(Tied())[0].forward_backward([{"input_ids": torch.tensor([[1, 2], [3, 99]])}]))
     runner.forward_backward(first)
     runner.optimizer_step(optimizer)
@@ -239,7 +240,8 @@ def test_calls_of_any_size_in_any_order_are_a_plain_loop_and_use_schedules_again
     [
         ("loss", "no such label"),
         ("numbers", "InputError: the ranks have [1, 2] micro-batches"),
-        ("nothing", "InputError: the batch is a list of 0"),
+        ("nothing", "InputError: the call has no micro-batch; expected a list of micro-batches"),
+        ("mapping", "InputError: the call has a mapping; expected a list of micro-batches"),
         ("id", "InputError: input_ids of micro-batch 0 has the id 99 in row 1, position 1"),
         ("arguments", "SetupError: the runner's configuration differs between ranks"),
         ("copies", "SetupError: model.embed_tokens.weight is one parameter of which two ranks hold copies"),

@@ -251,6 +251,11 @@ def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
     assert HFCausalLM(config).config is config
 
 
+def test_a_misspelt_family_is_refused_with_the_nearest_names() -> None:
+    with pytest.raises(SetupError, match=r"model_type='lama', .* expected a family such as .*llama"):
+        HFCausalLM({"model_type": "lama"})
+
+
 @pytest.mark.parametrize("given", [{"hidden_size": 8}, None], ids=str)
 def test_a_config_without_a_type_is_refused(given: Any) -> None:
     with pytest.raises(SetupError, match=r"must be a mapping with model_type"):
