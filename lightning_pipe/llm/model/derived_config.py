@@ -26,7 +26,7 @@ from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, TrialRun, is_inside
 from lightning_pipe.llm.model.shapes import block_of
 from lightning_pipe.llm.model.slots import InputSlot, is_causal_lm, token_width
-from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, takes_cache, tensor_of
+from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, takes_cache, telltale, tensor_of
 
 __all__ = ["derive_config", "returns_head_results", "tried_config"]
 
@@ -70,6 +70,12 @@ def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
     if not is_causal_lm(model) or config.trial is not None:
         return config
     others = (*config.input_fqns, *config.output_fqns)
+    if skipped := getattr(model.get_submodule(config.layer_prefix.rpartition(".")[0]), "layerdrop", 0.0):
+        raise SetupError(
+            f"{type(model).__name__} cannot be cut into stages: it skips layers at random, with a layerdrop of"
+            f" {skipped}; expected all layers, since each stage would skip others. Set layerdrop (or decoder_layerdrop)"
+            " to 0.0 in the config"
+        )
     trial = _try_layers(model, config.layers, others)
     layers = [index for index, name in enumerate(trial.called) if name in config.layers]
     before, after = dict.fromkeys(trial.called[: layers[-1]]), dict.fromkeys(trial.called[layers[0] :])
@@ -160,6 +166,9 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
                 continue
         first, later = runs[0], runs[-1]
         wrong = [next(_wrong(layers, first, run), None) for run in runs]
+        if not any(wrong) and first.last != runs[2].last:
+            used = ", ".join(sorted(first.last ^ runs[2].last))
+            wrong = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
         if not any(wrong):
             head = model.get_output_embeddings()  # type: ignore[operator]
             logits = [call.result for call in first.calls if model.get_submodule(call.name) is head]
@@ -197,6 +206,11 @@ class _Run(NamedTuple):
     def layers(self) -> list[_Call]:
         return [call for call in self.calls if call.others is not None]
 
+    @property
+    def last(self) -> set[str]:
+        """Names of the modules that are called after the last layer."""
+        return {call.name for call in takewhile(lambda call: call.others is None, reversed(self.calls))}
+
 
 class _Shell:
     """Copy of a model with other modules in place of its layers and of its modules between the layers and the root."""
@@ -214,8 +228,7 @@ class _Shell:
             held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
             memo |= {id(value): value for value in held if isinstance(value, Tensor)}
         self.model: Any = copy.deepcopy(model, memo).train()
-        # Tensors may have no memory. Values are positive, so that a sum with one is seen as a change.
-        replace_tensors(self.model, lambda one: torch.ones(one.shape, dtype=one.dtype, device="cpu"))
+        replace_tensors(self.model, telltale)  # tensors may have no memory
 
     def run(self, *, tokens: bool, whole: bool) -> _Run:
         """Run the model on token ids or on embeddings, with or without what follows its base model."""

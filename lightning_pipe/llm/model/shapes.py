@@ -114,7 +114,7 @@ class StageShapes:
             )
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
-                f" exchange:{f' {block} fails with' if block else ''} {error}. {fix}"
+                f" exchange: {block or 'it'} fails with {type(error).__name__}: {error}. {fix}"
             ) from error
         if index == len(self._stages) - 1:
             # The last stage's output is not sent, so it may have any type.

@@ -96,6 +96,7 @@ class Passage:
 
     width: int = 0
     received: torch.Tensor | None = None
+    entered: bool = False
     left: torch.Tensor | None = None
 
 
@@ -117,7 +118,7 @@ class LayerSlot(PassThrough):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super().forward(*args, **kwargs)
         if self.enters and self.passage.received is not None:
-            hidden = self.passage.received
+            hidden, self.passage.entered = self.passage.received, True
         if self.leaves and self.passage.left is None:
             self.passage.left = hidden
         return (hidden, *[None] * (self._results - 1)) if self._results else hidden

@@ -35,6 +35,7 @@ __all__ = [
     "run_empty",
     "shallow_copy",
     "takes_cache",
+    "telltale",
     "tensor_of",
     "tied_parameters",
 ]
@@ -130,14 +131,19 @@ class StageModule(nn.Module):
         try:
             self._passage.received = args[0] if self._enters else None
             output = self._called()(**kwargs)
+            if self._enters and not self._passage.entered:
+                raise self._no_layer("before its own, where its hidden states enter it", "previous")
             if self._leaves and self._passage.left is None:
-                raise SetupError(
-                    f"stage {self.stage_index} of {self.num_stages} ran no layer after its own, where its hidden states"
-                    " leave it; expected a forward that runs the layers of the next stage. Move the split points"
-                )
+                raise self._no_layer("after its own, where its hidden states leave it", "next")
             return tensor_of(output) if self._passage.left is None else self._passage.left
         finally:
-            self._passage.received = self._passage.left = None
+            self._passage.received, self._passage.entered, self._passage.left = None, False, None
+
+    def _no_layer(self, where: str, neighbour: str) -> SetupError:
+        return SetupError(
+            f"stage {self.stage_index} of {self.num_stages} ran no layer {where}; expected a forward that runs the"
+            f" layers of the {neighbour} stage. Move the split points"
+        )
 
     def extra_repr(self) -> str:
         return f"stage {self.stage_index} of {self.num_stages}"
@@ -205,7 +211,7 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
     shell, failure = shallow_copy(model).train(), None
     prune(shell, config, ())
     # Tensors of the shell, such as rotary frequencies, may have no memory yet.
-    replace_tensors(shell, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
+    replace_tensors(shell, telltale)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             result = shell(hidden, **kwargs)
@@ -280,6 +286,11 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
                         bare, is_parameter = make(value), isinstance(value, nn.Parameter)
                         made[id(value)] = nn.Parameter(bare, value.requires_grad) if is_parameter else bare
                     values[name] = made[id(value)]
+
+
+def telltale(one: torch.Tensor) -> torch.Tensor:
+    """Tensor on the CPU with values that change what they are added to or multiplied by."""
+    return torch.full(one.shape, 1.5, device="cpu").to(one.dtype)
 
 
 def registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

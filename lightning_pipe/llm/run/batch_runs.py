@@ -101,24 +101,32 @@ class BatchRuns:
 
     def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
-        module = self.module
-        routers = [
-            RouterLosses(module.loss_tokens(one.target), counted=self._router_tokens(one.target, length), scale=scale)
-            for one, length in zip(step.micro_batches, step.lengths, strict=True)
-        ]
+        left, routers = step.cut.rows, []
+        for one, item, length in zip(step.micro_batches, step.cut.items, step.lengths, strict=True):
+            counted = self._router_tokens(one.target, left, length)
+            routers.append(RouterLosses(self.module.loss_tokens(one.target), counted=counted, scale=scale))
+            left -= self.preparation.keys.size(item)[0]
         micro_batches = [
             replace(one, contexts=(*one.contexts, partial(_same, losses)))
             for one, losses in zip(step.micro_batches, routers, strict=True)
         ]
         return micro_batches, routers
 
-    def _router_tokens(self, micro_batch: Any, length: int) -> Tensor | None:
-        """Tokens over which routers are balanced: those that the module names, or all without padding."""
+    def _router_tokens(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
+        """Tokens over which routers are balanced: those that the module names, or all, without added rows and padding.
+
+        Args:
+            micro_batch: padded micro-batch.
+            rows: number of rows of the batch from the first row of the micro-batch; any after them are copies.
+            length: length of the micro-batch before padding.
+        """
         counted = self.module.router_tokens(micro_batch)
-        tokens = micro_batch.get("input_ids") if counted is None else None
-        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= length:
+        tokens = micro_batch.get("input_ids") if counted is None else counted
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or (len(tokens) <= rows and tokens.shape[1] <= length):
             return counted
-        return (torch.arange(tokens.shape[1], device=tokens.device) < length).expand(len(tokens), -1)
+        row, position = (torch.arange(size, device=tokens.device) for size in tokens.shape[:2])
+        real = (row[:, None] < rows) & (position < length)
+        return real if counted is None else real & counted
 
     def _scaled_loss(self, scale: float) -> Any:
         summed_loss = self.module.summed_loss if self._sum_seen else self._seen_loss

@@ -94,6 +94,8 @@ class CausalLM(nn.Module):
         self.does = does
         self.model = Base(does, layers)
         self.lm_head = nn.Linear(WIDTH, WORDS)
+        if does == "adds logits of tokens":
+            self.of_tokens = nn.Embedding(WORDS, WORDS)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
@@ -103,6 +105,8 @@ class CausalLM(nn.Module):
 
     def forward(self, **given: Any) -> Tensor:
         logits: Tensor = self.lm_head(self.model(**given)[0])
+        if self.does == "adds logits of tokens" and "input_ids" in given:
+            logits = logits + self.of_tokens(given["input_ids"])
         return logits.tanh() if self.does == "caps logits" else logits
 
 
@@ -124,6 +128,7 @@ def test_modules_go_where_the_forward_calls_them() -> None:
         ("nothing", True, True, True),
         ("adds positions", False, True, True),
         ("adds a buffer", False, True, True),
+        ("multiplies by a buffer", False, True, True),
         ("scales after", True, False, True),
         ("caps logits", True, True, False),
     ],
@@ -159,6 +164,7 @@ REFUSED = {
     "masks padding": "layer model.layers.0 receives mask, which later stages cannot compute",
     "passes results on": "layer model.layers.1 receives a further result of an earlier layer as other",
     "reads a weight": "with its modules replaced, model fails with AttributeError: 'types.SimpleNamespace'",
+    "adds logits of tokens": "its forward uses of_tokens or not, by token ids; the last stage has none",
     "uses the norm before": "uses model.norm before and after a layer of model.layers",
 }
 
@@ -168,6 +174,13 @@ def test_what_stages_would_do_otherwise_is_refused_with_the_module(does: str) ->
     with pytest.raises(SetupError, match=f"CausalLM cannot be cut into stages.*{re.escape(REFUSED[does])}"):
         config_of(does)
     assert returns_head_results(CausalLM(does)) is False  # it may be trained on one device all the same
+
+
+def test_layers_that_are_skipped_at_random_are_refused() -> None:
+    model = CausalLM()
+    model.model.layerdrop = 0.1  # type: ignore[assignment]
+    with pytest.raises(SetupError, match=r"skips layers at random, with a layerdrop of 0\.1; .* to 0\.0 in the config"):
+        derive_config(model)
 
 
 def test_a_trial_says_how_to_cut_by_a_trace() -> None:
@@ -195,5 +208,5 @@ def test_a_trial_takes_no_memory_and_no_random_numbers_and_changes_nothing() -> 
         assert torch.equal(torch.get_rng_state(), random)
     assert is_deferred(model)
     assert derive_config(model) == inside == derive_config(CausalLM())
-    assert derive_config(CausalLM()).trial == inside.trial
+    assert derive_config(CausalLM("multiplies by a buffer")).trial == inside.trial
     assert not any(module._forward_hooks for module in model.modules())

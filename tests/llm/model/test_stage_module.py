@@ -392,6 +392,14 @@ def test_a_stage_that_runs_no_layer_where_its_hidden_states_leave_is_an_error() 
         stage(TOKENS)
 
 
+def test_a_stage_that_runs_no_layer_where_its_hidden_states_enter_is_an_error() -> None:
+    model = gpt2()
+    stage = make_stage(shallow_copy(model), derive_config(model), ["transformer.h.1", "transformer.h.2"], 1, 3)
+    stage.module.transformer.h = stage.module.transformer.h[1:]  # type: ignore[union-attr, index]
+    with pytest.raises(SetupError, match=r"stage 1 of 3 ran no layer before its own"):
+        stage(torch.rand(2, LENGTH, WIDTH))
+
+
 def test_a_module_that_token_ids_do_not_need_is_an_error_where_it_is_called() -> None:
     slot = InputSlot(nn.Linear(2, 3), WIDTH, "vision_tower")
     with pytest.raises(InputError, match=r"calls vision_tower, which only stage 0 holds; expected a batch of tokens"):
@@ -419,6 +427,22 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
     run_empty(model, derive_config(model), hidden, mask=None)
     with pytest.raises(SetupError, match=r"Scaled cannot be cut.*changes its input"):
         run_empty(Scaled(), derive_config(model), hidden, mask=None)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_trying_a_model_sees_a_buffer_on_the_hidden_states(multiplies: bool) -> None:
+    class Buffered(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Buffer(torch.rand(1))
+
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            hidden = super().forward(tokens, mask)
+            return hidden * self.extra if multiplies else hidden + self.extra
+
+    model = Buffered()
+    with pytest.raises(SetupError, match=r"Buffered cannot be cut.*changes its input"):
+        run_empty(model, derive_config(model), torch.rand(2, LENGTH, WIDTH))
 
 
 class Dropping(Transformer):

@@ -207,6 +207,27 @@ def test_padding_that_a_strategy_adds_is_not_in_the_loss_of_routers() -> None:
         assert found == pytest.approx([expected], abs=1e-5)
 
 
+def five_rows(with_mask: bool) -> list[dict[str, Tensor]]:
+    (batch,) = row_batches(1, 5)
+    return [batch | {"attention_mask": torch.ones_like(batch["input_ids"])} if with_mask else batch]
+
+
+def loss_of_five_rows(rank: int, world: int, with_mask: bool) -> list[float]:
+    module = TinyHF(mixture())
+    fit(module, llm("1f1b", 2), five_rows(with_mask))
+    return module.losses
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_rows_that_fill_up_micro_batches_are_not_in_the_loss_of_routers(with_mask: bool) -> None:
+    torch.manual_seed(SEED)
+    module, (batch,) = built(**mixture()), five_rows(with_mask)
+    parts = [module.run_batch({key: value[rows] for key, value in batch.items()}) for rows in (slice(3), slice(3, 5))]
+    expected = sum(float(part.loss.detach()) * part.tokens for part in parts) / sum(part.tokens for part in parts)
+    for found in run_ranks(loss_of_five_rows, 2, with_mask):
+        assert found == pytest.approx([expected], abs=1e-5)
+
+
 def test_a_loss_of_routers_with_context_parallelism_is_refused() -> None:
     for message in run_ranks(refused_with_context, 2):
         assert "output_router_logits=True, and parallel.cp is 2; expected 1" in message
