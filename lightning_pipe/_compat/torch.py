@@ -36,6 +36,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "ALL_TO_ALL_SINGLE",
+    "GROUPED_MM",
     "EnumerableShardingSpec",
     "ShardedTensor",
     "TorchDispatchMode",
@@ -79,6 +80,8 @@ __all__ = [
 
 # The method of process groups has another name before PyTorch 2.13.
 ALL_TO_ALL_SINGLE = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+# Operation of ``torch.nn.functional.grouped_mm``.
+GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 _CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ the estimate is right if all operations run at about the same speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.choice.schedule_choice import (
@@ -65,10 +65,11 @@ def estimate(
         A prediction whose ``seconds`` is a number of operations of one rank, including those it could run while it
         waits.
     """
-    count = candidate.num_microbatches
-    known = Measurements(
-        {count: operations_of(footprints)}, {count: footprints}, optimizer_bytes, sharing=sharing or Sharing()
-    )
+    count, shared = candidate.num_microbatches, sharing or Sharing()
+    work = operations_of(footprints)
+    # Ranks of tensor parallelism share the products of layers, and each computes the whole head.
+    layers = tuple(LayerWork(*(one / shared.tensor for one in layer)) for layer in work.layers)
+    known = Measurements({count: replace(work, layers=layers)}, {count: footprints}, optimizer_bytes, sharing=shared)
     return predict(candidate, pp_size, known)
 
 

@@ -15,16 +15,26 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe._compat.torch import TorchDispatchMode, is_view, tree_leaves, tree_map_only
+from lightning_pipe._compat.torch import (
+    GROUPED_MM,
+    TorchDispatchMode,
+    is_view,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 from lightning_pipe._compat.transformers import rows_of_one_document
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.model.hf_experts import experts_of
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import NoConditions
 from lightning_pipe.llm.model.stage_module import StageModule
@@ -76,6 +86,7 @@ class Footprint:
         in_input_backward: peak in the first part of a backward, beyond ``kept``.
         in_weight_backward: peak in the second part of a backward, beyond ``held``.
         operations: floating-point operations of matrix products, convolutions and attention.
+        experts: bytes of those parameters that expert parallelism shares (default 0).
     """
 
     parameters: int
@@ -89,6 +100,7 @@ class Footprint:
     in_input_backward: int
     in_weight_backward: int
     operations: LayerWork
+    experts: int = 0
 
 
 def measure_work(
@@ -179,7 +191,7 @@ def measure_footprints(
 
     @contextmanager
     def without_memory() -> Iterator[None]:
-        with mode, NoConditions(), rows_of_one_document():
+        with mode, NoConditions(), _PaddedAttention(), _GroupedProducts(), rows_of_one_document():
             yield
 
     def weighed(
@@ -225,6 +237,7 @@ def _weigh(piece: LayerPiece) -> Footprint:
         in_first,
         in_second,
         LayerWork(*whole, first, second),
+        sum(one.nbytes for experts in experts_of(piece.stage).values() for one in experts.parameters()),
     )
 
 
@@ -261,18 +274,54 @@ def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts as ``FlopCounterMode``, whose module hooks do not work with a backward in parts."""
+    """Counts as ``FlopCounterMode``, whose module hooks do not work with a backward in parts.
+
+    Unlike it, it counts products of experts, and half of causal attention, whose kernels skip the masked half.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        count = flop_registry.get(_LIKE.get(packet, packet))
-        self.total += count(*args, **(kwargs or {}), out_val=output) if count is not None else 0
+        output, packet = func(*args, **(kwargs or {})), func._overloadpacket
+        if func is GROUPED_MM:
+            rows, width = args[0].shape[-2:]
+            self.total += 2 * rows * width * args[1].shape[-1]
+        elif (count := flop_registry.get(_LIKE.get(packet, packet))) is not None:
+            found = count(*args, **(kwargs or {}), out_val=output)
+            names = [one.name for one in schema_of(func).arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            self.total += found / 2 if given.get("is_causal") is True else found
         return output
+
+
+class _PaddedAttention(TorchFunctionMode):
+    """Attention whose values are narrower than its keys (DeepSeek-V3), with values padded as for flash attention.
+
+    On a CPU, PyTorch would compute it from whole matrices of scores, which a GPU's kernels do not have.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention or len(args) < 3:
+            return func(*args, **(kwargs or {}))
+        query, key, value, *others = args
+        width = value.shape[-1]
+        padded = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
+        return func(query, key, padded, *others, **(kwargs or {}))[..., :width]
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Products of experts on fake tensors, which PyTorch refuses in float32, although it computes them on real ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not GROUPED_MM:
+            return func(*args, **(kwargs or {}))
+        one, other = args[:2]
+        groups = (len((kwargs or {}).get("offs", args[2])),) if one.dim() == other.dim() == 2 else ()
+        return one.new_empty(*groups, one.shape[-2], other.shape[-1])
 
 
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it

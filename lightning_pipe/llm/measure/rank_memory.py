@@ -6,9 +6,11 @@ releases them, and each needs temporary memory while it runs. Durations do not m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.pipelining.schedules import _Action
 
@@ -30,6 +32,8 @@ class Sharing:
         shard: ranks that share its parameters, gradients and optimiser states with FSDP2 (default 1).
         tensor: ranks that share the matrices of its layers (default 1).
         context: ranks that share the sequences (default 1).
+        expert: ranks that share the experts of its layers (default 1).
+        unreduced: bytes of a gradient before its reduction, for each byte of the reduced gradient (default 1.0).
         gathered: True (default) if the gathered parameters of a whole stage exist at the same time; False if only those
             of one piece do.
     """
@@ -37,6 +41,8 @@ class Sharing:
     shard: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
+    unreduced: float = 1.0
     gathered: bool = True
 
 
@@ -46,7 +52,7 @@ class RankMemory:
 
     Attributes:
         parameters: parameters, including those gathered from other ranks.
-        gradients: gradients at the end of a step.
+        gradients: reduced gradients, and those that are not reduced yet when the rank needs the most memory.
         optimizer: optimiser states.
         buffers: buffers of the model.
         messages: receive buffers, and sent tensors that are kept until the end of the step.
@@ -80,6 +86,37 @@ class _StageMemory:
     in_backward: int
     in_input_backward: int
     in_weight_backward: int
+
+
+class _Shared(NamedTuple):
+    """Bytes of a piece on one rank: its own part, and the whole that FSDP2 gathers (0 if it gathers nothing)."""
+
+    own: int
+    gathered: int
+
+    @classmethod
+    def of(cls, size: int, experts: int, tensor: int, sharing: Sharing) -> _Shared:
+        common, experts = _divide(size - experts, tensor), _divide(experts, tensor)
+        own = _divide(common, sharing.shard) + _divide(experts, max(sharing.shard, sharing.expert))
+        # FSDP2 shards experts over the ranks that hold the same ones.
+        spread = _divide(experts, sharing.expert) if sharing.shard > sharing.expert else 0
+        return cls(own, spread + (common if sharing.shard > 1 else 0))
+
+
+class _PieceMemory(NamedTuple):
+    parameters: _Shared
+    gradients: _Shared
+    optimizer: _Shared
+    buffers: int
+
+    @classmethod
+    def of(cls, sharing: Sharing, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
+        """Memory of a piece on one rank; experts have the same share of gradients and states as of parameters."""
+
+        def shared(size: int) -> _Shared:
+            return _Shared.of(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
+
+        return cls(shared(piece.parameters), shared(piece.gradients), shared(states), piece.buffers)
 
 
 def pieces_of_stage(pieces: Pieces[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
@@ -119,23 +156,23 @@ def estimate_memory(
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     numbers = range(len(layers_per_stage))
     stages = [_stage_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers]
-    # For each piece: its footprint, the bytes of its optimiser states, and the number of ranks that share its matrices.
-    sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)
-    owned: Pieces[tuple[Footprint, int, int]] = Pieces.of(lambda *parts: parts, pieces, optimizer_bytes, sharers)
+    sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)  # ranks that share the matrices of a piece
+    owned = Pieces.of(partial(_PieceMemory.of, shared), pieces, optimizer_bytes, sharers)
+    held = [pieces_of_stage(owned, layers_per_stage, stage) for stage in numbers]
+    unreduced = [round(shared.unreduced * sum(one.gradients.gathered for one in parts)) for parts in held]
     found = []
     for row in actions.values():
         mine = sorted({action.stage_index for action in row})
-        parts = [one for stage in mine for one in pieces_of_stage(owned, layers_per_stage, stage)]
-        whole = [_divide(one.parameters, tensor) for one, _, tensor in parts]
-        gathered = 0 if shared.shard == 1 else sum(whole) if shared.gathered else max(whole, default=0)
-        in_step = 0 if shared.shard == 1 else sum(_divide(one.gradients, tensor) for one, _, tensor in parts)
-        activations, live = _peak(row, stages)
+        parts = [one for stage in mine for one in held[stage]]
+        gathered = [one.parameters.gathered for one in parts]
+        activations, in_step, live = _peak(row, stages, unreduced)
         found.append(
             RankMemory(
-                parameters=sum(_divide(size, shared.shard) for size in whole) + gathered,
-                gradients=sum(_divide(one.gradients, tensor * shared.shard) for one, _, tensor in parts) + in_step,
-                optimizer=sum(_divide(states, tensor * shared.shard) for _, states, tensor in parts),
-                buffers=pieces.empty.buffers * len(mine) + sum(one.buffers for one, *_ in parts),
+                parameters=sum(one.parameters.own for one in parts)
+                + (sum(gathered) if shared.gathered else max(gathered, default=0)),
+                gradients=sum(one.gradients.own for one in parts) + in_step,
+                optimizer=sum(one.optimizer.own for one in parts),
+                buffers=pieces.empty.buffers * len(mine) + sum(one.buffers for one in parts),
                 messages=sum(_messages(stages, stage, len(mine), microbatches, keeps_messages) for stage in mine),
                 activations=activations,
                 live=live,
@@ -176,26 +213,37 @@ def _hidden(pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: i
     return before[-1].output if before else pieces.empty.output
 
 
-def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory]) -> tuple[int, int]:
-    """Peak number of bytes and of live micro-batches, which count once for each stage."""
-    now = most = live = most_live = 0
-    for action in row:
-        stage, kind = stages[action.stage_index], KINDS[action.computation_type]
-        whole_at_once = action.stage_index == 0  # stage 0 has no input gradients, so the first part does nothing
+def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory], unreduced: Sequence[int]) -> tuple[int, int, int]:
+    """Bytes of activations and of unreduced gradients at the peak of their sum, and most live micro-batches.
+
+    Micro-batches count once for each stage. Gradients of a stage are reduced after its last backward.
+    """
+    now = waiting = live = most_live = 0
+    peak = 0, 0
+    kinds = [(action.stage_index, KINDS[action.computation_type]) for action in row]
+    left = Counter(index for index, kind in kinds if kind in ("backward", "weight_backward"))
+    begun: set[int] = set()
+    for index, kind in kinds:
+        stage = stages[index]
+        whole_at_once = index == 0  # stage 0 has no input gradients, so the first part does nothing
+        if kind != "forward" and index not in begun:
+            begun.add(index)
+            waiting += unreduced[index]
+        inside = change = 0
         if kind == "forward":
-            most = max(most, now + stage.in_forward)
-            now, live = now + stage.kept, live + 1
+            inside, change, live = stage.in_forward, stage.kept, live + 1
         elif kind == "backward" or (kind == "weight_backward" and whole_at_once):
-            most = max(most, now + stage.in_backward)
-            now, live = now - stage.kept, live - 1
+            inside, change, live = stage.in_backward, -stage.kept, live - 1
         elif kind == "input_backward" and not whole_at_once:
-            most = max(most, now + stage.in_input_backward)
-            now += stage.held - stage.kept
+            inside, change = stage.in_input_backward, stage.held - stage.kept
         elif kind == "weight_backward":
-            most = max(most, now + stage.in_weight_backward)
-            now, live = now - stage.held, live - 1
-        most, most_live = max(most, now), max(most_live, live)
-    return most, most_live
+            inside, change, live = stage.in_weight_backward, -stage.held, live - 1
+        peak = max(peak, (now + max(inside, change), waiting), key=sum)
+        now, most_live = now + change, max(most_live, live)
+        if kind in ("backward", "weight_backward"):
+            left[index] -= 1
+            waiting -= 0 if left[index] else unreduced[index]
+    return *peak, most_live
 
 
 def _messages(

@@ -179,7 +179,7 @@ class StageChooser:
                 from_rank(lambda: footprints, "the first rank could not send its footprints", group),
                 states,
                 median_links(links),
-                sharing_of(settings),
+                sharing_of(settings, module),
             ),
             notes,
         )
@@ -352,11 +352,15 @@ def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool
         ]
 
 
-def sharing_of(settings: StageSettings) -> Sharing:
-    """Return the numbers of ranks that share the parameters and activations of a stage."""
+def sharing_of(settings: StageSettings, module: PipelineModule) -> Sharing:
+    """Return the numbers of ranks that share the parameters and activations of a stage of the module's model."""
+    assert module.model is not None
     sizes = settings.sizes
     shard = sizes.dp_shard * sizes.cp if sizes.dp_shard > 1 else 1
-    return Sharing(shard, sizes.tp, sizes.cp, not sizes.reshard_after_forward)
+    # Gradients in half precision are added and reduced in float32.
+    halves = any(one.dtype in (torch.bfloat16, torch.float16) for one in module.model.parameters())
+    unreduced = 2.0 if halves else 1.0
+    return Sharing(shard, sizes.tp, sizes.cp, sizes.ep, unreduced, not sizes.reshard_after_forward)
 
 
 def _that_fit(

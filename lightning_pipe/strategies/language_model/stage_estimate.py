@@ -94,7 +94,7 @@ def estimate_stages(
         SetupError: If the strategy would refuse the configuration, or if its options require a traced model.
     """
     settings = strategy.settings(world_size)
-    plan, sharing = settings.plan, sharing_of(settings)
+    plan = settings.plan
     check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
     if module.model is None:
         with precision.module_init_context(), deferred_init():
@@ -104,7 +104,7 @@ def estimate_stages(
             "split.split_spec or split.split_policy is given, so the model is traced, but an estimate expects a model"
             " that is cut by its layers. Remove these options."
         )
-    config = layers_of(module)
+    config, sharing = layers_of(module), sharing_of(settings, module)
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
     footprints = footprints_of(module, config, item, settings, precision)
     states, notes = optimizer_states(module, config, settings.offload)
@@ -119,7 +119,7 @@ def estimate_stages(
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
-        notes.append("expert parallelism is ignored: each rank is counted as if it held all experts")
+        notes.append("tokens are assumed to be spread evenly over the experts")
     others = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
     rows, length = next(iter(item.values())).shape[:2]
     return StageEstimate(

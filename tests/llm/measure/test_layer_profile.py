@@ -161,6 +161,64 @@ def test_bytes_and_operations_can_be_counted_by_hand() -> None:
     assert found.empty.kept == 0
 
 
+class Attention(nn.Linear):
+    def __init__(self, causal: bool, narrow: int = 0) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.causal, self.narrow = causal, narrow
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = super().forward(x)[:, None]
+        values = one[..., self.narrow :]
+        found = nn.functional.scaled_dot_product_attention(one, one, values, is_causal=self.causal)[:, 0]
+        return nn.functional.pad(found, (0, self.narrow))
+
+
+def test_half_of_causal_attention_is_counted() -> None:
+    whole, half = Plain(), Plain()
+    whole.layers = nn.ModuleList(Attention(causal=False) for _ in range(2))
+    half.layers = nn.ModuleList(Attention(causal=True) for _ in range(2))
+    linear = 2 * ROWS * LENGTH * WIDTH * WIDTH
+    found, without = (footprints(model).layers[0].operations for model in (half, whole))
+    assert without.forward == linear + 4 * ROWS * LENGTH**2 * WIDTH
+    assert found.forward - linear == (without.forward - linear) / 2
+    assert found.backward - 2 * linear == (without.backward - 2 * linear) / 2 > 0
+
+
+def test_attention_with_narrow_values_is_padded_as_for_flash_attention() -> None:
+    model = Plain()
+    model.layers = nn.ModuleList(Attention(causal=True, narrow=WIDTH // 2) for _ in range(2))
+    found = footprints(model).layers[0].operations
+    assert found.forward == 2 * ROWS * LENGTH * WIDTH * WIDTH + 2 * ROWS * LENGTH**2 * WIDTH
+
+
+class Grouped(nn.Module):
+    """Two experts, with half of the tokens each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 3, dtype=torch.int32) * (ROWS * LENGTH // 2)
+        return nn.functional.grouped_mm(x.flatten(0, 1), self.experts, offs=ends).view_as(x)
+
+
+def test_products_of_experts_are_counted_without_their_values() -> None:
+    model = Plain()
+    model.layers = nn.ModuleList(Grouped() for _ in range(2))
+    with deferred_init():
+        bare = Plain()
+        bare.layers = nn.ModuleList(Grouped() for _ in range(2))
+    found = footprints(bare).layers[0]
+    products = 2 * ROWS * LENGTH * WIDTH * WIDTH
+    assert found.operations == LayerWork(products, 2 * products, products, products)
+    x = torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+    with LiveBytes() as live:
+        output = model.layers[0](x)
+        assert found.kept == live.now
+    assert found.output == output.nbytes
+
+
 class Measured:
     """A real stage of one layer, and what a real micro-batch leaves."""
 

@@ -100,6 +100,31 @@ def test_shards_are_parts_beside_what_is_gathered(gathered: bool) -> None:
     assert last.optimizer == 4000 / 4 + 3  # 9 of the head, rounded up
 
 
+def test_gradients_wait_for_their_reduction_from_the_first_to_the_last_backward_of_their_stage() -> None:
+    both = memory_of("interleaved_1f1b", (1, 1, 1, 1), m=2, sharing=Sharing(shard=4, unreduced=2.0))
+    # The second rank has done all of stage 3 when the backward of stage 1 begins.
+    assert both[1].gradients == 2 * 1000 / 4 + 2 * 1000
+    (_, last) = memory_of("1f1b", (2, 2), m=2, sharing=Sharing(shard=4, unreduced=2.0))
+    assert last.gradients == 2 * 1000 / 4 + 2 * 2000
+
+
+@pytest.mark.parametrize(("expert", "gathered"), [(1, 1000), (2, 600), (4, 200)])
+def test_ranks_share_experts_and_gather_those_that_other_ranks_hold_too(expert: int, gathered: int) -> None:
+    pieces = replace(PIECES, layers=(replace(LAYER, experts=800),) * 4)
+    actions = actions_of(SCHEDULES["1f1b"], 2, 4)
+    (_, last) = estimate_memory(actions, (2, 2), pieces, STATES, sharing=Sharing(shard=4, expert=expert))
+    assert last.parameters == 2 * (1000 / 4 + gathered)
+    assert last.gradients == 2 * (1000 / 4 + gathered)
+    assert last.optimizer == 2 * 2000 / 4 + 3
+
+
+def test_experts_are_shared_over_ranks_of_context_parallelism_too() -> None:
+    pieces = replace(PIECES, layers=(replace(LAYER, experts=800),) * 4)
+    actions = actions_of(SCHEDULES["1f1b"], 2, 4)
+    (_, last) = estimate_memory(actions, (2, 2), pieces, STATES, sharing=Sharing(context=2, expert=2))
+    assert last.parameters == last.gradients == 2 * (200 + 400)
+
+
 def test_ranks_share_matrices_of_layers_and_sequences() -> None:
     first, _ = memory_of("1f1b", (2, 2), sharing=Sharing(tensor=2, context=4))
     assert first.parameters == 500 + 2 * 500

@@ -140,6 +140,22 @@ def test_half_precision_needs_less() -> None:
     assert half.activations < whole.activations
 
 
+def test_experts_on_other_ranks_are_neither_held_nor_gathered() -> None:
+    config = {**HF, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+    def found(ep: int) -> StageEstimate:
+        strategy = llm(parallel={"dp_shard": 2, "ep": ep})
+        return estimate_stages(strategy, TinyHF(config), batches()[0], 4, precision_plugin("bf16-mixed"))
+
+    alone, spread = found(1), found(2)
+    experts = 2 * 4 * 3 * 32 * 16 * 4  # of two layers, in float32
+    for one, other in zip(alone.configured.memory, spread.configured.memory, strict=True):
+        assert one.parameters - other.parameters == experts
+        assert one.gradients - other.gradients == experts
+        assert one.optimizer == other.optimizer
+    assert spread.notes[-1] == "tokens are assumed to be spread evenly over the experts"
+
+
 @pytest.mark.parametrize("name", ["32", 32, None, "16-mixed", "bf16-mixed", "64-true"])
 def test_precisions_are_known_by_the_trainers_names(name: Any) -> None:
     assert isinstance(precision_plugin(name), Precision)
