@@ -130,6 +130,7 @@ REST: tuple[Run, ...] = (
     ),
     Run("LLM schedule chosen", "llm_auto", ranks=2),
     Run("LLM lengths that vary", "llm_variable_lengths", ranks=2),
+    Run("LLM packed documents", "llm_packing", ranks=2),
     Run("LLM estimate", "llm_estimate", ranks=2),
     Run("LLM live bytes", "llm_live_bytes", ranks=2),
     Run("experts of a mixture", "grouped_experts"),

@@ -1,0 +1,220 @@
+"""Packing of tokenised documents into rows of one length.
+
+Every rank and every worker process packs the same documents, by their lengths alone, and makes tensors of its own rows
+only. Ranks therefore have the same number of batches, and the batches do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
+
+__all__ = ["PackedDocuments", "pack", "split_rows"]
+
+
+class _Piece(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a document with its labels."""
+
+    number: int
+    ids: Any
+    labels: Any
+    begin: int
+    end: int
+
+
+class PackedDocuments(IterableDataset[dict[str, Tensor]]):
+    """Batches of rows that hold several documents each, for a loader with ``batch_size=None``.
+
+    A batch is a mapping of tensors (batch_size, length), int64. ``position_ids`` restart with each document. Pads, at
+    the end of a row, have the id 0 and continue the last document. The label of a token is the next token of its
+    document, or -100 for its last token and for pads. At the end of the data, rows of pads fill the last batches.
+
+    torchdata's ``StatefulDataLoader`` continues within an epoch. An abandoned iteration is followed by a whole one.
+
+    Args:
+        documents: sequence of documents of at least one token, which are read by index: ids (a list, an array or a 1-d
+            tensor), or mappings with ``input_ids`` and, optionally, ``labels``: the same ids, or -100 for tokens that
+            are not to be predicted.
+        length: tokens of a row.
+        batch_size: rows of a batch on one rank.
+        method: ``best_fit`` (default) or ``sequential``, see :func:`pack`.
+        window: number of documents that are packed together (default 1024). No row has documents of two windows.
+        long_documents: ``cut`` (default) divides a document longer than a row into full rows and a rest, which is
+            packed; ``refuse`` raises an error.
+        seed: shuffles the documents, in another order in each epoch (default None: in order).
+        rank: number of this data-parallel rank, from the strategy's ``distributed_sampler_kwargs`` (default 0).
+        ranks: number of data-parallel ranks, ``num_replicas`` there (default 1).
+
+    Raises:
+        SetupError: an argument has the wrong type or range. While iterating, an :class:`InputError` names the index of
+            a document that is empty, too long, or not of integers.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        length: int,
+        batch_size: int,
+        *,
+        method: str = "best_fit",
+        window: int = 1024,
+        long_documents: str = "cut",
+        seed: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        for name, value in {"length": length, "batch_size": batch_size, "window": window, "ranks": ranks}.items():
+            check_whole_number(name, value, 1)
+        check_whole_number("rank", rank, 0)
+        check_whole_number("seed", seed, 0, optional=True)
+        check_choice("method", method, ("best_fit", "sequential"))
+        check_choice("long_documents", long_documents, ("cut", "refuse"))
+        if rank >= ranks:
+            raise SetupError(f"rank is {rank} with ranks={ranks}; expected a number from 0 to {ranks - 1}")
+        self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
+        self.method, self.long_documents, self.seed = method, long_documents, seed
+        self.rank, self.ranks = rank, ranks
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        # What comes next: the row of the window of the epoch, for the batch.
+        self._at, self._resumed = {"epoch": epoch, "window": 0, "row": 0, "batch": 0}, False
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._at)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._at, self._resumed = dict(state), True
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if self._at["batch"] and not self._resumed:
+            self._begin(self._at["epoch"] + 1)
+        self._resumed = False
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        rows: list[list[_Piece]] = []
+        for row in self._rows():
+            rows += [row] if row else []
+            if len(rows) == self.batch_size * self.ranks or (rows and not row):
+                self._at["batch"] += 1
+                if (self._at["batch"] - 1) % workers == number:
+                    yield self._tensors(rows)
+                rows = []
+        self._begin(self._at["epoch"] + 1)
+
+    def _rows(self) -> Iterator[list[_Piece]]:
+        """Rows of all ranks from the position on, and an empty one at the end."""
+        total, at = len(self.documents), self._at
+        order: Sequence[int] = range(total)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(hash((self.seed, at["epoch"])) % 2**63)
+            order = torch.randperm(total, generator=generator).tolist()
+        for start in range(at["window"] * self.window, total, self.window):
+            pieces = [piece for index in order[start : start + self.window] for piece in self._pieces(index)]
+            rows = pack([piece.end - piece.begin for piece in pieces], self.length, self.method)
+            for row in rows[at["row"] :]:
+                at["row"] += 1
+                yield [pieces[number] for number in row]
+            at["window"], at["row"] = at["window"] + 1, 0
+        yield []
+
+    def _pieces(self, index: int) -> Iterator[_Piece]:
+        document = self.documents[index]
+        ids = document["input_ids"] if isinstance(document, Mapping) else document
+        labels = document.get("labels", ids) if isinstance(document, Mapping) else ids
+        if not len(ids) or len(labels) != len(ids) or (len(ids) > self.length and self.long_documents == "refuse"):
+            limit = f", and at most length={self.length}" if self.long_documents == "refuse" else ""
+            raise InputError(
+                f"document {index} has {len(ids)} tokens and {len(labels)} labels; expected at least one token, and one"
+                f" label for each{limit}. Remove it, or cut it (long_documents='cut' does so)"
+            )
+        for begin in range(0, len(ids), self.length):
+            yield _Piece(index, ids, labels, begin, min(begin + self.length, len(ids)))
+
+    def _tensors(self, rows: list[list[_Piece]]) -> dict[str, Tensor]:
+        """Own part of a batch of all ranks."""
+        own, shape = rows[self.rank :: self.ranks], (self.batch_size, self.length)
+        ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
+        positions = torch.arange(self.length).repeat(self.batch_size, 1)
+        for row, pieces in enumerate(own):
+            start = 0
+            for piece in pieces:
+                end = start + piece.end - piece.begin
+                ids[row, start:end] = _tensor(piece, piece.ids[piece.begin : piece.end])
+                following = _tensor(piece, piece.labels[piece.begin + 1 : piece.end + 1])
+                labels[row, start : start + len(following)] = following
+                positions[row, start:] = torch.arange(self.length - start)
+                start = end
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def pack(lengths: Sequence[int], length: int, method: str = "best_fit") -> list[list[int]]:
+    """Numbers of the documents of each row, ascending; rows are in the order of their first documents.
+
+    - ``sequential``: a document goes to the current row, or starts a new row if it does not fit there.
+    - ``best_fit``: documents are placed by length, longest first and equal ones in order, each into the fullest row it
+      fits into (of equally full rows, the oldest), or into a new row. In the rare case that this needs more rows than
+      ``sequential``, the rows of ``sequential`` are returned.
+
+    Args:
+        lengths: tokens of each document, from 1 to *length*.
+        length: tokens of a row.
+        method: one of the two (default ``best_fit``).
+    """
+    rows: list[list[int]] = []
+    free = 0
+    for number, size in enumerate(lengths):
+        if size > free:
+            rows.append([])
+            free = length
+        rows[-1].append(number)
+        free -= size
+    if method == "sequential":
+        return rows
+    best: list[list[int]] = []
+    frees: list[tuple[int, int]] = []  # free tokens and number of each row, ascending
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        place = bisect.bisect_left(frees, (lengths[number], 0))
+        if place == len(frees):
+            frees.append((length, len(best)))
+            best.append([])
+        free, row = frees.pop(place)
+        best[row].append(number)
+        bisect.insort(frees, (free - lengths[number], row))
+    return sorted(map(sorted, best)) if len(best) <= len(rows) else rows
+
+
+def split_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Make a micro-batch of each row of a :class:`PackedDocuments` batch, with the boundaries of its documents.
+
+    Use it as the loader's ``collate_fn`` if the model takes ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (int).
+    """
+    micro_batches: list[dict[str, Any]] = []
+    for row, positions in enumerate(batch["position_ids"]):
+        ends = torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(positions)])]).int()
+        longest = int(ends.diff().max())
+        found = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        micro_batches.append({key: value[row : row + 1] for key, value in batch.items()} | found)
+    return micro_batches
+
+
+def _tensor(piece: _Piece, values: Any) -> Tensor:
+    try:
+        found = values if isinstance(values, Tensor) else torch.tensor(values)
+        # The labels of a single token are an empty list, of any dtype.
+        if not len(found) or (found.ndim == 1 and not found.dtype.is_floating_point and found.dtype != torch.bool):
+            return found.long()
+        error, shown = None, f"{found.dtype} of shape {tuple(found.shape)}"
+    except (TypeError, ValueError, RuntimeError) as raised:
+        error, shown = raised, f"{values!r:.100}"
+    raise InputError(
+        f"document {piece.number} holds {shown}; expected a list, an array or a 1-d tensor of integers. Tokenise it"
+    ) from error
