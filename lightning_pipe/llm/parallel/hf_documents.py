@@ -1,11 +1,11 @@
 """Separates the documents of packed rows in Hugging Face causal language models.
 
 A row contains several documents if ``cu_seq_lens_q/k`` give boundaries, or if ``position_ids`` restart within it. The
-effect of these inputs depends on the model family and the attention implementation: ``flash_attention_2`` uses both,
-``sdpa`` and ``eager`` ignore ``cu_seq_lens``. Most families find documents in ``position_ids`` if they get no mask.
-Others only follow a mask of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of
-a row. This module gives each family the input that it follows. A family that is not known to separate documents is
-refused.
+effect of these inputs depends on the model family and the attention implementation. Of transformers',
+``flash_attention_2`` uses ``cu_seq_lens``, or the positions of a single row. ``sdpa``, ``eager`` and ``flex_attention``
+ignore ``cu_seq_lens``; most families find documents in ``position_ids`` if they get no mask. Others only follow a mask
+of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of a row. This module gives
+each family the input that it follows. A family that is not known to separate documents is refused.
 
 Tested in ``tests/scenarios/language_models/test_hf_documents.py``.
 """
@@ -145,7 +145,7 @@ class HFDocuments:
             )
         if not self._masks(micro_batch):
             return
-        if self._implementation.startswith(("flash", "flex")):
+        if "flash" in self._implementation or self._implementation.startswith("flex"):
             raise InputError(
                 f"the micro-batch has several documents a row, which the attention {self._implementation!r} of"
                 f" {self._family!r} models does not keep apart. Use attention='sdpa' or 'eager', or {fix}"
@@ -168,10 +168,15 @@ class HFDocuments:
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
             return dict(keywords)
-        heeds_description = self._implementation.startswith("flash")
-        found = {key: value for key, value in keywords.items() if heeds_description or key not in _DESCRIPTION}
+        found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
         rows = len(micro_batch["input_ids"])
+        if "flash" in self._implementation:
+            # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
+            begins = nn.functional.pad(_boundaries(documents).expand(rows, -1), (1, 0), value=True).flatten()
+            ends = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()
+            longest = int(ends.diff().max())
+            found |= dict(zip(_DESCRIPTION, (ends, ends, longest, longest), strict=True))
         found["position_ids"] = given if isinstance(given, Tensor) else positions_of(documents).expand(rows, -1)
         found["attention_mask"] = self._mask(micro_batch) if self._masks(micro_batch) else None
         return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS
+from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS, HFDocuments
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import SEED, fit, llm
@@ -210,6 +210,21 @@ def test_stages_and_context_ranks_keep_them_apart_too(family: str, described: st
     for options in ({}, {"pp": 1, "cp": 2}):
         for losses in run_ranks(trained, 2, family, described, options):
             assert losses == pytest.approx(expected, abs=WITHIN)
+
+
+def test_flash_attention_gets_the_boundaries_of_all_rows() -> None:
+    config = AutoConfig.for_model("llama")
+    rows = [packed(lengths, "position_ids") for lengths in ([5, 7, 4], [8, 8])]
+    batch = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    for name in ("flash_attention_2", "kernels-community/flash-attn2"):
+        config._attn_implementation_internal = name
+        found = HFDocuments(config, torch.float32).keywords(batch, {"position_ids": batch["position_ids"]})
+        for side in ("q", "k"):
+            assert found[f"cu_seq_lens_{side}"].tolist() == [0, 5, 12, 16, 24, 32]
+            assert found[f"cu_seq_lens_{side}"].dtype == torch.int32
+            assert found[f"max_length_{side}"] == 8
+    config._attn_implementation_internal = "sdpa"
+    assert "cu_seq_lens_q" not in HFDocuments(config, torch.float32).keywords(batch, {})
 
 
 def test_the_guide_lists_the_families() -> None:
