@@ -75,6 +75,6 @@ def _check_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[st
             if all(isinstance(one, int) for one in sizes) and sizes != tuple(found.shape):
                 raise InputError(
                     f"{node.name} has the shape {tuple(found.shape)}, and the Pipe was traced with {sizes}; expected"
-                    " the same, since sizes are constants of its trace. Give it such micro-batches, or return the original"
-                    " model from build_model and set split.split_spec, which takes any sizes"
+                    " the same, since sizes are constants of its trace. Give it such micro-batches, or return the"
+                    " original model from build_model and set split.split_spec, which takes any sizes"
                 )
