@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule, is_causal_lm
 from lightning_pipe.llm.parallel.context_parallel import chunk_positions
+from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS
 
 __all__ = ["AttentionMode", "CheckedAttention", "OwnMasks", "check_call", "check_mask_heads"]
 
@@ -32,6 +33,14 @@ _TOKENWISE = (
     nn.RMSNorm,
     nn.Sequential,
     nn.SiLU,
+)
+# Families by ``model_type`` that take their positions from ``position_ids`` and mix tokens by attention alone; a test
+# trains each of them on parts of sequences.
+FAMILIES = (
+    BY_MASK
+    | BY_POSITIONS
+    | {"deepseek_v2", "deepseek_v3", "dots1", "exaone", "glm4_moe_lite", "hy_v3", "internlm3", "jais2", "mellum"}
+    | {"minimax_m2", "nanochat"}
 )
 # Keys of Hugging Face configs that limit the tokens a token attends to. A chunk's mask may not show the limit.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -132,9 +141,9 @@ class CheckedAttention(nn.Module):
         tensor_size: number of ranks that tensor parallelism shares a layer's heads among (default 1).
 
     Raises:
-        SetupError: a Hugging Face config with a sliding window or with rotary frequencies that depend on the length.
-            Forward raises it for attention that is not intercepted, cannot be shared among the ranks, or would give
-            other results than on one device.
+        SetupError: a Hugging Face config of another family than :data:`FAMILIES`, with a sliding window or with rotary
+            frequencies that depend on the length. Forward raises it for attention that is not intercepted, cannot be
+            shared among the ranks, or would give other results than on one device.
     """
 
     def __init__(
@@ -286,6 +295,11 @@ def check_call(
 
 
 def _check_config(config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise SetupError(
+            f"parallel.cp is above 1, and {config.model_type!r} models are not known to train on parts of sequences;"
+            f" expected one of {', '.join(sorted(FAMILIES))}. Set parallel.cp to 1"
+        )
     for name in _WINDOWS:
         if isinstance(window := getattr(config, name, None), int):
             raise SetupError(

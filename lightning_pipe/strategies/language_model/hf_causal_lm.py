@@ -23,6 +23,10 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 __all__ = ["HFCausalLM", "read_config"]
 
 
+# Families whose configs have the field but whose attention is causal in any case.
+_ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
+
+
 class HFCausalLM(PipelineModule):
     """Hugging Face causal language model, trained with AdamW.
 
@@ -88,6 +92,11 @@ class HFCausalLM(PipelineModule):
                 ) from error
         else:
             model = pretrained_causal_lm(self._weights, self.config, self.attention)
+        if getattr(model.config, "is_decoder", None) is False and model.config.model_type not in _ALWAYS_CAUSAL:
+            raise SetupError(
+                f"The config of the {model.config.model_type} model has is_decoder=False, so tokens attend to the"
+                " tokens that they are trained to predict, and to padding. Set is_decoder=True."
+            )
         BalanceLoss.of(model)  # raises if the family has another router loss
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)

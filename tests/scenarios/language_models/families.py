@@ -188,6 +188,8 @@ def _shrunk(known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, [kinds[index % len(kinds)] for index in range(LAYERS)]
         elif name in _SIZES and not isinstance(value, bool | str) and (value is not None or name in _UNSET):
             yield name, _SIZES[name]
+        elif name == "is_decoder":
+            yield name, True
         elif isinstance(value, float) and re.search("drop|noise", name) and "classifier" not in name:
             yield name, 0.0
         elif isinstance(value, int) and name.endswith(("token_id", "token_index")):
@@ -273,7 +275,7 @@ class Found:
     staged: dict[str, list[float] | str] = field(default_factory=dict)
 
 
-def _losses(train: Any) -> list[float] | str:
+def losses_of(train: Any) -> list[float] | str:
     try:
         losses: list[float] = train()
     except SetupError as error:
@@ -301,10 +303,10 @@ def train(rank: int, world: int, families: Sequence[str], changes: dict[str, Any
     found = {family: Found() for family in families}
     for index, family in enumerate(families):
         if index % world == rank:
-            found[family].plain = _losses(lambda family=family: by_a_plain_loop(config_of(family, **changes)))
+            found[family].plain = losses_of(lambda family=family: by_a_plain_loop(config_of(family, **changes)))
     for family, one in found.items():
         for schedule in SCHEDULES:
-            one.staged[schedule] = _losses(
+            one.staged[schedule] = losses_of(
                 lambda family=family, schedule=schedule: in_stages(config_of(family, **changes), schedule)
             )
     return found

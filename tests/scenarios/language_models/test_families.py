@@ -9,11 +9,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import AutoConfig
 
 from lightning_pipe.environment import stacks
+from lightning_pipe.llm.parallel.attention_mode import FAMILIES as ON_PARTS
 from lightning_pipe.llm.split.options import SplitOptions
 from tests.distributed import run_ranks
 from tests.scenarios.language_models.families import (
+    CHUNK,
     COUNT,
     FAMILIES,
     SCHEDULES,
@@ -23,6 +26,7 @@ from tests.scenarios.language_models.families import (
     batches,
     by_a_plain_loop,
     config_of,
+    losses_of,
     outcome,
     tables,
     trained,
@@ -85,6 +89,47 @@ def test_the_page_names_every_family_once() -> None:
         r"`([^`]+)`", "\n".join(re.sub(r"^(\| `[^`]+` \|).*", r"\1", line) for line in body.splitlines())
     )
     assert sorted(named) == sorted(FAMILIES)
+
+
+# Parts of sequences
+
+
+def on_parts(rank: int, world: int, families: list[str]) -> dict[str, list[list[float] | str]]:
+    """Losses of a plain loop, and with sequences cut over the ranks, by either method."""
+    found: dict[str, list[list[float] | str]] = {}
+    for family in families:
+        known = AutoConfig.for_model(family).to_dict()
+        whole = {name: None for name in ("sliding_window", "attention_chunk_size") if isinstance(known.get(name), int)}
+        config = config_of(family, **whole)
+        found[family] = [losses_of(lambda config=config: by_a_plain_loop(config))]
+        for method in ("ulysses", "ring"):
+            module = Noting(config)
+            strategy = llm("1f1b", COUNT, pp=1, cp=2, cp_method=method)
+            found[family].append(
+                losses_of(lambda module=module, strategy=strategy: fit(module, strategy, batches()) and module.losses)
+            )
+    return found
+
+
+@pytest.mark.exhaustive
+def test_families_are_equal_with_parts_of_sequences_or_refused() -> None:
+    families = sorted(ON_PARTS)
+    for begin in range(0, len(families), CHUNK):
+        one, other = run_ranks(on_parts, 2, families[begin : begin + CHUNK])
+        for family, (expected, *found) in one.items():
+            for losses, same in zip(found, other[family][1:], strict=True):
+                assert isinstance(losses, str) == isinstance(same, str)
+                if isinstance(losses, str) or isinstance(expected, str):
+                    assert "Error: " in str(losses), family
+                else:
+                    assert losses == pytest.approx(expected, abs=WITHIN), family
+
+
+@pytest.mark.parametrize("family", ["bart", "falcon_h1"])
+def test_a_family_that_would_mix_or_count_tokens_of_its_part_alone_is_refused(family: str) -> None:
+    for rank in run_ranks(on_parts, 2, [family]):
+        for message in rank[family][1:]:
+            assert f"{family!r} models are not known to train on parts of sequences" in str(message)
 
 
 # Router losses

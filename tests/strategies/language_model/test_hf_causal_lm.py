@@ -272,6 +272,12 @@ def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
     assert HFCausalLM(config).config is config
 
 
+def test_attention_to_later_tokens_is_refused() -> None:
+    bert = {"model_type": "bert", "vocab_size": VOCABULARY, "hidden_size": 8, "num_attention_heads": 2}
+    with pytest.raises(SetupError, match=r"bert model has is_decoder=False, .* Set is_decoder=True"):
+        HFCausalLM(bert | {"num_hidden_layers": 1}).configure_model()
+
+
 def test_a_misspelt_family_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(SetupError, match=r"model_type='lama', .* expected a family such as .*llama"):
         HFCausalLM({"model_type": "lama"})
