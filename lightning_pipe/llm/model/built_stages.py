@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, PipelineStage
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.llm.model.lora import unwrapped
 from lightning_pipe.llm.model.stage_module import PassThrough
 
 __all__ = ["BuiltStages"]
@@ -48,8 +49,8 @@ class BuiltStages(nn.Sequential):
 
     @staticmethod
     def of(built: Any) -> Any:
-        """Convert a list of stages or a ``Pipe``; return any other model unchanged."""
-        return BuiltStages(built) if isinstance(built, list | tuple | Pipe) else built
+        """Convert a list of stages or a ``Pipe``, and unwrap a ``PeftModel``; return any other model unchanged."""
+        return BuiltStages(built) if isinstance(built, list | tuple | Pipe) else unwrapped(built)
 
 
 def _check_chain(pipe: Pipe) -> None:

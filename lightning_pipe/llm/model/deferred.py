@@ -38,8 +38,7 @@ from lightning_pipe._compat.torch import (
     tree_unflatten,
 )
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.op_record import OpRecord
-from lightning_pipe.llm.model.storage_view import View
+from lightning_pipe.llm.model.op_record import OpRecord, View
 
 __all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor", "tensors_are_fake"]
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, checkpoint_layers
 from lightning_pipe.llm.model.compiled_layers import compile_layers
+from lightning_pipe.llm.model.lora import is_adapted
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.routing_replay import watch_routers
 from lightning_pipe.llm.model.stage_module import StageModule
@@ -71,6 +72,11 @@ class StageParallelism:
             )
         if sizes.tp == 1:
             return {}
+        if is_adapted(model):
+            raise SetupError(
+                f"parallel.tp is {sizes.tp}, and the model has LoRA adapters, which a plan does not shard; expected 1."
+                " Use parallel.dp_shard to share the weights of a layer"
+            )
         plan = derive_tensor_plan(model, config)
         resolve_tensor_plan(model, config, plan, sizes.tp)
         return plan

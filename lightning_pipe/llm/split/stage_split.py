@@ -28,6 +28,7 @@ from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config, tried_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
+from lightning_pipe.llm.model.lora import without_adapters
 from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import Mixture, mixtures_of
 from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
@@ -170,7 +171,7 @@ def _fill(
     record.materialise(model, keep=keep, device=device)
     if pretrained is not None:
         failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-        on_all_ranks(lambda: load_into(model, pretrained), failed, dist.group.WORLD)
+        on_all_ranks(lambda: load_into(without_adapters(model), pretrained), failed, dist.group.WORLD)
 
 
 def _cut(

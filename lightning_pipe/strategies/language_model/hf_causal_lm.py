@@ -16,6 +16,7 @@ from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
+from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -48,6 +49,8 @@ class HFCausalLM(PipelineModule):
         attention: attention implementation of transformers, such as ``eager`` or ``flash_attention_2`` (default None:
             ``sdpa`` if the family supports it, otherwise ``eager``).
         chunk_tokens: number of tokens whose logits are computed at a time (default 1024).
+        lora: a ``LoraConfig`` of peft, or a mapping of its fields, to train adapters and freeze all other parameters
+            (default None: train all parameters).
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class HFCausalLM(PipelineModule):
         weight_decay: float = 0.1,
         attention: str | None = None,
         chunk_tokens: int = 1024,
+        lora: Any = None,
     ) -> None:
         super().__init__()
         require_release("transformers", "models of Hugging Face")
@@ -72,6 +76,7 @@ class HFCausalLM(PipelineModule):
         self.weight_decay = weight_decay
         self.attention = attention
         self.chunk_tokens = chunk_tokens
+        self.lora = lora
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -102,7 +107,7 @@ class HFCausalLM(PipelineModule):
         name = next((name for name, part in model.named_children() if part is head), None)
         if name is not None and type(head) is nn.Linear and returns_head_results(model):
             setattr(model, name, _ChunkedHead(head))
-        return cast(nn.Module, model)
+        return cast(nn.Module, model) if self.lora is None else add_adapters(model, self.lora)
 
     def pretrained_weights(self) -> PretrainedWeights | None:
         return self._weights
@@ -126,7 +131,8 @@ class HFCausalLM(PipelineModule):
         return output if head is None else nn.functional.linear(output, head.weight, head.bias)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         """Return the tokens over which routers are balanced, as in :class:`PipelineModule`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.transformers import stays_float32
-from lightning_pipe.checkpoints.folder_reading import differences, read_metadata, read_whole
+from lightning_pipe.checkpoints.folder_reading import differences, read_metadata, read_rest, read_whole
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.stage_layout import KIND, MODEL, other_names
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
+from lightning_pipe.llm.model.lora import ADAPTER, add_adapters, write_adapters
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
 from lightning_pipe.strategies.language_model.older_names import under_own_names
 
@@ -28,7 +30,8 @@ __all__ = ["export_pretrained"]
 def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Export a checkpoint of stages to a folder that Hugging Face's ``from_pretrained`` loads.
 
-    A single process calls this, without the ranks of the training.
+    For a model with LoRA adapters, the folder holds only these, for ``peft.PeftModel.from_pretrained``. A single
+    process calls this, without the ranks of the training.
 
     Args:
         folder: checkpoint folder, or its URL, that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under
@@ -37,7 +40,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
             :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` accepts.
         target: folder for the safetensors files and the config.
         dtype: dtype of the exported parameters (default: that of the config, such as bfloat16 after training from a
-            folder in bfloat16, unless the checkpoint's is smaller).
+            folder in bfloat16, unless the checkpoint's is smaller; for adapters, that of the checkpoint).
 
     Raises:
         SetupError: If the checkpoint does not exist, is damaged, or does not contain the model of the config.
@@ -58,6 +61,11 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             deepcopy(config), dtype=wanted or (kinds.pop() if len(kinds) == 1 else None)
         )
+    if (adapter := read_rest(source, True).get(ADAPTER)) is not None:
+        model, wanted = add_adapters(model, adapter), dtype
+        trained = {f"{prefix}{name}" for name, one in model.named_parameters() if one.requires_grad}
+        entries_of_adapter = {key: path for key, path in saved.planner_data.items() if path[-1] in trained}
+        saved = replace(saved, planner_data=entries_of_adapter)
     fixed = {f"{prefix}{name}" for name, _ in model.named_buffers()}
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
@@ -73,10 +81,15 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
         tied = other_names(model)
         sizes = {name: value.size() for name, value in weights.items()}
         needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
+        if adapter is not None:
+            needed = {name: size for name, size in needed.items() if prefix + name in trained}
         problems = differences(sizes, needed, strict=True)
         if problems:
             raise SetupError(
                 f"The checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
                 f" {'; '.join(problems)}. Pass the config that the model was built from."
             )
-        model.save_pretrained(target, state_dict=weights)
+        if adapter is None:
+            model.save_pretrained(target, state_dict=weights)
+        else:
+            write_adapters(model, weights, Path(target))

@@ -49,6 +49,7 @@ from lightning_pipe.checkpoints.stage_layout import (
 )
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.llm.model.lora import ADAPTER, adapter_text
 from lightning_pipe.strategies.language_model.older_names import OlderNames
 
 __all__ = ["load_stage_checkpoint", "save_stage_checkpoint"]
@@ -83,6 +84,8 @@ def save_stage_checkpoint(
     tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
     if tied:
         rest[TIED] = tied
+    if (text := adapter_text(getattr(module, "model", None))) is not None:
+        rest[ADAPTER] = text
     state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
     if OPTIMIZERS in checkpoint:
         held = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
@@ -130,7 +133,8 @@ def load_stage_checkpoint(
         return found, metadata, others
 
     folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
-    rest.pop(TIED, None)
+    for key in (TIED, ADAPTER):
+        rest.pop(key, None)
     stored = rest.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
     trained = list(optimizers or ()) if with_states else []
