@@ -19,6 +19,7 @@ from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelise_experts
 from lightning_pipe.llm.parallel.ring_attention import check_ring
+from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
 from lightning_pipe.llm.parallel.tensor_parallel import parallelise_tensors
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 
@@ -78,7 +79,9 @@ class StageParallelism:
                 " Use parallel.dp_shard to share the weights of a layer"
             )
         plan = derive_tensor_plan(model, config)
-        resolve_tensor_plan(model, config, plan, sizes.tp)
+        styles = resolve_tensor_plan(model, config, plan, sizes.tp)
+        if sizes.sequence_parallel:
+            check_sequences(model, config, plan, styles)
         return plan
 
     def refuse_traced(self) -> None:
@@ -107,7 +110,7 @@ class StageParallelism:
         if self.can_replay_routing:
             watch_routers(stage.module, config.layers)
         if meshes is not None and meshes.tensor is not None:
-            parallelise_tensors(stage, config, meshes.tensor, plan)
+            parallelise_tensors(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
         if meshes is not None and meshes.expert is not None:
             parallelise_experts(
                 stage, meshes.expert, meshes.expert_data, reshard_after_forward=self.dimensions.reshard_after_forward

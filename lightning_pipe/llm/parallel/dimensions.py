@@ -43,6 +43,8 @@ class ParallelDims:
         cp_method: method of context parallelism (default ``ulysses``). ``ulysses`` exchanges heads for tokens and needs
             a multiple of ``cp`` heads. ``ring`` passes keys and values around any number of ranks; lengths are rounded
             up to a multiple of twice ``cp``. With masks of padding or documents the ring gathers keys and values.
+        sequence_parallel: run norms, dropout and sums between the matrices of tensor parallelism on a part of the
+            tokens on each of the ``tp`` ranks (default False). Lengths are rounded up to a multiple of ``tp``.
         reshard_after_forward: release gathered parameters after the forward of each micro-batch (default False: they
             stay until the end of the step). It trades less memory for more communication. Zero-bubble schedules refuse
             it.
@@ -59,6 +61,7 @@ class ParallelDims:
     ep: int = 1
     cp_method: ContextMethod = "ulysses"
     reshard_after_forward: bool = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_WORLD, "ep"):
@@ -70,15 +73,22 @@ class ParallelDims:
                 " of ranks. Set the others; parallel.pp is -1 by default"
             )
         check_choice("parallel.cp_method", self.cp_method, get_args(ContextMethod))
-        check_choice("parallel.reshard_after_forward", self.reshard_after_forward, (True, False))
+        for name in ("reshard_after_forward", "sequence_parallel"):
+            check_choice(f"parallel.{name}", getattr(self, name), (True, False))
+        if self.sequence_parallel and self.tp == 1:
+            raise SetupError(
+                "parallel.sequence_parallel is true, but parallel.tp is 1; expected 2 or more ranks, which share the"
+                " tokens. Set parallel.tp, or remove sequence_parallel"
+            )
 
     def _open(self) -> list[str]:
         return [name for name in _OPEN if getattr(self, name) == -1]
 
     @property
     def length_multiple(self) -> int:
-        """Number of tokens that sequence lengths must be a multiple of, for ``cp`` ranks to share them."""
-        return 2 * self.cp if self.cp_method == "ring" and self.cp > 1 else self.cp
+        """Number of tokens that sequence lengths must be a multiple of, for ranks to share them."""
+        chunks = 2 * self.cp if self.cp_method == "ring" and self.cp > 1 else self.cp
+        return chunks * self.tp if self.sequence_parallel else chunks
 
     def fit(self, world_size: int) -> ParallelDims:
         """The same dimensions with the size that is -1 filled in.

@@ -30,6 +30,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.gradients import alike, local_part
+from lightning_pipe.llm.parallel.sequence_parallel import TOKENS, outside_blocks, split_sequences
 from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
 
 __all__ = ["TensorGradients", "parallelise_tensors"]
@@ -38,7 +39,9 @@ _MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters
 _SAME = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 
 
-def parallelise_tensors(stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan) -> None:
+def parallelise_tensors(
+    stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan, *, sequences: bool = False
+) -> None:
     """Keep this rank's part of each matrix of a stage's layers, in place, without communication.
 
     Call it before activation checkpointing, compilation and data parallelism. Sharded parameters become DTensors on the
@@ -67,14 +70,23 @@ def parallelise_tensors(stage: StageModule, config: ModuleConfig, mesh: DeviceMe
             parallelism.
         plan: plan of the unsplit model, checked by
             :func:`~lightning_pipe.llm.parallel.tensor_plan.resolve_tensor_plan`.
+        sequences: True for a part of the tokens on each rank between blocks of matrices, in a model checked by
+            :func:`~lightning_pipe.llm.parallel.sequence_parallel.check_sequences` (default False).
 
     Raises:
         SetupError: as ``resolve_tensor_plan``, except for names that match no module; a mesh of several dimensions.
     """
     _check_mesh(mesh)
     model = stage.module
-    for name, style in resolve_tensor_plan(model, config, plan, mesh.size()).items():
+    styles = resolve_tensor_plan(model, config, plan, mesh.size())
+    if sequences:
+        split_sequences(model, config, mesh, styles)
+        for module in outside_blocks(model, config, styles).values():
+            setattr(module, _MARK, True)
+    for name, style in styles.items():
         module = model.get_submodule(name)
+        if sequences and isinstance(style, RowwiseParallel):
+            style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=TOKENS)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
             if isinstance(style, RowwiseParallel):

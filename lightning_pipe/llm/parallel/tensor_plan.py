@@ -7,7 +7,7 @@ stages, and applied by ``tensor_parallel``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -19,7 +19,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 
-__all__ = ["PARTIAL_GRADIENT", "TensorPlan", "derive_tensor_plan", "resolve_tensor_plan"]
+__all__ = ["PARTIAL_GRADIENT", "TensorPlan", "blocks_of", "derive_tensor_plan", "resolve_tensor_plan"]
 
 TensorPlan = Mapping[str, str | ParallelStyle]
 
@@ -201,15 +201,8 @@ def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[s
     They are the remaining modules of the smallest module that contains both.
     """
     styles = {name: word for pattern, word in plan.items() for name in _matches(pattern, model)}
-    blocks = set()
-    for name in [name for name, word in styles.items() if word == "colwise"]:
-        block = name.rpartition(".")[0]
-        while _is_in_layer(block, config) and not any(
-            word == "rowwise" and other.startswith(f"{block}.") for other, word in styles.items()
-        ):
-            block = block.rpartition(".")[0]
-        if _is_in_layer(block, config):
-            blocks.add(block)
+    columns, rows = ([name for name, word in styles.items() if word == kind] for kind in ("colwise", "rowwise"))
+    blocks = blocks_of(config, columns, rows)
     return [
         name
         for name, module in model.named_modules()
@@ -217,6 +210,18 @@ def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[s
         and next(module.parameters(recurse=False), None) is not None
         and any(name == block or name.startswith(f"{block}.") for block in blocks)
     ]
+
+
+def blocks_of(config: ModuleConfig, columns: Collection[str], rows: Collection[str]) -> set[str]:
+    """The smallest modules of layers that contain matrices cut by columns and by rows, such as attention."""
+    blocks = set()
+    for name in columns:
+        block = name.rpartition(".")[0]
+        while _is_in_layer(block, config) and not any(other.startswith(f"{block}.") for other in rows):
+            block = block.rpartition(".")[0]
+        if _is_in_layer(block, config):
+            blocks.add(block)
+    return blocks
 
 
 def _matches(pattern: str, model: nn.Module) -> list[str]:

@@ -1,0 +1,148 @@
+"""Sequence parallelism: outside the blocks that tensor-parallel ranks share, each rank has a part of the tokens.
+
+A block is the smallest module with matrices cut by columns and by rows, such as attention. Its input is gathered, and
+the ranks' partial sums are added and divided in one exchange. Norms, dropout and sums between blocks run on the part::
+
+    stage's input ──► part ──► norm ──► gather ──► block ──► reduce-scatter ──► part ──► gather ──► stage's output
+    (all tokens)              (part)            (all tokens)                                     (all tokens)
+
+Parameters outside blocks get partial gradients, which ``TensorGradients`` sums.
+
+Source: Megatron-LM (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.model.hf_experts import has_routers
+from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
+from lightning_pipe.llm.model.slots import PassThrough
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, blocks_of
+
+__all__ = ["TOKENS", "check_sequences", "outside_blocks", "split_sequences"]
+
+TOKENS = Shard(1)  # dimension of the tokens in hidden states
+_WHOLE = Replicate()
+
+Styles = Mapping[str, str | ParallelStyle]
+
+
+def check_sequences(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
+    """Check that a model works on parts of the tokens outside its blocks.
+
+    Args:
+        model: unsplit model.
+        config: names of its modules.
+        plan: its tensor-parallel plan.
+        styles: the plan's style of each module.
+
+    Raises:
+        SetupError: a model or plan that is not supported; the message names the module.
+    """
+    reason, own = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
+    blocks = _blocks(model, config, styles)
+    whole = {
+        name for name, module in outside_blocks(model, config, styles).items() if not _is_norm(name, module, config)
+    }
+    if has_routers(model):
+        reason = "has a mixture of experts, whose routers need all tokens"
+    elif config.layer_outputs > 1:
+        reason = f"has layers that return {config.layer_outputs} tensors; expected one"
+    elif own:
+        reason = f"has a plan with ParallelStyle objects for {', '.join(own)}; expected words such as 'colwise'"
+    elif whole or blocks & set(config.layers):
+        names = ", ".join(sorted({*whole, *(blocks & set(config.layers))})[:3])
+        reason = (
+            f"has {names} in its layers; expected only norms next to modules that contain a 'colwise' and a 'rowwise'"
+            " matrix each, such as attention and feed-forward"
+        )
+    if reason is not None:
+        raise SetupError(
+            f"parallel.sequence_parallel is true, but {type(model).__name__} {reason}. Set it to false, or change the"
+            " model"
+        )
+
+
+def outside_blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> dict[str, nn.Module]:
+    """Modules of the layers with own parameters that see a part of the tokens, by name."""
+    blocks, layers = _blocks(model, config, styles), set(config.layers)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_inside(f"{name}.", layers)
+        and not is_inside(f"{name}.", blocks)
+        and next(module.parameters(recurse=False), None) is not None
+    }
+
+
+def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
+    """Let the layers of a stage work on this rank's part of the tokens, in place; the stage takes and returns all.
+
+    Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKENS`` cut.
+
+    Args:
+        model: model of the stage.
+        config: names of the unsplit model's modules.
+        mesh: mesh of the ranks that share the stage.
+        styles: see :func:`check_sequences`.
+    """
+
+    def moved(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:
+        return lambda one: (
+            DTensor.from_local(one, mesh, [source])
+            .redistribute(placements=[target])
+            .to_local(grad_placements=[gradient])
+        )
+
+    def without_sum(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The gradient of a block's input is summed where it leaves the block, once for all its matrices.
+        return DTensor.from_local(args[0], mesh, [_WHOLE], grad_placements=[Partial()]), *args[1:]
+
+    own = [one for one in map(model.get_submodule, config.layers) if not isinstance(one, PassThrough)]
+    if own:
+        _change_input(own[0], moved(_WHOLE, TOKENS, TOKENS))
+        _change_output(own[-1], moved(TOKENS, _WHOLE, _WHOLE))
+    for name in _blocks(model, config, styles):
+        _change_input(model.get_submodule(name), moved(TOKENS, _WHOLE, Partial()))
+    for name, style in styles.items():
+        if isinstance(style, ColwiseParallel):
+            model.get_submodule(name).register_forward_pre_hook(without_sum)
+
+
+def _blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> set[str]:
+    columns, rows = (
+        [name for name, one in styles.items() if isinstance(one, kind)] for kind in (ColwiseParallel, RowwiseParallel)
+    )
+    return blocks_of(config, columns, rows)
+
+
+def _is_norm(name: str, module: nn.Module, config: ModuleConfig) -> bool:
+    is_near = name in config.layers or name.rpartition(".")[0] in config.layers
+    return is_near and all(one.dim() < 2 for one in module.parameters(recurse=False))
+
+
+def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the first argument of a module, which is its hidden states."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: change(kwargs[first])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    module.register_forward_hook(hook)
