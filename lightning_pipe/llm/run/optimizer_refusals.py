@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from lightning_pipe._compat.torch import looks_for_overflow
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.parallel.dimensions import ParallelDims
 
-__all__ = ["refuse_fused"]
+__all__ = ["refuse_fused", "refuse_sharded"]
 
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
@@ -24,3 +25,25 @@ def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
                 f"precision is '16-mixed' and {type(optimizer).__name__} is fused, so each rank would decide on its own"
                 " whether gradients overflowed. Construct the optimiser with fused=False, or use 'bf16-mixed'"
             )
+
+
+def refuse_sharded(optimizers: Sequence[Optimizer], sizes: ParallelDims) -> None:
+    """Refuse optimizers whose step PyTorch cannot compute for sharded parameters.
+
+    Muon is not refused: its products of matrices are those of whole matrices.
+
+    Args:
+        optimizers: optimizers of this rank, of the same classes on all ranks.
+        sizes: parallel dimensions.
+
+    Raises:
+        SetupError: such an optimizer, on ranks that share parameters.
+    """
+    found = next((type(one).__name__ for one in optimizers if isinstance(one, Adafactor)), None)
+    shared = [f"parallel.{name}={size}" for name in ("dp_shard", "tp", "ep") if (size := getattr(sizes, name)) > 1]
+    if found is not None and shared:
+        raise SetupError(
+            f"{found} needs whole rows and columns of matrices, which PyTorch does not compute for sharded parameters,"
+            f" but {', '.join(shared)}; expected 1. Use AdamW or Muon, or parallel.dp_replicate, which keeps parameters"
+            " whole"
+        )

@@ -16,6 +16,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.run.optimizer_refusals import refuse_sharded
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
@@ -77,6 +78,7 @@ class StageRunner:
         self._preparation = replace(self._parts.preparation, num_microbatches=None)
         self._scaler = scaler
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._sizes = sizes
         if self._parts.scaling is not None:
             self._parts.scaling.install()
 
@@ -128,6 +130,7 @@ class StageRunner:
             max_norm: norm of the whole model's gradients to clip to; their norm is then returned (default: None).
         """
         if optimizers != self._optimizers:
+            refuse_sharded(optimizers, self._sizes)
             self._parts.gradients.check_copies(optimizers)
             self._optimizers = optimizers
         scaler = self._scaler or torch.amp.GradScaler(self.device.type, enabled=False)

@@ -22,7 +22,7 @@ from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
-from lightning_pipe.llm.run.optimizer_refusals import refuse_fused
+from lightning_pipe.llm.run.optimizer_refusals import refuse_fused, refuse_sharded
 from lightning_pipe.llm.run.options import LLMOptions
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import BatchResult
@@ -144,6 +144,7 @@ class LLMPipelineStrategy(StagedStrategy):
             ZeroGradFirst.install(trainer, self._made.runs.begin_step)
             with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
+            refuse_sharded(self.optimizers, self._parts_maker.settings.sizes)
             if self._made.scaling is not None:
                 refuse_fused(self.optimizers)
                 self._made.scaling.install()
