@@ -111,9 +111,11 @@ def on_parts(rank: int, world: int, families: list[str]) -> dict[str, list[list[
     return found
 
 
-@pytest.mark.exhaustive
-def test_families_are_equal_with_parts_of_sequences_or_refused() -> None:
-    families = sorted(ON_PARTS)
+@pytest.mark.parametrize(
+    "every", [pytest.param(9, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.long)]
+)
+def test_families_are_equal_with_parts_of_sequences_or_refused(every: int) -> None:
+    families = sorted(ON_PARTS)[::every]
     for begin in range(0, len(families), CHUNK):
         one, other = run_ranks(on_parts, 2, families[begin : begin + CHUNK])
         for family, (expected, *found) in one.items():
@@ -160,8 +162,9 @@ def cut_by_a_trace(rank: int, world: int, family: str) -> list[float]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(one, marks=() if one == "gpt2" else pytest.mark.exhaustive)
-        for one in ("gpt2", "zamba2", "gemma4_text")
+        pytest.param("gpt2"),
+        pytest.param("gemma4_text", marks=pytest.mark.exhaustive),
+        pytest.param("zamba2", marks=pytest.mark.long),
     ],
 )
 def test_a_family_can_be_cut_by_a_trace(family: str) -> None:
