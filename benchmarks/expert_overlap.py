@@ -1,10 +1,10 @@
 """Exposed time of the experts' all-to-all over a slow link, with overlapped forwards and backwards and without.
 
 ``python -m benchmarks.expert_overlap`` (requires root) trains a mixture of experts under DualPipeV in two network
-namespaces joined by a rate-limited link (:mod:`slow_link`). The ranks of a pipeline are in one namespace. Ranks
-that share experts are in different ones, so the link carries tokens of experts, and parameters at the beginning of a
-step. The same actions run in two ways, which alternate: in turns, as the strategy runs them, and apart, one after the
-other (from a CSV file).
+namespaces joined by a rate-limited link (:mod:`slow_link`). The ranks of a pipeline are in one namespace. Ranks that
+share experts are in different ones, so the link carries tokens of experts, and what FSDP exchanges at the beginning and
+at the end of a step. The same actions run in two ways, which alternate: in turns, as the strategy runs them, and apart,
+one after the other (from a CSV file).
 
 Exposed is the time in which a rank waits for an all-to-all of tokens or of their numbers. Apart, all of its time is
 exposed, so the share is the exposed time in turns divided by the exposed time apart, summed over ranks, in the same
@@ -110,12 +110,12 @@ def run(index: int, options: argparse.Namespace, path: Path) -> None:
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group("gloo", address, rank=2 * index + host, world_size=2 * pipeline)
     count = options.micro_batches
-    file = path / f"parted{host}{index}.csv"
-    with file.open("w", newline="") as rows:
+    os.chdir(path)  # ranks compare their options, so the file has one name on all
+    with Path("parted.csv").open("w", newline="") as rows:
         csv.writer(rows).writerows(listed_actions(SCHEDULES["dualpipev"], pipeline, count).values())
     parallel = {"pp": pipeline, "dp_shard": 2, "ep": 2}
     runners: dict[str, StageRunner] = {}
-    for way, schedule in zip(WAYS, ("dualpipev", _same_name(file)), strict=True):
+    for way, schedule in zip(WAYS, ("dualpipev", "parted.csv"), strict=True):
         torch.manual_seed(0)
         runners[way] = StageRunner(Hooks(options), schedule, device="cpu", parallel=parallel)
     generator = torch.Generator().manual_seed(host)
@@ -139,13 +139,6 @@ def run(index: int, options: argparse.Namespace, path: Path) -> None:
         _report(options, measured)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _same_name(file: Path) -> str:
-    """A path that is the same on all ranks, which compare their options."""
-    os.chdir(file.parent)
-    os.replace(file, "parted.csv")
-    return "parted.csv"
 
 
 def _micro_batch(options: argparse.Namespace, generator: torch.Generator) -> Mapping[str, Tensor]:

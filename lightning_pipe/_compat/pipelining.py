@@ -69,7 +69,8 @@ def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], C
         run: called with the stages of a forward and of a backward, and with functions that run them.
     """
     overlapped = _ComputationType.OVERLAP_F_B
-    actions = [action for row in (getattr(schedule, "pipeline_order", None) or {}).values() for action in row if action]
+    rows = getattr(schedule, "pipeline_order_with_comms", None) or {}  # a file with communication has no other order
+    actions = [action for row in rows.values() for action in row]
     parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
     pairs = [{_ComputationType.FORWARD, one} for one in _BACKWARDS]
     usual = all({one.computation_type for one in pair} in pairs and len(pair) == 2 for pair in parts)

@@ -212,6 +212,21 @@ def values_of(model: nn.Module | None) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+def trained_plainly(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> list[float]:
+    """Losses of a Hugging Face model in a plain loop, a step for each batch without padding."""
+    losses = []
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def gradients_of(model: nn.Module | None) -> dict[str, Tensor]:
     assert model is not None
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}

@@ -49,7 +49,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         window: number of documents that are packed together (default 1024). No row has documents of two windows.
         long_documents: ``cut`` (default) divides a document longer than a row into full rows and a rest, which is
             packed; ``refuse`` raises an error.
-        seed: shuffles the documents, in another order in each epoch (default None: in order).
+        seed: shuffles the documents by ``seed`` plus the number of the epoch (default None: in order).
         rank: number of this data-parallel rank, from the strategy's ``distributed_sampler_kwargs`` (default 0).
         ranks: number of data-parallel ranks, ``num_replicas`` there (default 1).
 
@@ -115,7 +115,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         total, at = len(self.documents), self._at
         order: Sequence[int] = range(total)
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(hash((self.seed, at["epoch"])) % 2**63)
+            generator = torch.Generator().manual_seed(self.seed + at["epoch"])
             order = torch.randperm(total, generator=generator).tolist()
         for start in range(at["window"] * self.window, total, self.window):
             pieces = [piece for index in order[start : start + self.window] for piece in self._pieces(index)]

@@ -42,6 +42,7 @@ class Turns:
         self._ended = [False, False]
         self._failures: list[BaseException | None] = [None, None]
         self._passes: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
+        self._random: list[torch.Tensor] = []  # at the end of the first call
 
     def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Run both calls, the first in this thread.
@@ -65,6 +66,7 @@ class Turns:
             thread.start()
             self._side(_FIRST, first)
             thread.join()
+            _set_random_state(self._device, self._random)
         finally:
             _current = None
         for failure in self._failures:
@@ -102,12 +104,10 @@ class Turns:
         except BaseException as error:
             self._failures[side] = error
         finally:
-            random = _random_state(self._device)
+            if side == _FIRST:
+                self._random = _random_state(self._device)
             self._ended[side] = True
             self._give(1 - side)
-            if side == _FIRST:
-                self._wait_until_ended(_SECOND)
-                _set_random_state(self._device, random)
 
     def _give(self, side: int) -> None:
         with self._changed:
@@ -117,10 +117,6 @@ class Turns:
     def _wait_for(self, side: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == side)
-
-    def _wait_until_ended(self, side: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended[side])
 
 
 _current: Turns | None = None

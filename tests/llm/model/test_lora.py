@@ -30,6 +30,7 @@ from tests.strategies.llm_cases import (
     loader,
     row_batches,
     sgd,
+    trained_plainly,
     trainer,
     values_of,
 )
@@ -61,14 +62,7 @@ class Subclassed(Noted, HFCausalLM):
 def alone(base: nn.Module, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and trained parameters of peft on one device, in a plain loop."""
     model: Any = peft.get_peft_model(base, peft.LoraConfig(**options))
-    optimizer, losses = sgd([one for one in model.parameters() if one.requires_grad]), []
-    for batch in batches():
-        logits = model(input_ids=batch["input_ids"]).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = trained_plainly(model, batches(), sgd([one for one in model.parameters() if one.requires_grad]))
     return losses, {name: one for name, one in values_of(model.get_base_model()).items() if "lora_" in name}
 
 

@@ -17,7 +17,7 @@ from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import SEED, TinyHF, adamw, fit, hf_config, llm, row_batches, values_of
+from tests.strategies.llm_cases import SEED, TinyHF, adamw, fit, hf_config, llm, row_batches, trained_plainly, values_of
 
 CLOSE = 1e-5  # float32 losses of about 3, whose sums have other orders
 
@@ -71,14 +71,8 @@ def alone(model_type: str) -> tuple[list[float], dict[str, Tensor], dict[str, Te
     """Losses and parameters of a plain loop, and the parameters before it."""
     torch.manual_seed(SEED)
     model: Any = AutoModelForCausalLM.from_config(HFCausalLM(config(model_type)).config, attn_implementation="sdpa")
-    before, optimizer, losses = values_of(model), adamw(model.parameters()), []
-    for batch in batches():
-        logits = model(input_ids=batch["input_ids"]).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    before = values_of(model)
+    losses = trained_plainly(model, batches(), adamw(model.parameters()))
     return losses, values_of(model), before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import (
@@ -18,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from lightning_pipe._compat.pipelining import run_overlapped
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.named import (
     SCHEDULES,
@@ -171,6 +173,25 @@ def test_overlapped_actions_of_dualpipev_stay_whole_if_asked() -> None:
     pairs = [action.sub_actions for row in rows.values() for action in row if action.sub_actions]
     kinds = {tuple(one.computation_type.name for one in pair) for pair in pairs}
     assert kinds == {("FORWARD", "FULL_BACKWARD")}
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_overlapped_actions_of_a_file_take_turns(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "whole.csv"
+    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
+    whole: Any = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
+    whole._dump_csv(str(path), form)
+    schedule: Any = construct_schedule(find_schedule(path), stages, 8, overlap=True)
+    run_overlapped(schedule, print)
+    assert list(schedule._comp_type_to_function_map) == [_ComputationType.OVERLAP_F_B]
+
+
+def test_a_function_of_the_schedules_own_for_overlapped_actions_is_kept() -> None:
+    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
+    schedule: Any = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
+    schedule.register_custom_function(_ComputationType.OVERLAP_F_B, print)
+    run_overlapped(schedule, repr)
+    assert schedule._comp_type_to_function_map == {_ComputationType.OVERLAP_F_B: print}
 
 
 def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed_with_it() -> None:

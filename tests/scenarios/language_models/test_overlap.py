@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.llm.schedules.named import SCHEDULES, listed_actions
+from lightning_pipe.llm.schedules.named import SCHEDULES, _PlaceholderStage, construct_schedule, listed_actions
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import WIDTH, Noted, TinyLM, fit, llm, row_batches
@@ -61,6 +61,14 @@ def parted(path: Path, ranks: int) -> Path:
     return path
 
 
+def whole(path: Path, ranks: int) -> Path:
+    """A file of DualPipeV's actions with communication, and its overlapped ones whole."""
+    stages = [_PlaceholderStage(index, 2 * ranks, ranks) for index in (0, 2 * ranks - 1)]
+    schedule: Any = construct_schedule(SCHEDULES["dualpipev"], stages, COUNT, overlap=True)
+    schedule._dump_csv(str(path))
+    return path
+
+
 def trained(
     rank: int, world: int, schedule: str, options: dict[str, Any], mixtures: int
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor], list[Bar]]:
@@ -84,17 +92,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "mixtures"),
+    ("case", "mixtures", "from_file"),
     [
-        ("kept", LAYERS),
-        pytest.param("recomputed", LAYERS, marks=pytest.mark.exhaustive),
-        pytest.param("kept", 2, marks=pytest.mark.exhaustive),
+        ("kept", LAYERS, False),
+        pytest.param("recomputed", LAYERS, True, marks=pytest.mark.exhaustive),
+        pytest.param("kept", 2, False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_results_are_those_of_one_after_the_other(case: str, mixtures: int, tmp_path: Path) -> None:
+def test_results_are_those_of_one_after_the_other(case: str, mixtures: int, from_file: bool, tmp_path: Path) -> None:
+    schedule = str(whole(tmp_path / "whole.csv", 2)) if from_file else "dualpipev"
     options = {"pp": 2, "ep": 2, **CASES[case]}
     apart = run_ranks(trained, 4, str(parted(tmp_path / "parted.csv", 2)), options, mixtures)
-    together = run_ranks(trained, 4, "dualpipev", options, mixtures)
+    together = run_ranks(trained, 4, schedule, options, mixtures)
     for one, other in zip(apart, together, strict=True):
         assert one[0] == other[0]
         for step, same in zip([*one[1], one[2]], [*other[1], other[2]], strict=True):
