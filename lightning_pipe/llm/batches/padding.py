@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_pipe.engine.common.errors import InputError
 
@@ -83,7 +84,8 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
 
     Raises:
         InputError: a tensor has no dimension 1 or is longer than ``length``, tensors have different lengths, a mask is
-            not square, or ``cu_seq_lens`` does not describe one row.
+            not square, ``cu_seq_lens`` does not describe one row, or a ``BlockMask`` is of another number of rows or
+            length.
     """
     padded = dict(micro_batch)
     keys = keys or SequenceKeys()
@@ -100,6 +102,13 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
                 padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
     rows = max((value.shape[keys.rows_dim(key)] for key, value in sequences.items()), default=1)
     _extend_last_document(padded, length, rows)
+    for key, mask in padded.items():
+        if isinstance(mask, BlockMask) and (mask.shape[-2:] != (length, length) or mask.shape[0] not in (1, rows)):
+            raise InputError(
+                f"the micro-batch's {key!r} is a BlockMask of {tuple(mask.shape)}, and its tokens are {rows} rows of"
+                f" {length} after padding; expected ({rows} or 1, heads or 1, {length}, {length}). Build the mask in"
+                " model_inputs, which gets each padded micro-batch"
+            )
     return padded
 
 

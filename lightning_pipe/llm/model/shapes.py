@@ -100,7 +100,9 @@ class StageShapes:
 
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._mode, NoConditions():
+            # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
+            eager = torch.compiler.set_stance("force_eager")
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, NoConditions():
                 output = stage(*inputs, **kwargs)
         except (InputError, SetupError):
             raise

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
+from lightning_pipe.llm.parallel.attention_kernels import takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 
 __all__ = ["BY_MASK", "BY_POSITIONS", "HFDocuments"]
@@ -145,7 +146,7 @@ class HFDocuments:
             )
         if not self._masks(micro_batch):
             return
-        if "flash" in self._implementation or self._implementation.startswith("flex"):
+        if takes_boundaries(self._implementation) or self._implementation == "flex_attention":
             raise InputError(
                 f"the micro-batch has several documents a row, which the attention {self._implementation!r} of"
                 f" {self._family!r} models does not keep apart. Use attention='sdpa' or 'eager', or {fix}"
@@ -171,7 +172,7 @@ class HFDocuments:
         found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
         rows = len(micro_batch["input_ids"])
-        if "flash" in self._implementation:
+        if takes_boundaries(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
             begins = nn.functional.pad(_boundaries(documents).expand(rows, -1), (1, 0), value=True).flatten()
             ends = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()

@@ -30,6 +30,7 @@ from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init, is_de
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
+from lightning_pipe.llm.parallel.attention_kernels import check_device
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.gradients import local_part
@@ -268,6 +269,7 @@ class PartsMaker:
         """
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
+        check_device(module.model, self.device)
         world = dist.group.WORLD
         parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
         check_agreement(parameters, "model's parameters", world, error=SetupError)

@@ -21,7 +21,7 @@ from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
 from lightning_pipe.llm.run.stage_parts import PartsMaker
-from lightning_pipe.llm.schedules.checks import schedule_of_any_number
+from lightning_pipe.llm.schedules.checks import schedule_of_any_number, splits_backward
 
 __all__ = ["StageHooks", "StageRunner"]
 
@@ -67,8 +67,8 @@ class StageRunner:
         plan = checked.plan(sizes)
         for spec in (plan.spec, schedule_of_any_number(plan.spec)):
             checked.check_schedule(spec, sizes)
-        if checked.compile_options is not None:
-            keep_backward_buffers()
+        if splits_backward(plan.spec) is not False:
+            keep_backward_buffers()  # of compiled layers, and of functions that a model compiles, as FlexAttention
         self.device = _current_device() if device is None else torch.device(device)
         maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
         with maker.building() as record:

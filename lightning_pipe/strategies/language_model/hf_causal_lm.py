@@ -18,6 +18,7 @@ from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.stage_module import StageModule
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -46,8 +47,9 @@ class HFCausalLM(PipelineModule):
             and safetensors.
         learning_rate: learning rate of AdamW (default 3e-4).
         weight_decay: weight decay of AdamW (default 0.1).
-        attention: attention implementation of transformers, such as ``eager`` or ``flash_attention_2`` (default None:
-            ``sdpa`` if the family supports it, otherwise ``eager``).
+        attention: attention implementation of transformers, such as ``flash_attention_2``, ``flex_attention`` or
+            ``eager``, or ``varlen_attn`` for PyTorch's kernel (default None: ``sdpa`` if the family supports it,
+            otherwise ``eager``).
         chunk_tokens: number of tokens whose logits are computed at a time (default 1024).
         lora: a ``LoraConfig`` of peft, or a mapping of its fields, to train adapters and freeze all other parameters
             (default None: train all parameters).
@@ -75,6 +77,8 @@ class HFCausalLM(PipelineModule):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.attention = attention
+        if attention == VARLEN:
+            register_varlen()
         self.chunk_tokens = chunk_tokens
         self.lora = lora
 

@@ -86,8 +86,8 @@ class StagedStrategy(FolderCheckpointStrategy):
     def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
         """Refuse plans that would hang or train on wrong gradients, and set compiler options that the plan requires."""
         check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
-        compiled = self._options.compile_options is not None
-        if compiled and self._restore_buffers is None and splits_backward(plan.spec) is not False:
+        if self._restore_buffers is None and splits_backward(plan.spec) is not False:
+            # Of compiled layers, and of functions that a model compiles, as FlexAttention.
             self._restore_buffers = keep_backward_buffers()
         self._options.check_schedule(plan.spec, sizes)
 

@@ -1,0 +1,95 @@
+"""Attention kernels of Hugging Face models that need a GPU, and PyTorch's kernel for sequences of varying lengths.
+
+Tested in ``tests/scenarios/language_models/test_attention_kernels.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.llm.model.stage_module import is_causal_lm
+
+__all__ = ["VARLEN", "check_device", "register_varlen", "takes_boundaries"]
+
+VARLEN = "varlen_attn"
+
+
+def takes_boundaries(implementation: str) -> bool:
+    """Return True if an attention implementation reads ``cu_seq_lens_q/k``."""
+    return "flash" in implementation or implementation == VARLEN
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Check that the attention of a Hugging Face causal LM can be trained on a device.
+
+    Raises:
+        SetupError: FlexAttention, FlashAttention or ``varlen_attn`` on a CPU, where they have no backward.
+    """
+    name = str(getattr(model.config, "_attn_implementation", None)) if is_causal_lm(model) else ""
+    if device.type in ("cpu", "mps") and (name == "flex_attention" or takes_boundaries(name)):
+        raise SetupError(
+            f"attention={name!r} cannot be trained on {device.type}, where its kernel has no backward; expected a GPU."
+            " Set attention='sdpa', or accelerator='gpu'"
+        )
+
+
+def register_varlen() -> None:
+    """Make ``varlen_attn`` an attention implementation of transformers, for every model of this process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(VARLEN, _varlen_attention)
+    AttentionMaskInterface.register(VARLEN, flash_attention_mask)
+
+
+def _varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within documents; the arguments are those of transformers' attention functions."""
+    from torch.nn.attention import varlen
+
+    if attention_mask is not None:
+        raise InputError(
+            f"the batch has an attention_mask, which attention={VARLEN!r} does not read. Put padding at the end of rows"
+            " and leave the mask out (causal attention does not reach it), or set attention='sdpa'"
+        )
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    unknown += ["dropout"] if dropout else []
+    if unknown or query.shape[-1] != value.shape[-1] or not getattr(module, "is_causal", True):
+        raise SetupError(
+            f"attention={VARLEN!r} supports causal attention without {', '.join(unknown) or 'differing head sizes'}."
+            " Set attention='sdpa' or 'eager'"
+        )
+    rows, _, length, _ = query.shape
+    if cu_seq_lens_q is None or max_length_q is None:
+        # Each row is one document.
+        cu_seq_lens_q = torch.arange(0, rows * length + 1, length, device=query.device, dtype=torch.int32)
+        max_length_q = length
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    output: Any = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.unflatten(0, (rows, length)), None

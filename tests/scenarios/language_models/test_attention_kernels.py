@@ -1,0 +1,246 @@
+"""FlexAttention and kernels for sequences of varying lengths train as a plain loop, or are refused by name.
+
+PyTorch's kernels have no backward on a CPU. Here FlexAttention runs its operator without a kernel, in a plain call or
+with the backward of a compiled one, and the other kernel is replaced by a loop over documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention import varlen
+from transformers.integrations.flex_attention import WrappedFlexAttention
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.llm.batches.padding import pad_microbatch
+from lightning_pipe.llm.parallel.attention_kernels import check_device
+from lightning_pipe.llm.parallel.hf_documents import BY_POSITIONS
+from lightning_pipe.llm.run import stage_parts
+from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+from tests.distributed import run_ranks
+from tests.scenarios.language_models.test_hf_documents import config_of, documents, packed
+from tests.scenarios.language_models.test_packing import MAX_LENGTH, WITHIN, batches, plain_losses
+from tests.strategies.llm_cases import SEED, Block, Tiny, TinyHF, TinyLM, fit, hf_config, llm
+from tests.tiers import sampled
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+
+
+def loop_over_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    ends_k: Tensor,
+    longest: int,
+    longest_k: int,
+    **options: Any,
+) -> Tensor:
+    """What ``varlen_attn`` computes, for (tokens, heads, width)."""
+    assert ends.dtype == torch.int32
+    assert longest == longest_k == int(ends.diff().max())
+    before, after = options["window_size"]
+    assert after == 0
+    parts = []
+    for of_query, of_key, of_value in zip(
+        *(one.split(ends.diff().tolist()) for one in (query, key, value)), strict=True
+    ):
+        size = len(of_query)
+        distance = torch.arange(size)[:, None] - torch.arange(size)
+        mask = (distance >= 0) & (distance <= (size if before < 0 else before))
+        one, two, three = (part.transpose(0, 1) for part in (of_query, of_key, of_value))
+        attended = F.scaled_dot_product_attention(
+            one, two, three, attn_mask=mask, scale=options["scale"], enable_gqa=options["enable_gqa"]
+        )
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def shapes_alone(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    fake = isinstance(query, torch._subclasses.FakeTensor)
+    return query + 0 * (key.sum() + value.sum()) if fake else loop_over_documents(query, key, value, *args, **options)
+
+
+@contextmanager
+def on_cpu(compiled: bool = False) -> Iterator[None]:
+    """Context in which the kernels run on the CPU."""
+    function = torch.compile(flex.flex_attention, backend="aot_eager") if compiled else flex.flex_attention
+    with ExitStack() as entered:
+        for target, name, value in (
+            (flex, "_validate_device", lambda *tensors: None),
+            (WrappedFlexAttention, "_compiled_flex_attention", staticmethod(function)),
+            (WrappedFlexAttention, "_is_flex_compiled", True),
+            (WrappedFlexAttention, "training", True),
+            (WrappedFlexAttention, "__init__", lambda self, training: None),
+            (varlen, "varlen_attn", shapes_alone),
+            (stage_parts, "check_device", lambda *args: None),
+        ):
+            entered.enter_context(mock.patch.object(target, name, value, create=True))
+        yield
+    torch.compiler.reset()
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def trained(rank: int, world: int, attention: str, schedules: Sequence[str], compiled: bool, options: Any) -> Any:
+    losses = {}
+    for schedule in schedules:
+        with on_cpu(compiled):
+            module = TinyHF(hf_config("llama"), attention=attention)
+            fit(
+                module,
+                llm(schedule, options.get("micro_batches", 4), **options.get("strategy", {})),
+                batches("best_fit"),
+            )
+        losses[schedule] = module.losses
+    return losses
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
+def test_packed_documents_train_with_flex_attention_as_single_ones(schedule: str, compiled: bool) -> None:
+    expected = plain_losses("llama", "best_fit")
+    for losses in run_ranks(trained, 2, "flex_attention", [schedule], compiled, {}):
+        assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["a row", "two rows"])
+@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
+def test_packed_documents_train_with_varlen_attention_as_single_ones(schedule: str, rows: int) -> None:
+    if schedule == "dualpipev" and rows == 2:
+        pytest.skip("needs four micro-batches")
+    expected = plain_losses("llama", "best_fit")
+    for losses in run_ranks(trained, 2, "varlen_attn", [schedule], False, {"micro_batches": 4 // rows}):
+        assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpoint": {"mode": "full"}},
+        {"activation_checkpoint": {"mode": "selective"}},
+        {"pp": 1, "dp_shard": 2},
+    ],
+    ids=["full", "selective", "fsdp"],
+)
+def test_kernels_train_with_recomputed_layers_and_sharded_parameters(attention: str, options: Any) -> None:
+    expected = plain_losses("llama", "best_fit")
+    schedules = ["gpipe"] if "pp" in options else ["1f1b", "zbv_zero_bubble"]
+    if "pp" in options:
+        expected = None
+    for losses in run_ranks(trained, 2, attention, schedules, attention == "flex_attention", {"strategy": options}):
+        for schedule in schedules:
+            assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
+
+
+@pytest.mark.parametrize("family", sorted(BY_POSITIONS))
+def test_each_family_gives_the_kernel_the_boundaries_of_all_rows(family: str) -> None:
+    torch.manual_seed(SEED)
+    with on_cpu():
+        module = HFCausalLM(config_of(family), attention="varlen_attn")
+        try:
+            module.configure_model()
+        except SetupError as error:
+            assert "cannot be built" in str(error)
+            return
+        module.eval()
+        rows = [[5, 7, 4], [8, 8]]
+        batch = {
+            key: torch.cat([packed(one, "position_ids")[key] for one in rows]) for key in packed([1], "position_ids")
+        }
+        with torch.no_grad():
+            try:
+                found = module.predict_step([batch], 0)[0]
+            except SetupError as error:
+                assert "supports causal attention without" in str(error)
+                return
+            for row, lengths in enumerate(rows):
+                apart = torch.cat([module.predict_step(one, 0) for one in documents(lengths)], 1)
+                assert float((found[row] - apart[0]).abs().max()) < WITHIN
+
+
+# ---------------------------------------------------------------------- a model of one's own
+
+
+class FlexBlock(Block):
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        query, key, value = (part.unsqueeze(1) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended: Any = flex.flex_attention(query, key, value, block_mask=mask)
+        return x + attended.squeeze(1) + self.mlp(x)
+
+
+class FlexLM(TinyLM):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.layers = nn.ModuleList(FlexBlock() for _ in range(layers))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, block_mask: Any) -> Tensor:  # type: ignore[override]
+        x = self.embedding(input_ids, position_ids)
+        for layer in self.layers:
+            x = layer(x, block_mask)
+        return self.head(self.norm(x))
+
+
+class Own(Tiny):
+    """Builds the mask of each micro-batch, where every row has other documents."""
+
+    def build_model(self) -> nn.Module:
+        return FlexLM(self.layers)
+
+    def model_inputs(self, micro_batch: Any) -> Any:
+        ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
+        starts = (positions == 0).cumsum(1)
+
+        def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (starts[row, query] == starts[row, key])
+
+        blocks = flex.create_block_mask(mask, len(ids), None, ids.shape[1], ids.shape[1], device="cpu", BLOCK_SIZE=4)
+        return (ids,), {"position_ids": positions, "block_mask": blocks}
+
+
+def trained_own(rank: int, world: int, schedule: str, micro_batches: int) -> list[float]:
+    with on_cpu():
+        module = Own()
+        fit(module, llm(schedule, micro_batches), batches("best_fit"))
+    return module.losses
+
+
+@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
+def test_a_block_mask_that_is_built_for_each_micro_batch_trains_as_documents_alone(schedule: str) -> None:
+    expected = plain_losses("own", "best_fit")
+    for losses in run_ranks(trained_own, 2, schedule, 4 if schedule == "dualpipev" else 2):
+        assert losses == pytest.approx(expected, abs=WITHIN)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def test_a_block_mask_for_other_rows_or_another_length_is_refused() -> None:
+    tokens = torch.zeros(2, MAX_LENGTH, dtype=torch.long)
+
+    def mask(rows: int | None, length: int) -> Any:
+        return flex.create_block_mask(lambda b, h, q, k: q >= k, rows, None, length, length, device="cpu", BLOCK_SIZE=4)
+
+    for fitting in (mask(None, MAX_LENGTH), mask(2, MAX_LENGTH)):
+        assert pad_microbatch({"input_ids": tokens, "mask": fitting}, MAX_LENGTH)["mask"] is fitting
+    for rows, length in ((4, MAX_LENGTH), (2, 8)):
+        with pytest.raises(InputError, match=r"'mask' is a BlockMask of .* Build the mask in model_inputs"):
+            pad_microbatch({"input_ids": tokens, "mask": mask(rows, length)}, MAX_LENGTH)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+def test_a_kernel_that_has_no_backward_on_a_cpu_is_refused_by_name(attention: str) -> None:
+    module = HFCausalLM(hf_config("llama"), attention=attention)
+    with pytest.raises(SetupError, match=rf"attention='{attention}' cannot be trained on cpu.*attention='sdpa'"):
+        fit(module, llm("gpipe", 2), batches("best_fit"))
+    check_device(module.build_model(), torch.device("cuda"))
