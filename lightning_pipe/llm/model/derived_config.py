@@ -156,7 +156,13 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
     """
     found: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
     for results in range(_MOST_RESULTS + 1):
-        with dispatch_modes_disabled(), torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            dispatch_modes_disabled(),
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            torch.compiler.set_stance("force_eager"),  # a mask of FlexAttention would be compiled for the CPU
+        ):
             shell = _Shell(model, layers, others, results)
             try:
                 runs = [shell.run(tokens=tokens, whole=whole) for tokens in (True, False) for whole in (True, False)]

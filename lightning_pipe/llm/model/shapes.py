@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
@@ -86,7 +88,7 @@ class StageShapes:
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
         found: list[StageShape] = []
         with self._mode:
-            inputs, fakes = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
+            inputs, fakes = tree_map_only((Tensor, BlockMask), self._without_data, (args, kwargs))
         for index, stage in enumerate(self._stages):
             outputs = self._run(index, stage, inputs, fakes)
             found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
@@ -97,6 +99,13 @@ class StageShapes:
                 self._check = None
             inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
         return found
+
+    def _without_data(self, value: Tensor | BlockMask) -> Any:
+        if isinstance(value, Tensor):
+            return self._mode.from_tensor(value)
+        fake = copy.copy(value)
+        vars(fake).update(tree_map_only(Tensor, self._mode.from_tensor, vars(value)))
+        return fake
 
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         try:
@@ -190,4 +199,6 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def signature(value: Any) -> Any:
     """Description of a value that determines shapes: a tensor's shape and dtype, or the text of any other value."""
+    if isinstance(value, BlockMask):
+        return BlockMask, tuple(value.shape)  # its text is a picture of its blocks
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

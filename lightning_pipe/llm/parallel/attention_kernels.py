@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 
-__all__ = ["VARLEN", "check_device", "register_varlen", "takes_boundaries"]
-
 VARLEN = "varlen_attn"
+
+
+def implementation_of(config: Any) -> str:
+    """Attention implementation of a Hugging Face config of a model that was built from it."""
+    return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
 def takes_boundaries(implementation: str) -> bool:
@@ -29,7 +32,7 @@ def check_device(model: nn.Module, device: torch.device) -> None:
     Raises:
         SetupError: FlexAttention, FlashAttention or ``varlen_attn`` on a CPU, where they have no backward.
     """
-    name = str(getattr(model.config, "_attn_implementation", None)) if is_causal_lm(model) else ""
+    name = implementation_of(model.config) if is_causal_lm(model) else ""
     if device.type in ("cpu", "mps") and (name == "flex_attention" or takes_boundaries(name)):
         raise SetupError(
             f"attention={name!r} cannot be trained on {device.type}, where its kernel has no backward; expected a GPU."
@@ -64,8 +67,9 @@ def _varlen_attention(
 
     if attention_mask is not None:
         raise InputError(
-            f"the batch has an attention_mask, which attention={VARLEN!r} does not read. Put padding at the end of rows"
-            " and leave the mask out (causal attention does not reach it), or set attention='sdpa'"
+            f"a layer gets an attention mask (the batch's, one of parallel.cp, or the model's own), which attention="
+            f"{VARLEN!r} does not read; expected causal attention within documents. Put padding at the end of rows and"
+            " leave the batch's attention_mask out, or set attention='sdpa'"
         )
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     unknown += ["dropout"] if dropout else []

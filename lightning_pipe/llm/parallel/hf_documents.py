@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
-from lightning_pipe.llm.parallel.attention_kernels import takes_boundaries
+from lightning_pipe.llm.parallel.attention_kernels import implementation_of, takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 
 __all__ = ["BY_MASK", "BY_POSITIONS", "HFDocuments"]
@@ -105,7 +105,7 @@ class HFDocuments:
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._family: str = config.model_type
-        self._implementation = str(getattr(config, "_attn_implementation", None) or "eager")
+        self._implementation = implementation_of(config)
         window = getattr(config, "sliding_window", None)
         self._window: int | None = window if window and getattr(config, "use_sliding_window", True) else None
         self._dtype = dtype

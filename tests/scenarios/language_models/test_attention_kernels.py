@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
+from transformers import masking_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from lightning_pipe.engine import InputError, SetupError
@@ -26,12 +27,14 @@ from lightning_pipe.llm.parallel.hf_documents import BY_POSITIONS
 from lightning_pipe.llm.run import stage_parts
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
-from tests.scenarios.language_models.test_hf_documents import config_of, documents, packed
-from tests.scenarios.language_models.test_packing import MAX_LENGTH, WITHIN, batches, plain_losses
+from tests.scenarios.language_models.test_hf_documents import WINDOW, config_of, documents, has_window, packed
+from tests.scenarios.language_models.test_packing import MAX_LENGTH, ROWS, WITHIN, batches, plain_losses
 from tests.strategies.llm_cases import SEED, Block, Tiny, TinyHF, TinyLM, fit, hf_config, llm
 from tests.tiers import sampled
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+OFTEN = ("1f1b", "zbv_zero_bubble")
+OTHERS = ("gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipev")
+SCHEDULES = [pytest.param(OFTEN, id="often"), pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive)]
 
 
 def loop_over_documents(
@@ -69,6 +72,10 @@ def shapes_alone(query: Tensor, key: Tensor, value: Tensor, *args: Any, **option
     return query + 0 * (key.sum() + value.sum()) if fake else loop_over_documents(query, key, value, *args, **options)
 
 
+def uncompiled_mask(**options: Any) -> flex.BlockMask:
+    return flex.create_block_mask(**options | {"_compile": False})
+
+
 @contextmanager
 def on_cpu(compiled: bool = False) -> Iterator[None]:
     """Context in which the kernels run on the CPU."""
@@ -80,6 +87,7 @@ def on_cpu(compiled: bool = False) -> Iterator[None]:
             (WrappedFlexAttention, "_is_flex_compiled", True),
             (WrappedFlexAttention, "training", True),
             (WrappedFlexAttention, "__init__", lambda self, training: None),
+            (masking_utils, "create_block_mask", uncompiled_mask),
             (varlen, "varlen_attn", shapes_alone),
             (stage_parts, "check_device", lambda *args: None),
         ):
@@ -91,82 +99,79 @@ def on_cpu(compiled: bool = False) -> Iterator[None]:
 # ---------------------------------------------------------------------- Hugging Face
 
 
-def trained(rank: int, world: int, attention: str, schedules: Sequence[str], compiled: bool, options: Any) -> Any:
+def trained(
+    rank: int, world: int, attention: str, schedules: Sequence[str], compiled: bool, options: dict[str, Any]
+) -> dict[str, list[float]]:
     losses = {}
+    micro_batches, rows = options.pop("micro_batches", ROWS), slice(None)
+    if "dp_shard" in options:
+        micro_batches, rows = ROWS // 2, slice(rank % 2, None, 2)
     for schedule in schedules:
         with on_cpu(compiled):
             module = TinyHF(hf_config("llama"), attention=attention)
-            fit(
-                module,
-                llm(schedule, options.get("micro_batches", 4), **options.get("strategy", {})),
-                batches("best_fit"),
-            )
+            mine = [{key: one[rows] for key, one in batch.items()} for batch in batches("best_fit")]
+            fit(module, llm(schedule, micro_batches, **options), mine, use_distributed_sampler=False)
         losses[schedule] = module.losses
     return losses
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["uncompiled", "compiled"])
-@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
-def test_packed_documents_train_with_flex_attention_as_single_ones(schedule: str, compiled: bool) -> None:
+def check(attention: str, schedules: Sequence[str], compiled: bool = False, world: int = 2, **options: Any) -> None:
     expected = plain_losses("llama", "best_fit")
-    for losses in run_ranks(trained, 2, "flex_attention", [schedule], compiled, {}):
-        assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
+    for losses in run_ranks(trained, world, attention, schedules, compiled, options):
+        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in schedules}
 
 
-@pytest.mark.parametrize("rows", [1, 2], ids=["a row", "two rows"])
-@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
-def test_packed_documents_train_with_varlen_attention_as_single_ones(schedule: str, rows: int) -> None:
-    if schedule == "dualpipev" and rows == 2:
-        pytest.skip("needs four micro-batches")
-    expected = plain_losses("llama", "best_fit")
-    for losses in run_ranks(trained, 2, "varlen_attn", [schedule], False, {"micro_batches": 4 // rows}):
-        assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
+@pytest.mark.parametrize("schedules", SCHEDULES)
+def test_packed_documents_train_with_flex_attention_as_single_ones(schedules: Sequence[str]) -> None:
+    check("flex_attention", schedules, compiled=True)
+
+
+@pytest.mark.parametrize("schedules", SCHEDULES)
+def test_packed_documents_train_with_varlen_attention_as_single_ones(schedules: Sequence[str]) -> None:
+    check("varlen_attn", schedules)
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+def test_micro_batches_may_have_several_rows(attention: str) -> None:
+    check(attention, OFTEN, micro_batches=ROWS // 2)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+@pytest.mark.parametrize("mode", sampled(["full", "selective"], lambda mode: mode == "full"))
+def test_recomputed_layers_train_with_kernels(mode: str, attention: str) -> None:
+    check(attention, OFTEN, attention == "flex_attention", activation_checkpoint={"mode": mode})
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", pytest.param("varlen_attn", marks=pytest.mark.exhaustive)])
+def test_sharded_stages_train_with_kernels(attention: str) -> None:
+    check(attention, OFTEN, attention == "flex_attention", 4, dp_shard=2)
+
+
+REFUSED = {"doge", "gemma2", "vaultgemma"}  # masks of its own; capped attention
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"activation_checkpoint": {"mode": "full"}},
-        {"activation_checkpoint": {"mode": "selective"}},
-        {"pp": 1, "dp_shard": 2},
-    ],
-    ids=["full", "selective", "fsdp"],
+    ("family", "window"),
+    [(family, None) for family in sorted(BY_POSITIONS)]
+    + [(family, WINDOW) for family in sorted(BY_POSITIONS) if has_window(family)],
 )
-def test_kernels_train_with_recomputed_layers_and_sharded_parameters(attention: str, options: Any) -> None:
-    expected = plain_losses("llama", "best_fit")
-    schedules = ["gpipe"] if "pp" in options else ["1f1b", "zbv_zero_bubble"]
-    if "pp" in options:
-        expected = None
-    for losses in run_ranks(trained, 2, attention, schedules, attention == "flex_attention", {"strategy": options}):
-        for schedule in schedules:
-            assert losses[schedule] == pytest.approx(expected, abs=WITHIN)
-
-
-@pytest.mark.parametrize("family", sorted(BY_POSITIONS))
-def test_each_family_gives_the_kernel_the_boundaries_of_all_rows(family: str) -> None:
+def test_a_family_gives_the_kernel_the_boundaries_of_all_rows_or_is_refused(family: str, window: int | None) -> None:
     torch.manual_seed(SEED)
-    with on_cpu():
-        module = HFCausalLM(config_of(family), attention="varlen_attn")
+    module = HFCausalLM(config_of(family, window), attention="varlen_attn")
+    rows = [[5, 7, 4], [8, 8]]
+    whole = [packed(lengths, "position_ids") for lengths in rows]
+    batch = {key: torch.cat([one[key] for one in whole]) for key in whole[0]}
+    with on_cpu(), torch.no_grad():
         try:
             module.configure_model()
-        except SetupError as error:
-            assert "cannot be built" in str(error)
-            return
-        module.eval()
-        rows = [[5, 7, 4], [8, 8]]
-        batch = {
-            key: torch.cat([packed(one, "position_ids")[key] for one in rows]) for key in packed([1], "position_ids")
-        }
-        with torch.no_grad():
-            try:
-                found = module.predict_step([batch], 0)[0]
-            except SetupError as error:
-                assert "supports causal attention without" in str(error)
-                return
-            for row, lengths in enumerate(rows):
-                apart = torch.cat([module.predict_step(one, 0) for one in documents(lengths)], 1)
-                assert float((found[row] - apart[0]).abs().max()) < WITHIN
+            found, refused = module.eval().predict_step([batch], 0)[0], False
+        except (InputError, SetupError) as error:
+            known = "cannot be built", "supports causal attention without", "a layer gets an attention mask"
+            refused = any(one in str(error) for one in known)
+        for row, lengths in enumerate([] if refused else rows):
+            apart = torch.cat([module.predict_step(one, 0) for one in documents(lengths)], 1)
+            assert float((found[row] - apart[0]).abs().max()) < WITHIN
+        assert refused == (family in REFUSED)
 
 
 # ---------------------------------------------------------------------- a model of one's own
@@ -182,7 +187,8 @@ class FlexBlock(Block):
 class FlexLM(TinyLM):
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
-        self.layers = nn.ModuleList(FlexBlock() for _ in range(layers))
+        for layer in self.layers:
+            layer.__class__ = FlexBlock  # another block would draw other numbers
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, block_mask: Any) -> Tensor:  # type: ignore[override]
         x = self.embedding(input_ids, position_ids)
@@ -208,18 +214,21 @@ class Own(Tiny):
         return (ids,), {"position_ids": positions, "block_mask": blocks}
 
 
-def trained_own(rank: int, world: int, schedule: str, micro_batches: int) -> list[float]:
-    with on_cpu():
-        module = Own()
-        fit(module, llm(schedule, micro_batches), batches("best_fit"))
-    return module.losses
+def trained_own(rank: int, world: int, schedules: Sequence[str]) -> dict[str, list[float]]:
+    losses = {}
+    for schedule in schedules:
+        with on_cpu():
+            module = Own()
+            fit(module, llm(schedule, ROWS if schedule == "dualpipev" else ROWS // 2), batches("best_fit"))
+        losses[schedule] = module.losses
+    return losses
 
 
-@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1f1b", "zbv_zero_bubble")))
-def test_a_block_mask_that_is_built_for_each_micro_batch_trains_as_documents_alone(schedule: str) -> None:
+@pytest.mark.parametrize("schedules", SCHEDULES)
+def test_a_block_mask_that_is_built_for_each_micro_batch_trains_as_documents_alone(schedules: Sequence[str]) -> None:
     expected = plain_losses("own", "best_fit")
-    for losses in run_ranks(trained_own, 2, schedule, 4 if schedule == "dualpipev" else 2):
-        assert losses == pytest.approx(expected, abs=WITHIN)
+    for losses in run_ranks(trained_own, 2, schedules):
+        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in schedules}
 
 
 # ---------------------------------------------------------------------- refused
@@ -244,3 +253,16 @@ def test_a_kernel_that_has_no_backward_on_a_cpu_is_refused_by_name(attention: st
     with pytest.raises(SetupError, match=rf"attention='{attention}' cannot be trained on cpu.*attention='sdpa'"):
         fit(module, llm("gpipe", 2), batches("best_fit"))
     check_device(module.build_model(), torch.device("cuda"))
+
+
+def in_parts(rank: int, world: int, attention: str) -> None:
+    module: Any = Own() if attention == "own" else TinyHF(hf_config("llama"), attention=attention)
+    strategy = llm("1f1b", 2, pp=1, cp=2)
+    message = "which attention='varlen_attn' does not read" if attention == "varlen_attn" else "context parallelism"
+    with on_cpu(), pytest.raises((InputError, SetupError), match=message):
+        fit(module, strategy, batches("best_fit"))
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn", "own"])
+def test_kernels_are_refused_with_parts_of_sequences(attention: str) -> None:
+    run_ranks(in_parts, 2, attention)
