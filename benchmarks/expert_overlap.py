@@ -90,17 +90,13 @@ class Waits:
 
     def watch(self) -> None:
         """Count the waits of this process."""
-        wait, exchange = expert_parallel.wait_tensor, dist.all_to_all_single
+        wait = expert_parallel.wait_tensor
 
-        def waiting(*args: Any) -> Any:
-            with self.counted("tokens"):
-                return wait(*args)
+        def waiting(awaited: Tensor) -> Any:
+            with self.counted("tokens" if awaited.is_floating_point() else "numbers"):
+                return wait(awaited)
 
-        def exchanging(*args: Any, **kwargs: Any) -> Any:
-            with self.counted("numbers"):
-                return exchange(*args, **kwargs)
-
-        expert_parallel.wait_tensor, dist.all_to_all_single = waiting, exchanging
+        expert_parallel.wait_tensor = waiting
 
 
 def run(index: int, options: argparse.Namespace, path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TESTS = Path(__file__).parent
 # Files that take longest with --exhaustive, longest first. Workers start with them, so that none is alone at the end.
 LONGEST = [TESTS / f"{name}.py" for name in (TESTS / "longest.txt").read_text(encoding="utf-8").split()]
 
+UNTIL = "LIGHTNING_PIPE_EXHAUSTIVE_UNTIL"
 FAILED = pytest.StashKey[bool]()
 
 # Read when the libraries are loaded, which the tests do after this.
@@ -38,6 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, what in TIERS.items():
         parser.addoption(f"--{marker}", action="store_true", help=f"run tests that are {marker}, too: {what}")
     parser.addoption(
+        "--exhaustive-minutes",
+        type=float,
+        metavar="N",
+        help="with --exhaustive: skip exhaustive tests that have not begun N minutes after the beginning",
+    )
+    parser.addoption(
+        "--turn", type=int, default=0, metavar="N", help="begin with other test files after the longest for each N"
+    )
+    parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
     )
 
@@ -46,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker, what in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {what}; run with --{marker}")
     begin(config)
+    if (minutes := config.getoption("--exhaustive-minutes")) is not None and not hasattr(config, "workerinput"):
+        os.environ[UNTIL] = str(time.time() + 60 * minutes)  # which workers inherit
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         share_servers()
         config.option.loadscopereorder = False  # the files with most tests are not those that take longest
@@ -66,8 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
     else:
-        place = {path: number for number, path in enumerate(LONGEST)}
-        items.sort(key=lambda item: place.get(item.path, len(place)))
+        others = [path for path in dict.fromkeys(item.path for item in items) if path not in LONGEST]
+        turn = config.getoption("--turn")
+        first = random.Random(turn).randrange(len(others)) if turn and others else 0
+        place = {path: number for number, path in enumerate([*LONGEST, *others[first:], *others[:first]])}
+        items.sort(key=lambda item: place[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,6 +98,13 @@ def pytest_collection_finish() -> None:
     # A collection would visit all modules and tests: half a second each time.
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--exhaustive-minutes")
+    if minutes is not None and time.time() > float(os.environ[UNTIL]) and item.get_closest_marker("exhaustive"):
+        pytest.skip(f"not begun {minutes:g} minutes after the beginning; --exhaustive without a limit runs it")
 
 
 def _shuffle(items: list[pytest.Item], order: random.Random) -> None:

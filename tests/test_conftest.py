@@ -1,8 +1,9 @@
-"""Options of the suite: ``--shuffle`` fixes a random order by a seed, ``--exhaustive`` and ``--long`` add tests."""
+"""Options of the suite: ``--shuffle`` fixes a random order by a seed; ``--exhaustive`` and ``--long`` add tests."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,11 @@ def items(marked: dict[int, str] | None = None) -> list[Any]:
 
 
 def config(**options: Any) -> Any:
-    defaults: dict[str, Any] = {"--shuffle": None, **dict.fromkeys((f"--{marker}" for marker in TIERS), False)}
+    defaults: dict[str, Any] = {
+        "--shuffle": None,
+        "--turn": 0,
+        **dict.fromkeys((f"--{marker}" for marker in TIERS), False),
+    }
     given = defaults | {f"--{name}": value for name, value in options.items()}
     return SimpleNamespace(getoption=given.__getitem__, hook=mock.Mock())
 
@@ -84,6 +89,48 @@ def test_the_files_that_take_longest_come_first_and_the_others_as_they_were() ->
     ]
     pytest_collection_modifyitems(config(), found)  # type: ignore[arg-type]
     assert [item.path for item in found] == [*LONGEST, Path("a"), Path("b")]
+
+
+def test_each_turn_begins_with_another_of_the_files_after_the_longest() -> None:
+    orders = set()
+    for turn in range(20):
+        found = items()
+        pytest_collection_modifyitems(config(turn=turn), found)
+        files = [str(item.path) for item in found][::4]
+        assert sorted(files) == [f"file_{number}" for number in range(5)]
+        assert [item.number for item in found] == list(range(4)) * 5
+        orders.add(tuple(files))
+    assert len(orders) == 5
+
+
+LIMITED = """
+import time, pytest
+
+@pytest.mark.exhaustive
+def test_begins_in_time():
+    time.sleep(2)
+
+@pytest.mark.exhaustive
+def test_begins_later():
+    raise AssertionError
+
+def test_is_not_exhaustive():
+    pass
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_exhaustive_tests_after_the_limit_are_skipped_with_the_reason(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "test_it.py").write_text(LIMITED)
+    # The second test begins two seconds after the first, which begins at once or is skipped, too.
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "--exhaustive"]
+    command += ["--exhaustive-minutes", "0.02", "-n", workers, "--rootdir", str(tmp_path), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG / 2)
+    assert "not begun 0.02 minutes after the beginning" in ended.stdout
+    assert "failed" not in ended.stdout
+    assert re.search(r"1 passed, 2 skipped|2 passed, 1 skipped", ended.stdout)
 
 
 @pytest.mark.parametrize("path", LONGEST, ids=lambda path: path.stem)

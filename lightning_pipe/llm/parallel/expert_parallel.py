@@ -142,8 +142,7 @@ class _TokenExchange:
 
     def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
         """As :class:`~lightning_pipe.llm.model.moe.Experts`, with the token counts of the experts of all ranks."""
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
+        arriving = _all_to_all(counts, None, None, self._group)
         # Tokens arrive sorted by source rank, then by expert.
         of_rank = arriving.view(self._group.size(), -1)
         sent, received = torch.stack([counts.view_as(of_rank).sum(1), of_rank.sum(1)]).tolist()
@@ -167,14 +166,15 @@ class _Travel(torch.autograd.Function):
         return _all_to_all(gradient.contiguous(), *ctx.back), None, None, None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+# Compiled code could not pass the turn.
+@torch.compiler.disable
+def _all_to_all(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     travelling = all_to_all_single(rows, received, sent, group)
     pass_turn()
     arrived: Tensor = wait_tensor(travelling)
     return arrived
 
 
-# Compiled code could not pass the turn.
 @torch.compiler.disable
 def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     arrived: Tensor = _Travel.apply(tokens, sent, received, group)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PlanError
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from tests.patience import HANG
@@ -339,12 +339,6 @@ def test_a_time_to_live_that_ends_before_a_batch_that_has_begun_is_trained_is_re
         table.cache.begin(tickets[2], 3)
     table.cache.trained(tickets[0])
     table.cache.begin(tickets[2], 3)
-
-
-@pytest.mark.parametrize("options", [{"ttl": 0}, {"admission_threshold": 0}, {"policy": "random"}])
-def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match="table 't'"):
-        Table(**options)
 
 
 @pytest.mark.parametrize("keys", [torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)])
