@@ -20,8 +20,8 @@ train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
 # Run test after every change; test-all also runs the tests marked "exhaustive", such as those in a browser.
-# FILE=tests/... runs all tests of one file. WORKERS processes run files in parallel, each with one thread, because the
-# ranks of a test are processes too.
+# FILE=tests/... runs all tests of one file. ARGS are more options of pytest. WORKERS processes run files in parallel, each
+# with one thread, because the ranks of a test are processes too.
 WORKERS ?= 3
 test test-all: export OMP_NUM_THREADS = 1
 # If this is set, each process that a test starts compiles the package again.
@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
 
 test-all: setup
-	$(BIN)/python -m pytest --exhaustive $(or $(FILE),-n $(WORKERS) --dist loadfile)
+	$(BIN)/python -m pytest --exhaustive $(ARGS) $(or $(FILE),-n $(WORKERS) --dist loadfile)
 
 # The tests on every tested combination of PyTorch and Python, with a download of some GB for each PyTorch. One of them:
 # .venv/bin/nox --list, then .venv/bin/nox -s NAME. The counts are put into docs/stacks.md.

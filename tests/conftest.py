@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ TESTS = Path(__file__).parent
 # Files that take longest with --exhaustive, longest first. Workers start with them, so that none is alone at the end.
 LONGEST = [TESTS / f"{name}.py" for name in (TESTS / "longest.txt").read_text(encoding="utf-8").split()]
 
+TURNS = 3
 UNTIL = "LIGHTNING_PIPE_EXHAUSTIVE_UNTIL"
 FAILED = pytest.StashKey[bool]()
 
@@ -46,7 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --exhaustive: skip exhaustive tests that have not begun N minutes after the beginning",
     )
     parser.addoption(
-        "--turn", type=int, default=0, metavar="N", help="begin with other test files after the longest for each N"
+        "--turn",
+        type=int,
+        metavar="N",
+        help=f"run one of {TURNS} parts of the exhaustive tests, another one for each N",
     )
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
@@ -70,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out(config))]
+    if (turn := config.getoption("--turn")) is not None:
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        unwanted += [item for item in exhaustive if (zlib.crc32(item.nodeid.encode()) + turn) % TURNS]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
@@ -79,11 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
     else:
-        others = [path for path in dict.fromkeys(item.path for item in items) if path not in LONGEST]
-        turn = config.getoption("--turn")
-        first = random.Random(turn).randrange(len(others)) if turn and others else 0
-        place = {path: number for number, path in enumerate([*LONGEST, *others[first:], *others[:first]])}
-        items.sort(key=lambda item: place[item.path])
+        place = {path: number for number, path in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.hookimpl(wrapper=True)

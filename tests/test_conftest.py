@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import LONGEST, pytest_collection_modifyitems
+from tests.conftest import LONGEST, TURNS, pytest_collection_modifyitems
 from tests.patience import HANG
 from tests.tiers import TIERS
 
@@ -37,7 +37,7 @@ def items(marked: dict[int, str] | None = None) -> list[Any]:
 def config(**options: Any) -> Any:
     defaults: dict[str, Any] = {
         "--shuffle": None,
-        "--turn": 0,
+        "--turn": None,
         **dict.fromkeys((f"--{marker}" for marker in TIERS), False),
     }
     given = defaults | {f"--{name}": value for name, value in options.items()}
@@ -91,16 +91,14 @@ def test_the_files_that_take_longest_come_first_and_the_others_as_they_were() ->
     assert [item.path for item in found] == [*LONGEST, Path("a"), Path("b")]
 
 
-def test_each_turn_begins_with_another_of_the_files_after_the_longest() -> None:
-    orders = set()
-    for turn in range(20):
-        found = items()
-        pytest_collection_modifyitems(config(turn=turn), found)
-        files = [str(item.path) for item in found][::4]
-        assert sorted(files) == [f"file_{number}" for number in range(5)]
-        assert [item.number for item in found] == list(range(4)) * 5
-        orders.add(tuple(files))
-    assert len(orders) == 5
+def test_the_turns_together_run_each_exhaustive_test_once_and_the_others_always() -> None:
+    found = []
+    for turn in range(7, 7 + TURNS):
+        given = items({1: "exhaustive", 3: "exhaustive"})
+        pytest_collection_modifyitems(config(turn=turn, exhaustive=True), given)
+        assert len(given) < len(TESTS)
+        found += [(str(item.path), item.number) for item in given]
+    assert sorted(found) == sorted(test for test in TESTS for _ in range(1 if test[1] in (1, 3) else TURNS))
 
 
 LIMITED = """
