@@ -10,8 +10,6 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
 from lightning_pipe.llm.batches.padding import SequenceKeys
 
-__all__ = ["Batching"]
-
 
 @dataclass(frozen=True)
 class Batching:

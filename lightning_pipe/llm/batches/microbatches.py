@@ -19,8 +19,6 @@ from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
 
-__all__ = ["MicroBatches", "count_tokens", "split_batch", "take_rows"]
-
 # These describe a whole packed row, so they cannot be cut by rows, whatever their size.
 _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

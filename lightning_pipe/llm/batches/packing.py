@@ -17,8 +17,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
 
-__all__ = ["PackedDocuments", "pack", "split_rows"]
-
 
 class _Piece(NamedTuple):
     """Tokens ``begin`` to ``end`` of a document with its labels."""

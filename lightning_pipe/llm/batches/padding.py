@@ -19,8 +19,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_pipe.engine.common.errors import InputError
 
-__all__ = ["SequenceKeys", "pad_microbatch"]
-
 _MASK = "attention_mask"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 

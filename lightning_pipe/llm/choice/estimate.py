@@ -24,8 +24,6 @@ from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.split.by_name import split_evenly
 
-__all__ = ["Refused", "compare", "estimate", "operations_of"]
-
 
 @dataclass(frozen=True)
 class Refused:

@@ -30,22 +30,6 @@ from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimel
 from lightning_pipe.llm.schedules.timed_stage import median_durations
 from lightning_pipe.llm.split.by_name import split_by_cost, split_evenly
 
-__all__ = [
-    "Calibration",
-    "Measurements",
-    "ScheduleCandidate",
-    "SchedulePrediction",
-    "calibrate",
-    "finalists",
-    "layer_counts",
-    "layers_by_memory",
-    "list_candidates",
-    "median_pieces",
-    "microbatch_counts",
-    "predict",
-    "stage_durations",
-]
-
 # Micro-batches per rank: with fewer, most ranks are idle; with more, each is small and the bubble negligible.
 _LEAST, _MOST = 1, 8
 _COUNTS = 5  # numbers of micro-batches to measure

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["BalanceLoss"]
-
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 

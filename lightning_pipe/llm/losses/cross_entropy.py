@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = ["check_sum", "chunked_cross_entropy", "shift_labels", "summed_cross_entropy"]
-
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Cross-entropy summed over the tokens that count, computed in float32 (float64 for such logits).

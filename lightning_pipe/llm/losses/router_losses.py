@@ -20,8 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_pipe.engine.common.errors import InputError
 
-__all__ = ["RouterLosses", "active_router_losses", "pass_router_logits", "sum_router_losses"]
-
 
 class RouterLosses:
     """Context around the forward of a micro-batch that weights and records its routers' losses.

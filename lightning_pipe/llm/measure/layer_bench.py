@@ -22,8 +22,6 @@ from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import signature
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, replace_tensors, shallow_copy
 
-__all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "fill_with_placeholders"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 LossOf = Callable[[Any, nn.Module], Tensor]

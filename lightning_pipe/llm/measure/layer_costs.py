@@ -19,9 +19,6 @@ from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
-__all__ = ["CostUnit", "measure_costs", "memory_costs", "time_costs"]
-
-
 CostUnit = Literal["time", "memory"]
 
 

@@ -39,8 +39,6 @@ from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import NoConditions
 from lightning_pipe.llm.model.stage_module import StageModule
 
-__all__ = ["Footprint", "LayerWork", "measure_footprints", "measure_work"]
-
 _CPU = torch.device("cpu")
 # Operators that the registry lacks, mapped to operators with the same number of operations.
 _LIKE = {

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Link", "measure_links", "median_links", "neighbours"]
-
 _SMALL, _LARGE = 8, 2**20  # bytes
 _WARM_UPS = 3
 _ROUND_TRIPS = 11

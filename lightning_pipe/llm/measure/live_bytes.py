@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import TorchDispatchMode, storage_key, tree_leaves
 
-__all__ = ["LiveBytes"]
-
 
 class LiveBytes(TorchDispatchMode):
     """While entered, counts the bytes of created tensors until they are freed.

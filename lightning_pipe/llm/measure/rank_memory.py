@@ -19,8 +19,6 @@ from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
 
-__all__ = ["RankMemory", "Sharing", "estimate_memory", "pieces_of_stage"]
-
 T = TypeVar("T")
 
 

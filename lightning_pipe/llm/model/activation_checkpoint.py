@@ -41,8 +41,6 @@ from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import LayerRouting, current_routing
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
-__all__ = ["ActivationCheckpoint", "checkpoint_layers"]
-
 Mode = Literal["full", "selective"]
 
 # Operations that are expensive to recompute: matrix products, attention, and exchanges between ranks. Listed by name,

@@ -13,8 +13,6 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.lora import unwrapped
 from lightning_pipe.llm.model.stage_module import PassThrough
 
-__all__ = ["BuiltStages"]
-
 
 class BuiltStages(nn.Sequential):
     """Model of stages built by hand, which are the layers that a strategy assigns to ranks.

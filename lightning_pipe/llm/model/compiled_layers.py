@@ -10,8 +10,6 @@ import torch._functorch.config
 
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
-__all__ = ["compile_layers", "keep_backward_buffers"]
-
 
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
     """Compile a stage's own layers in place, without changing modules or names.

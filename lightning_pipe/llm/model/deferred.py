@@ -40,8 +40,6 @@ from lightning_pipe._compat.torch import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.op_record import OpRecord, View
 
-__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor", "tensors_are_fake"]
-
 _CPU = torch.device("cpu")
 
 

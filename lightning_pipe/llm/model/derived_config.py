@@ -28,8 +28,6 @@ from lightning_pipe.llm.model.shapes import block_of
 from lightning_pipe.llm.model.slots import InputSlot, is_causal_lm, token_width
 from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, takes_cache, telltale, tensor_of
 
-__all__ = ["derive_config", "returns_head_results", "tried_config"]
-
 _ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
 _MOST_RESULTS = 4
 _BY_TRACE = (

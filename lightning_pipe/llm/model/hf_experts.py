@@ -15,16 +15,6 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 from lightning_pipe.llm.model.moe import MoE, Run, weighted_sum
 
-__all__ = [
-    "experts_of",
-    "has_routers",
-    "run_all_rows",
-    "run_local_experts",
-    "skip_experts",
-    "takes_all_rows",
-    "tap_routers",
-]
-
 
 def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
     """Give a model's routers the losses of :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`.

@@ -14,8 +14,6 @@ from typing import Any
 from lightning_pipe.checkpoints.inert_values import described
 from lightning_pipe.engine import SetupError
 
-__all__ = ["check_header", "read_bounded_config", "read_index"]
-
 # Limits of an index: its size in bytes, enough for about 180,000 tensors, and its number of names and values.
 _INDEX, _ENTRIES = 2**24, 500_000
 # Limits in bytes of a config and of the header of a safetensors file.

@@ -40,8 +40,6 @@ from lightning_pipe.llm.model.deferred import tensors_are_fake
 from lightning_pipe.llm.model.hf_files import check_header, read_bounded_config, read_index
 from lightning_pipe.llm.model.stage_module import registered_tensors
 
-__all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", "pretrained_causal_lm"]
-
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Dtypes that convert directly to a parameter's dtype, unlike those of quantised weights.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

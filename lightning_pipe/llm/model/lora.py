@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import shallow_copy
 
-__all__ = ["ADAPTER", "adapter_text", "add_adapters", "is_adapted", "unwrapped", "without_adapters", "write_adapters"]
-
 ADAPTER = "lightning_pipe.adapter"  # key of a checkpoint for the text of the LoraConfig
 # Fields of LoraConfig that may have any value. The others change the model's inputs, other modules than the adapted
 # layers, or compute initial values from base weights, which ranks read later.

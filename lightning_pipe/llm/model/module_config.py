@@ -11,8 +11,6 @@ from torch import nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 
-__all__ = ["NEEDED", "ModuleConfig", "TrialRun", "is_inside"]
-
 NEEDED = (
     "get_pp_module_config() returns a dict of num_layers (an int), layer_prefix (the FQN of the list of layers, such as"
     " 'model.layers'), input_fqns and output_fqns (lists of the FQNs before and after it) and, if some modules are"

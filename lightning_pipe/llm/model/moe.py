@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 
-__all__ = ["Experts", "MoE", "Run", "weighted_sum"]
-
 # Results of experts, from tokens sorted by expert and the number of tokens of each expert.
 Run = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,8 +12,6 @@ import torch
 
 from lightning_pipe._compat.torch import dispatch_modes_disabled
 
-__all__ = ["RandomTrack"]
-
 # Seeds of the placeholder states, which stand for positions in the record. The generator uses 32 bits of a seed, and a
 # user may choose the same bits. Therefore one word of each placeholder is set to a value that no seed produces.
 _POSITIONS = itertools.count()

@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
-__all__ = ["NoConditions", "StageShape", "StageShapes", "block_of", "pass_on_without_data", "signature"]
-
 _REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
 
 

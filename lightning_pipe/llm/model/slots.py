@@ -18,8 +18,6 @@ from lightning_pipe.engine.common.errors import InputError
 if TYPE_CHECKING:
     from lightning_pipe.llm.model.module_config import ModuleConfig
 
-__all__ = ["InputSlot", "LayerSlot", "PassThrough", "Passage", "is_causal_lm", "slots_of", "token_width"]
-
 _PLAIN = (str, int, float, bool, torch.dtype, type(None))
 
 

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.ranks.process_groups import new_group
 
-__all__ = ["TiedGradients", "TiedParameter", "find_tied", "name_copies"]
-
 
 @dataclass(frozen=True)
 class TiedParameter:

@@ -23,8 +23,6 @@ from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
 from lightning_pipe.llm.parallel.tensor_parallel import parallelise_tensors
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 
-__all__ = ["StageParallelism"]
-
 
 @dataclass(frozen=True)
 class StageParallelism:

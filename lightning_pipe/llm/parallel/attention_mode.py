@@ -19,8 +19,6 @@ from lightning_pipe.llm.model.stage_module import PassThrough, StageModule, is_c
 from lightning_pipe.llm.parallel.context_parallel import chunk_positions
 from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS
 
-__all__ = ["FAMILIES", "AttentionMode", "CheckedAttention", "OwnMasks", "check_call", "check_mask_heads"]
-
 # Modules that treat each token independently.
 _TOKENWISE = (
     nn.Dropout,

@@ -25,16 +25,6 @@ from torch import Tensor
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
 
-__all__ = [
-    "FullAttention",
-    "attention_of",
-    "check_sequence",
-    "chunk_positions",
-    "cut_sequence",
-    "join_sequence",
-    "positions_of",
-]
-
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 

@@ -21,8 +21,6 @@ from lightning_pipe.llm.parallel.context_parallel import check_sequence, cut_seq
 from lightning_pipe.llm.parallel.ring_attention import RingAttention
 from lightning_pipe.llm.parallel.ulysses import Ulysses
 
-__all__ = ["ContextMethod", "ContextRanks"]
-
 ContextMethod = Literal["ulysses", "ring"]
 ModelInputs = Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 

@@ -19,8 +19,6 @@ from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 from lightning_pipe.llm.parallel.expert_parallel import spread_parameters
 from lightning_pipe.llm.parallel.gradients import force_sum_reduction
 
-__all__ = ["parallelise_stage"]
-
 
 def parallelise_stage(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False

@@ -14,8 +14,6 @@ from lightning_pipe.engine.common.options import check_choice, check_whole_numbe
 from lightning_pipe.engine.ranks.process_groups import default_timeout
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 
-__all__ = ["ParallelDims", "StageMeshes"]
-
 _WORLD = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _OPEN = _WORLD[:3]  # sizes that can follow from the number of ranks
 

@@ -26,8 +26,6 @@ from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_lo
 from lightning_pipe.llm.model.moe import Experts, MoE
 from lightning_pipe.llm.parallel.turns import pass_turn
 
-__all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
-
 
 def check_experts(model: nn.Module, size: int) -> None:
     """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks.

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import communicating_device
 
-__all__ = ["GradientNorm", "alike", "clip_by_norm", "force_sum_reduction", "local_part", "scale_gradients"]
-
 _CPU = torch.device("cpu")
 # Types of gradients, sent to other stages as 1 + index. 0 means no gradient.
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

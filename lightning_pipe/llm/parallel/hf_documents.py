@@ -23,8 +23,6 @@ from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.attention_kernels import implementation_of, takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 
-__all__ = ["BY_MASK", "BY_POSITIONS", "HFDocuments"]
-
 # By ``model_type``; tests compare each family with one run for each document (transformers 5.24).
 BY_POSITIONS = frozenset(
     [

@@ -26,8 +26,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 
-__all__ = ["RingAttention", "check_ring"]
-
 aten = torch.ops.aten
 _LENGTH = 2  # of (rows, heads, length, width)
 _HALF = (torch.float16, torch.bfloat16)

@@ -27,8 +27,6 @@ from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.slots import PassThrough
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, blocks_of
 
-__all__ = ["TOKENS", "check_sequences", "outside_blocks", "split_sequences"]
-
 TOKENS = Shard(1)  # dimension of the tokens in hidden states
 _WHOLE = Replicate()
 

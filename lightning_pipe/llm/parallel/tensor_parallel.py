@@ -33,8 +33,6 @@ from lightning_pipe.llm.parallel.gradients import alike, local_part
 from lightning_pipe.llm.parallel.sequence_parallel import TOKENS, outside_blocks, split_sequences
 from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
 
-__all__ = ["TensorGradients", "parallelise_tensors"]
-
 _MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters see a part of the activations
 _SAME = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 

@@ -19,8 +19,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 
-__all__ = ["PARTIAL_GRADIENT", "TensorPlan", "blocks_of", "derive_tensor_plan", "resolve_tensor_plan"]
-
 TensorPlan = Mapping[str, str | ParallelStyle]
 
 PARTIAL_GRADIENT = "partial_gradient"

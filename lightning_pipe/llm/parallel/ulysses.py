@@ -24,8 +24,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention
 
-__all__ = ["Ulysses"]
-
 
 class Ulysses(AttentionMode):
     """While entered, computes ``scaled_dot_product_attention`` of chunks over the whole sequences.

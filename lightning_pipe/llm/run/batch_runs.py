@@ -27,8 +27,6 @@ from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch, 
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterMeans, StageHooks
 
-__all__ = ["BatchRuns"]
-
 T = TypeVar("T")
 
 # Number of sums over ranks: the loss and three router losses.

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import overflow_flags
 
-__all__ = ["LossScaling"]
-
 
 class LossScaling:
     """Scales the losses of a schedule, and lets all ranks agree whether gradients have overflowed.

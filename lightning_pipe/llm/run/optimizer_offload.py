@@ -26,8 +26,6 @@ from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.parallel.gradients import local_part
 
-__all__ = ["OffloadedState"]
-
 
 class OffloadedState:
     """Keeps an optimiser's state on the host, from construction until :meth:`close`.

@@ -10,8 +10,6 @@ from lightning_pipe._compat.torch import looks_for_overflow
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 
-__all__ = ["refuse_fused", "refuse_sharded"]
-
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that check for overflow on their own rank's gradients only. Call it if losses are scaled.

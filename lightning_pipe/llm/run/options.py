@@ -18,8 +18,6 @@ from lightning_pipe.llm.schedules.checks import check_combination
 from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
 
-__all__ = ["LLMOptions", "option_pairs"]
-
 _GROUPS: dict[str, type[Any]] = {
     "parallel": ParallelDims,
     "split": SplitOptions,

@@ -29,8 +29,6 @@ from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 
-__all__ = ["BatchPreparation", "PreparedBatch", "StepInputs"]
-
 MicroBatch = Mapping[str, Any]
 
 

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipe.engine.observe.timeline import Bar, in_iterations
 from lightning_pipe.llm.run.runner import PipelineRunner
 
-__all__ = ["StageRecorder"]
-
 
 class StageRecorder:
     """Records the events of this rank's stages from construction until :meth:`stop`.

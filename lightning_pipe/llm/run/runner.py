@@ -28,8 +28,6 @@ from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
 
-__all__ = ["PipelineRunner", "StageInputs"]
-
 ResultOf = Callable[[Tensor, Any], Any]
 
 

@@ -19,8 +19,6 @@ from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_by_norm
 from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients
 from lightning_pipe.llm.split.stage_split import SplitModel
 
-__all__ = ["StageGradients"]
-
 
 class StageGradients:
     """Gradient work between the last backward of a step and its optimisers; all ranks make the same calls.

@@ -18,8 +18,6 @@ from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
-__all__ = ["BatchResult", "RouterMeans", "StageHooks", "labels_of"]
-
 
 @dataclass(frozen=True)
 class RouterMeans:

@@ -46,8 +46,6 @@ from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.stage_split import Example, SplitModel, split_model
 
-__all__ = ["PartsMaker", "StageParts", "StagePlan", "StageSettings", "example_of"]
-
 
 @dataclass(frozen=True)
 class StagePlan:

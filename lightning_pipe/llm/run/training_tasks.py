@@ -15,8 +15,6 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedul
 if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
     from lightning_pipe.llm.run.preparation import PreparedBatch
 
-__all__ = ["llm_evaluation_plan", "llm_plan"]
-
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
 

@@ -19,8 +19,6 @@ from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate
 from lightning_pipe.llm.schedules.timed_stage import median_durations
 
-__all__ = ["BubbleReport", "RankTimes", "StepBubble", "measure_step", "summarise", "textbook_bubble"]
-
 
 class RankTimes(NamedTuple):
     """Breakdown of one rank's time in a step; seconds that add up to the step's duration.

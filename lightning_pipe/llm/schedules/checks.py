@@ -31,15 +31,6 @@ from lightning_pipe.llm.schedules.named import (
 )
 from lightning_pipe.llm.schedules.simulation import Actions, actions_of
 
-__all__ = [
-    "Sharding",
-    "check_combination",
-    "check_microbatches",
-    "fitting_schedule",
-    "schedule_of_any_number",
-    "splits_backward",
-]
-
 Sharding = Literal["fsdp", "replicate", "ddp"]
 
 

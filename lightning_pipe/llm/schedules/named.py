@@ -40,20 +40,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.plans.plan_file import read_text
 
-__all__ = [
-    "SCHEDULES",
-    "ScheduleSpec",
-    "construct_schedule",
-    "count_stages",
-    "find_schedule",
-    "listed_actions",
-    "place_stages",
-    "ranks_of_stages",
-    "read_actions",
-    "stages_of_rank",
-    "wrong_places",
-]
-
 # Far above any pipeline. All actions of a file are constructed before they are compared: about 40 MB at this limit.
 _MOST_FIELDS = 2**18
 _MOST = 2**16  # stages, micro-batches

@@ -18,8 +18,6 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.named import ScheduleSpec, listed_actions
 
-__all__ = ["KINDS", "Actions", "Kind", "ScheduleTimeline", "actions_of", "simulate"]
-
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
 Actions = Mapping[int, Sequence[_Action]]
 

@@ -35,8 +35,6 @@ from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, construct_schedule, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.timed_stage import TimedStage, run_in_turns
 
-__all__ = ["build_evaluation", "build_schedule", "check_shared_parameters", "run_schedule"]
-
 Stages = Sequence[PipelineStage]
 
 

@@ -19,8 +19,6 @@ from lightning_pipe.llm.parallel.turns import Turns, own_spans
 
 _CONTINUED = " continued"
 
-__all__ = ["TimedStage", "median_durations", "run_in_turns"]
-
 
 class TimedStage(PipelineStage):
     """PyTorch's stage, with recording of its forwards and backwards and of the waits before them.

@@ -17,8 +17,6 @@ from lightning_pipe.llm.measure.layer_costs import CostUnit
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.split.options import SplitOptions
 
-__all__ = ["split_at", "split_by_cost", "split_by_options", "split_by_ranges", "split_evenly"]
-
 
 def split_evenly(
     config: ModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1

@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
 
-__all__ = ["SplitOptions"]
-
 Balance = Literal["layers", "time", "memory"]
 TiedEmbeddings = Literal["sum", "refuse"]
 

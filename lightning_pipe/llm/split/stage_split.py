@@ -49,8 +49,6 @@ from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
 
-__all__ = ["Example", "SplitModel", "split_model"]
-
 
 @dataclass(frozen=True)
 class Example:

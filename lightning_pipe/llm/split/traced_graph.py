@@ -27,8 +27,6 @@ from torch.distributed.pipelining import pipe_split
 from lightning_pipe._compat.torch import schema_of
 from lightning_pipe.engine.common.errors import SetupError
 
-__all__ = ["CutGraph", "GraphPiece", "StageCode", "cut", "whole_layers"]
-
 # A traced forward has the first, a split policy inserts the second.
 _MARKERS = (torch.ops.pippy._pipe_split.default, pipe_split)
 

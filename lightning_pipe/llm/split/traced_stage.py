@@ -19,8 +19,6 @@ from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.model.stage_module import registered_tensors
 from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 
-__all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts"]
-
 _MADE_WITH = "the model's trace was made with"
 _AGAIN = "Make the example micro-batch like those of training"
 

@@ -27,8 +27,6 @@ from lightning_pipe.strategies.language_model.stage_choice import StageChoice, S
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from lightning_pipe.strategies.plan_finding import write_choice
 
-__all__ = ["AutoLLMPipelineStrategy"]
-
 
 class AutoLLMPipelineStrategy(LLMPipelineStrategy):
     """:class:`LLMPipelineStrategy` that chooses the schedule, stages per rank, micro-batches and split.

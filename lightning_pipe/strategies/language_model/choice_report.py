@@ -14,8 +14,6 @@ from lightning_pipe.engine.common.fitted_table import FittedTable
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice
 
-__all__ = ["choice_report", "named", "size", "unit_of"]
-
 _ROWS = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 

@@ -13,8 +13,6 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
-__all__ = ["example_batch"]
-
 _NEEDED = (
     "Use a DataLoader over a map-style dataset, or define example_micro_batch() in the module and pass batch_size, the"
     " number of rows in a batch."

@@ -22,9 +22,6 @@ from lightning_pipe.llm.parallel.attention_kernels import VARLEN, register_varle
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
-__all__ = ["HFCausalLM", "read_config"]
-
-
 # Families whose configs have the field but whose attention is causal in any case.
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 

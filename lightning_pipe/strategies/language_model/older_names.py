@@ -26,8 +26,6 @@ from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.checkpoints.stage_layout import MODEL
 from lightning_pipe.engine import SetupError
 
-__all__ = ["OlderNames", "under_own_names"]
-
 _PREFIX = "model."  # name of the attribute PipelineModule.model
 _Path = tuple[Any, ...]  # of keys in nested dicts, as in dcp.Metadata.planner_data
 

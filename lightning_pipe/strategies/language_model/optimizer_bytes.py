@@ -17,8 +17,6 @@ from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import shallow_copy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
-__all__ = ["by_piece", "optimizer_bytes"]
-
 _SMALL = 2  # elements in each dimension
 
 

@@ -20,8 +20,6 @@ from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, che
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterMeans, StageHooks
 
-__all__ = ["PipelineModule"]
-
 
 class PipelineModule(StageHooks, pl.LightningModule):
     """Base class of modules whose ``model`` can be cut into pipeline stages.

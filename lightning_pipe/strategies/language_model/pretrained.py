@@ -24,8 +24,6 @@ from lightning_pipe.llm.model.lora import ADAPTER, add_adapters, write_adapters
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
 from lightning_pipe.strategies.language_model.older_names import under_own_names
 
-__all__ = ["export_pretrained"]
-
 
 def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Export a checkpoint of stages to a folder that Hugging Face's ``from_pretrained`` loads.

@@ -52,8 +52,6 @@ from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.llm.model.lora import ADAPTER, adapter_text
 from lightning_pipe.strategies.language_model.older_names import OlderNames
 
-__all__ = ["load_stage_checkpoint", "save_stage_checkpoint"]
-
 _FIX = "Build the module and its optimizers as in the run that wrote the checkpoint"
 
 

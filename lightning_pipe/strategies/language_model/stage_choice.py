@@ -46,16 +46,6 @@ from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, o
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_trials import StageTrials, Trial
 
-__all__ = [
-    "StageChoice",
-    "StageChooser",
-    "footprints_of",
-    "layers_of",
-    "microbatches_of",
-    "optimizer_states",
-    "sharing_of",
-]
-
 _ROUNDS = 3
 # Candidates slower than the fastest by more than this factor are not run in the next round.
 _HOPELESS = 1.1
@@ -115,7 +105,7 @@ class StageChooser:
         group, size = self.maker.numbers_group, self._size
         config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
         given = self._shared(on_all_ranks(batch, "no batch is available for measurements", group))
-        counts = microbatch_counts_of(given, size, self.num_microbatches)
+        counts = _microbatch_counts_of(given, size, self.num_microbatches)
         measured, notes = self._measure(module, config, given, counts)
         limits = [one for one in gather(self._limit(), group) if one is not None]
         limit = min(limits, default=None)
@@ -282,7 +272,7 @@ def layers_of(module: PipelineModule) -> ModuleConfig:
     return config
 
 
-def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
+def _microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
     """Return the numbers of micro-batches to choose from.
 
     Raises:

@@ -29,8 +29,6 @@ from lightning_pipe.strategies.language_model.stage_choice import (
 )
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
-__all__ = ["StageEstimate", "estimate_stages", "precision_plugin"]
-
 
 @dataclass(frozen=True)
 class StageEstimate:

@@ -22,8 +22,6 @@ from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
-__all__ = ["StageTrials", "Trial"]
-
 # Target duration of a trial in seconds, and bounds on its number of steps.
 _SECONDS = 0.5
 _LEAST, _MOST = 2, 10

@@ -34,8 +34,6 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
 from lightning_pipe.strategies.running_work import Running, RunningStages
 
-__all__ = ["StagedStrategy"]
-
 
 class StagedStrategy(FolderCheckpointStrategy):
     """Sets up stages, and writes and reads their checkpoints.
