@@ -41,10 +41,10 @@ def test_the_error_has_the_yaml_of_the_same_values(strategy: Any) -> None:
     LLMPipelineStrategy(**replaced)
 
 
-def test_every_field_of_an_option_group_has_a_former_argument() -> None:
+def test_every_former_argument_has_a_field_of_an_option_group() -> None:
     groups = {"parallel": ParallelDims, "split": SplitOptions, "batching": Batching}
     every: dict[str, Any] = {**groups, "activation_checkpoint": ActivationCheckpoint}
-    assert set(LANGUAGE_MODEL.values()) == {
+    assert set(LANGUAGE_MODEL.values()) <= {
         f"{name}.{one.name}" for name, group in every.items() for one in fields(group)
     }
 
