@@ -189,6 +189,7 @@ class PipelineFitLoop(FitLoop):
         loader = self._combined_loader
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
+        self._made_resumable = [is_resumable(one) for one in loader.flattened]
         watch(loader)
         self._load_states(self._resume_point, loader)
 
@@ -252,7 +253,6 @@ class PipelineFitLoop(FitLoop):
                 state[_KEY] = {"ranks": gather_to_first(ResumePoint([], before).packed(), dist.group.WORLD)}
             return state
         progress = self.epoch_loop.batch_progress.current
-        assert loader is not None
         if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
             rank_zero_warn(
                 f"A checkpoint is written after {progress.ready} batches of an epoch, in the middle of an accumulation"
@@ -260,8 +260,9 @@ class PipelineFitLoop(FitLoop):
                 " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. Let"
                 " a resumed run write to a folder of its own, because it may save before its first step"
             )
-        pairs = zip(point.loaders, loader.flattened, strict=bool(point.loaders))
-        own = [one for one, of in pairs if not is_resumable(of)]
+        # The loaders are gone if the trainer has validated or predicted since.
+        pairs = zip(point.loaders, self._made_resumable, strict=bool(point.loaders))
+        own = [one for one, made_resumable in pairs if not made_resumable]
         if stateful := [one for one in own if one is not None]:
             state["combined_loader"] = stateful  # Lightning's own loop reads this key
         # An unfinished validation restarts from the beginning and draws the same random numbers.

@@ -1,15 +1,18 @@
-"""No worker of a loader is left when training or evaluation ends, at whatever batch."""
+"""Workers of loaders end with training and evaluation, and a position is saved after other runs of the trainer, too."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pipe.loops import PipelineFitLoop, PipelineTrainingEpochLoop
@@ -80,3 +83,27 @@ def test_workers_of_a_loader_with_a_state_end_with_an_evaluation(persistent: boo
     one.test(BoringModel(), loader(persistent), verbose=False)
     one.predict(BoringModel(), loader(persistent))
     assert workers() == before
+
+
+def fit_loop_in(one: pl.Trainer, path: Path) -> dict[str, Any]:
+    one.save_checkpoint(path)
+    saved: dict[str, Any] = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]
+    return saved
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+def test_a_checkpoint_after_another_run_of_the_trainer_has_the_same_position(
+    method: str, stateful: bool, tmp_path: Path
+) -> None:
+    one, model = (
+        pipelined(max_steps=5, limit_val_batches=0, limit_predict_batches=1, limit_test_batches=1),
+        BoringModel(),
+    )
+    one.fit(model, loader(False) if stateful else DataLoader(RandomDataset(32, 16), batch_size=2))
+    before = fit_loop_in(one, tmp_path / "before.ckpt")
+    getattr(one, method)(model, DataLoader(RandomDataset(32, 16)))
+    after = fit_loop_in(one, tmp_path / "after.ckpt")
+    assert repr(after) == repr(before)
+    assert after["lightning_pipe"]["ranks"]
+    assert ("combined_loader" in after) == stateful
