@@ -80,17 +80,33 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
         self.method, self.long_documents, self.seed = method, long_documents, seed
         self.rank, self.ranks = rank, ranks
+        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
+            raise SetupError(
+                f"documents is {documents!r:.100}; expected a sequence, which has a length and is read by index. Make"
+                " a list of it"
+            )
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
         # What comes next: the row of the window of the epoch, for the batch.
         self._at, self._resumed = {"epoch": epoch, "window": 0, "row": 0, "batch": 0}, False
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(self._at)
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._at, "order": self._order()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._at, self._resumed = dict(state), True
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found, order = state.get("order"), self._order()
+        if found != order or not self._at.keys() <= state.keys():
+            raise SetupError(
+                f"the position was saved for the rows of {found}, and this PackedDocuments has {order}: the same"
+                " position is at other documents. Continue with the arguments and documents of the earlier run"
+            )
+        self._at, self._resumed = {name: state[name] for name in self._at}, True
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of all rows depends on, besides the tokens."""
+        names = ("length", "method", "window", "long_documents", "seed")
+        return {"documents": len(self.documents)} | {name: getattr(self, name) for name in names}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self._at["batch"] and not self._resumed:
@@ -126,16 +142,31 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
 
     def _pieces(self, index: int) -> Iterator[_Piece]:
         document = self.documents[index]
-        ids = document["input_ids"] if isinstance(document, Mapping) else document
-        labels = document.get("labels", ids) if isinstance(document, Mapping) else ids
-        if not len(ids) or len(labels) != len(ids) or (len(ids) > self.length and self.long_documents == "refuse"):
-            limit = f", and at most length={self.length}" if self.long_documents == "refuse" else ""
+        ids, labels, mask = document, document, None
+        try:
+            if isinstance(document, Mapping):
+                ids, mask = document["input_ids"], document.get("attention_mask")
+                labels = document.get("labels", ids)
+            tokens, labelled = len(ids), len(labels)
+        except (KeyError, TypeError) as error:
             raise InputError(
-                f"document {index} has {len(ids)} tokens and {len(labels)} labels; expected at least one token, and one"
-                f" label for each{limit}. Remove it, or cut it (long_documents='cut' does so)"
+                f"document {index} is {document!r:.100}; expected ids, or a mapping with input_ids. Tokenise it"
+            ) from error
+        long = tokens > self.length and self.long_documents == "refuse"
+        if not tokens or labelled != tokens or long:
+            limit = f", and at most length={self.length}" if self.long_documents == "refuse" else ""
+            cut = ", or cut it (long_documents='cut' does so)" if long else ""
+            raise InputError(
+                f"document {index} has {tokens} tokens and {labelled} labels; expected at least one token, and one"
+                f" label for each{limit}. Remove it{cut}"
             )
-        for begin in range(0, len(ids), self.length):
-            yield _Piece(index, ids, labels, begin, min(begin + self.length, len(ids)))
+        if mask is not None and not torch.as_tensor(mask).all():
+            raise InputError(
+                f"document {index} has an attention_mask with zeros; expected tokens without padding. Tokenise with"
+                " padding=False"
+            )
+        for begin in range(0, tokens, self.length):
+            yield _Piece(index, ids, labels, begin, min(begin + self.length, tokens))
 
     def _tensors(self, rows: list[list[_Piece]]) -> dict[str, Tensor]:
         """Own part of a batch of all ranks."""

@@ -193,6 +193,23 @@ def test_an_epoch_continues_from_each_batch_to_the_bit(ranks: int, workers: int)
             assert same(list(resumed), epochs[1])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"length": LENGTH - 1}, {"window": 2}, {"method": "sequential"}, {"seed": 1}, {"documents": [[1]] * 9}],
+    ids=str,
+)
+def test_a_position_in_other_rows_is_refused(changes: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"documents": [[1]] * 8, "length": LENGTH, "batch_size": 1}
+    saved = PackedDocuments(**right)
+    next(iter(saved))
+    (name, value), *_ = changes.items()
+    shown = len(value) if name == "documents" else value
+    with pytest.raises(SetupError, match=rf"the position was saved for the rows of .* has .*'{name}': {shown!r}"):
+        PackedDocuments(**right | changes).load_state_dict(saved.state_dict())
+    with pytest.raises(SetupError, match="the position was saved for the rows of"):
+        PackedDocuments(**right).load_state_dict({"epoch": 1})
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -206,8 +223,14 @@ def test_an_epoch_continues_from_each_batch_to_the_bit(ranks: int, workers: int)
         (["a", "b"], r"document 2 holds \['a', 'b'\]; expected a list, an array or a 1-d tensor of integers"),
         (torch.ones(1, 2, dtype=torch.long), r"document 2 holds torch.int64 of shape \(1, 2\)"),
         ({"input_ids": [1, 2], "labels": [1]}, "document 2 has 2 tokens and 1 labels"),
+        (5, "document 2 is 5; expected ids, or a mapping with input_ids"),
+        (torch.tensor(5), r"document 2 is tensor\(5\)"),
+        (None, "document 2 is None"),
+        ({"ids": [1]}, r"document 2 is \{'ids': \[1\]\}"),
+        ({"input_ids": [1], "labels": None}, "document 2 is {'input_ids'"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "document 2 has an attention_mask with zeros"),
     ],
-    ids=["empty", "too long", "floats", "bools", "text", "a row", "labels"],
+    ids=str,
 )
 def test_a_wrong_document_is_named_by_its_index(document: Any, message: str) -> None:
     data = PackedDocuments([[1], [2], document, [3]], LENGTH, 1, long_documents="refuse")
@@ -225,8 +248,9 @@ def test_a_wrong_document_is_named_by_its_index(document: Any, message: str) -> 
         ({"long_documents": "drop"}, "long_documents is 'drop'"),
         ({"rank": 2, "ranks": 2}, "rank is 2 with ranks=2; expected a number from 0 to 1"),
         ({"seed": -1}, "seed is -1"),
+        ({"documents": iter([[1]])}, "documents is <list_iterator .*; expected a sequence"),
     ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        PackedDocuments([[1]], **{"length": LENGTH, "batch_size": 1, **options})
+        PackedDocuments(**{"documents": [[1]], "length": LENGTH, "batch_size": 1, **options})
