@@ -109,7 +109,12 @@ def _overlap(run: Callable[..., None], action: _Action, context: Any) -> None:
         if previous := stages.get(backward.stage_index - 1):
             previous.set_local_bwd_input(stage.get_local_bwd_output(index), index)
 
-    run(stages[forward.stage_index], stages[backward.stage_index], run_forward, run_backward)
+    if forward.stage_index == backward.stage_index:
+        # FSDP would release the parameters after the forward, while the backward uses them.
+        run_forward()
+        run_backward()
+    else:
+        run(stages[forward.stage_index], stages[backward.stage_index], run_forward, run_backward)
 
 
 def make_detachable(stage: Any, microbatch: int) -> None:

@@ -27,6 +27,11 @@ def is_pretrained_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
+def supports_flash(model: Any) -> bool:
+    """Return True if transformers uses FlashAttention's functions for a model: causal masks and boundaries alone."""
+    return bool(getattr(model, "_supports_flash_attn", False))
+
+
 def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     """Return True if transformers keeps a parameter of a model in float32 when the model is loaded in *dtype*."""
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe._compat.transformers import supports_flash
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 
@@ -24,6 +25,23 @@ def implementation_of(config: Any) -> str:
 def takes_boundaries(implementation: str) -> bool:
     """Return True if an attention implementation reads ``cu_seq_lens_q/k``."""
     return "flash" in implementation or implementation == VARLEN
+
+
+def check_family(model: Any) -> None:
+    """Check that a Hugging Face causal LM computes with an attention kernel what it computes without.
+
+    Raises:
+        SetupError: a family that transformers does not use FlashAttention for, with ``varlen_attn``: its layers would
+            have no mask, or would need another one than a causal one; Doge with FlexAttention, which transformers does
+            not give its mask.
+    """
+    name, family = implementation_of(model.config), model.config.model_type
+    if (name == VARLEN and not supports_flash(model)) or (name == "flex_attention" and family == "doge"):
+        expected = "that transformers uses FlashAttention for" if name == VARLEN else "other than doge"
+        raise SetupError(
+            f"attention={name!r} is not supported for {family!r} models, which would train with another mask than with"
+            f" 'eager'; expected a family {expected}. Leave out the argument `attention`"
+        )
 
 
 def check_device(model: nn.Module, device: torch.device) -> None:
@@ -67,16 +85,17 @@ def _varlen_attention(
 
     if attention_mask is not None:
         raise InputError(
-            f"a layer gets an attention mask (the batch's, one of parallel.cp, or the model's own), which attention="
-            f"{VARLEN!r} does not read; expected causal attention within documents. Put padding at the end of rows and"
-            " leave the batch's attention_mask out, or set attention='sdpa'"
+            f"a layer gets an attention mask (of model_inputs, of parallel.cp, or the model's own), which attention="
+            f"{VARLEN!r} does not read; expected causal attention within documents. Set attention='sdpa'"
         )
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    unknown += ["dropout"] if dropout else []
-    if unknown or query.shape[-1] != value.shape[-1] or not getattr(module, "is_causal", True):
+    present = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    present += ["dropout"] if dropout else []
+    present += ["values of another head size than keys"] if query.shape[-1] != value.shape[-1] else []
+    present += [] if getattr(module, "is_causal", True) else ["attention to later tokens"]
+    if present:
         raise SetupError(
-            f"attention={VARLEN!r} supports causal attention without {', '.join(unknown) or 'differing head sizes'}."
-            " Set attention='sdpa' or 'eager'"
+            f"the model has attention with {', '.join(present)}; expected causal attention without, which is what"
+            f" attention={VARLEN!r} supports. Set attention='sdpa' or 'eager'"
         )
     rows, _, length, _ = query.shape
     if cu_seq_lens_q is None or max_length_q is None:

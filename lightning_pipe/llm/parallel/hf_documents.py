@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
-from lightning_pipe.llm.parallel.attention_kernels import implementation_of, takes_boundaries
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, implementation_of, takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 
 # By ``model_type``; tests compare each family with one run for each document (transformers 5.24).
@@ -124,8 +124,14 @@ class HFDocuments:
 
         Raises:
             InputError: the model's family, or its attention implementation, is not known to separate documents;
-                documents longer than a sliding window; ``cu_seq_lens`` and ``position_ids`` that contradict each other.
+                documents longer than a sliding window; ``cu_seq_lens`` and ``position_ids`` that contradict each other;
+                padding before tokens with ``varlen_attn``.
         """
+        if self._implementation == VARLEN and _masks_earlier_tokens(micro_batch.get("attention_mask")):
+            raise InputError(
+                f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
+                " support; expected padding at the end of rows. Pad on the right, or set attention='sdpa'"
+            )
         documents = self._documents(micro_batch)
         if documents is None:
             return
@@ -166,7 +172,10 @@ class HFDocuments:
         """
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
-            return dict(keywords)
+            plain = self._implementation == VARLEN and isinstance(keywords.get("attention_mask"), Tensor)
+            # Causal attention of tokens does not reach padding at the end.
+            plain = plain and keywords["attention_mask"] is micro_batch.get("attention_mask")
+            return {**keywords, "attention_mask": None} if plain else dict(keywords)
         found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
         rows = len(micro_batch["input_ids"])
@@ -190,9 +199,8 @@ class HFDocuments:
         """Return True if the model gets a mask in addition to positions."""
         if self._family in BY_MASK:
             return True
-        mask = micro_batch.get("attention_mask")
         # Padding at the end needs no mask: causal attention of real tokens does not reach it.
-        return isinstance(mask, Tensor) and bool((mask.diff(dim=1) > 0).any())
+        return _masks_earlier_tokens(micro_batch.get("attention_mask"))
 
     def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
         tokens = micro_batch["input_ids"]
@@ -202,6 +210,10 @@ class HFDocuments:
         attends = attends | torch.eye(tokens.shape[1], dtype=torch.bool, device=attends.device)
         lowest = torch.finfo(self._dtype).min
         return torch.zeros(attends.shape, dtype=self._dtype, device=attends.device).masked_fill(~attends, lowest)
+
+
+def _masks_earlier_tokens(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and bool((mask.long().diff(dim=1) > 0).any())
 
 
 def _boundaries(documents: Tensor) -> Tensor:

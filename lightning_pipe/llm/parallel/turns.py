@@ -20,6 +20,8 @@ from itertools import pairwise
 
 import torch
 
+from lightning_pipe.engine.runtime.thread_state import capture, entered
+
 _FIRST, _SECOND = range(2)
 
 
@@ -53,12 +55,16 @@ class Turns:
         global _current
         assert _current is None
         stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+        state = capture()
 
         def beside() -> None:
             if stream is not None:
                 torch.accelerator.set_device_index(self._device)
                 torch.accelerator.set_stream(stream)
-            self._side(_SECOND, second)
+            # At the end of the outermost autocast of a thread, the casts that all threads share are dropped.
+            torch.autocast_increment_nesting()
+            with entered(state):
+                self._side(_SECOND, second)
 
         thread = threading.Thread(target=copy_context().run, args=(beside,), name="overlapped backward", daemon=True)
         _current = self

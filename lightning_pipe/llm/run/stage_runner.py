@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,8 @@ class StageRunner:
         for spec in (plan.spec, schedule_of_any_number(plan.spec)):
             checked.check_schedule(spec, sizes)
         if splits_backward(plan.spec) is not False:
-            keep_backward_buffers()  # of compiled layers, and of functions that a model compiles, as FlexAttention
+            # Of compiled layers, and of functions that a model compiles, as FlexAttention.
+            weakref.finalize(self, keep_backward_buffers())
         self.device = _current_device() if device is None else torch.device(device)
         maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
         with maker.building() as record:

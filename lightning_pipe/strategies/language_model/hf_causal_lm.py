@@ -18,7 +18,7 @@ from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.attention_kernels import VARLEN, register_varlen
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_family, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -88,7 +88,7 @@ class HFCausalLM(PipelineModule):
                 model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                     self.config, attn_implementation=self.attention
                 )
-            except (ImportError, ValueError) as error:
+            except (ImportError, KeyError, ValueError) as error:
                 fix = "Use the config of a causal language model, such as llama, qwen3 or gpt_neox."
                 if self.attention is not None:
                     fix = "Leave out the argument `attention`, so that one is chosen that the family supports."
@@ -103,6 +103,7 @@ class HFCausalLM(PipelineModule):
                 f"The config of the {model.config.model_type} model has is_decoder=False, so tokens attend to the"
                 " tokens that they are trained to predict, and to padding. Set is_decoder=True."
             )
+        check_family(model)
         BalanceLoss.of(model)  # raises if the family has another router loss
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)

@@ -27,9 +27,10 @@ from lightning_pipe.llm.parallel.hf_documents import BY_POSITIONS
 from lightning_pipe.llm.run import stage_parts
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
+from tests.scenarios.language_models import families
 from tests.scenarios.language_models.test_hf_documents import WINDOW, config_of, documents, has_window, packed
 from tests.scenarios.language_models.test_packing import MAX_LENGTH, ROWS, WITHIN, batches, plain_losses
-from tests.strategies.llm_cases import SEED, Block, Tiny, TinyHF, TinyLM, fit, hf_config, llm
+from tests.strategies.llm_cases import SEED, Block, Tiny, TinyHF, TinyLM, fit, hf_config, llm, row_batches
 from tests.tiers import sampled
 
 OFTEN = ("1f1b", "zbv_zero_bubble")
@@ -166,7 +167,7 @@ def test_a_family_gives_the_kernel_the_boundaries_of_all_rows_or_is_refused(fami
             module.configure_model()
             found, refused = module.eval().predict_step([batch], 0)[0], False
         except (InputError, SetupError) as error:
-            known = "cannot be built", "supports causal attention without", "a layer gets an attention mask"
+            known = "cannot be built", "expected causal attention without", "is not supported for"
             refused = any(one in str(error) for one in known)
         for row, lengths in enumerate([] if refused else rows):
             apart = torch.cat([module.predict_step(one, 0) for one in documents(lengths)], 1)
@@ -253,6 +254,47 @@ def test_a_kernel_that_has_no_backward_on_a_cpu_is_refused_by_name(attention: st
     with pytest.raises(SetupError, match=rf"attention='{attention}' cannot be trained on cpu.*attention='sdpa'"):
         fit(module, llm("gpipe", 2), batches("best_fit"))
     check_device(module.build_model(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        *((family, "varlen_attn") for family in ("bloom", "falcon", "gpt_neox_japanese", "llama4_text", "rembert")),
+        ("doge", "flex_attention"),
+    ],
+)
+def test_a_family_that_would_train_with_another_mask_is_refused_by_name(family: str, attention: str) -> None:
+    with pytest.raises(SetupError, match=rf"{family}.*(is not supported|cannot be built|another mask)"):
+        HFCausalLM(families.config_of(family), attention=attention).configure_model()
+
+
+def padded(rank: int, world: int, attention: str, left: bool) -> list[float]:
+    module = TinyHF(hf_config("llama"), attention=attention)
+    rows = row_batches(2)
+    for batch in rows:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        for row, pads in enumerate([0, 1, 3] if not left else [2]):
+            pad = slice(None, pads) if left else slice(batch["input_ids"].shape[1] - pads, None)
+            batch["attention_mask"][row, pad] = 0
+            batch["labels"][row, pad] = -100
+    with on_cpu():
+        fit(module, llm("1f1b", 4), rows)
+    return module.losses
+
+
+def test_padding_at_the_end_of_rows_is_not_trained_by_varlen_attention() -> None:
+    expected = run_ranks(padded, 2, "sdpa", False)
+    for losses, same in zip(run_ranks(padded, 2, "varlen_attn", False), expected, strict=True):
+        assert losses == pytest.approx(same, abs=WITHIN)
+
+
+def left_padded(rank: int, world: int) -> None:
+    with pytest.raises(InputError, match=r"masks tokens before others, which attention='varlen_attn'"):
+        padded(rank, world, "varlen_attn", left=True)
+
+
+def test_padding_at_the_beginning_of_rows_is_refused_by_varlen_attention() -> None:
+    run_ranks(left_padded, 2)
 
 
 def in_parts(rank: int, world: int, attention: str) -> None:

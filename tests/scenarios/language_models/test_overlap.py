@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def trained(
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor], list[Bar]]:
     module = Experts(mixtures)
     batches = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in row_batches(2, 4 * COUNT)]
-    fit(module, llm(schedule, COUNT, **options), batches, use_distributed_sampler=False)
+    precision = options.pop("precision", "32-true")
+    fit(module, llm(schedule, COUNT, **options), batches, use_distributed_sampler=False, precision=precision)
     assert module.model is not None
     values = {name: local(one).detach().clone() for name, one in module.model.named_parameters()}
     gradients = [{name: local(one) for name, one in step.items()} for step in module.gradients]
@@ -88,6 +90,7 @@ def local(value: Any) -> Tensor:
 CASES: dict[str, dict[str, Any]] = {
     "kept": {"dp_shard": 2},
     "recomputed": {"dp_shard": 2, "activation_checkpoint": {"mode": "full"}},
+    "mixed": {"dp_shard": 2, "precision": "bf16-mixed"},
 }
 
 
@@ -97,6 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
         ("kept", LAYERS, False),
         pytest.param("recomputed", LAYERS, True, marks=pytest.mark.exhaustive),
         pytest.param("kept", 2, False, marks=pytest.mark.exhaustive),
+        pytest.param("mixed", LAYERS, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_results_are_those_of_one_after_the_other(case: str, mixtures: int, from_file: bool, tmp_path: Path) -> None:
@@ -113,6 +117,23 @@ def test_results_are_those_of_one_after_the_other(case: str, mixtures: int, from
     if mixtures == LAYERS:
         for *_, bars in together:
             assert {three[0].kind for three in turns_of(bars)} == {"forward", "backward"}
+
+
+OWN = """
+0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,(0F4;0B2)OVERLAP_F_B,0B3,0B4
+1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1B1)OVERLAP_F_B,(1F3;1B2)OVERLAP_F_B,(1F4;1B3)OVERLAP_F_B,1B4
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_stages_own_forward_and_backward_run_one_after_the_other(tmp_path: Path) -> None:
+    files = [tmp_path / "own.csv", tmp_path / "parted.csv"]
+    files[0].write_text(OWN.strip())
+    files[1].write_text(re.sub(r"\((\w+);(\w+)\)OVERLAP_F_B", r"\1,\2", OWN.strip()))
+    options = {"pp": 2, "ep": 2, "dp_shard": 2, "reshard_after_forward": True}
+    one, other = (run_ranks(trained, 4, str(file), options, LAYERS) for file in files)
+    assert [losses for losses, *_ in one] == [losses for losses, *_ in other]
+    assert not any(turns_of(bars) for *_, bars in one)
 
 
 def turns_of(bars: list[Bar]) -> list[tuple[Bar, ...]]:
