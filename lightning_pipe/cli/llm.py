@@ -53,7 +53,9 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
     estimate.add_argument("--memory", metavar="SIZE", help="memory of each rank's device, such as 80GB or 512MiB")
     estimate.add_argument("--compare", action="store_true", help="also show the other schedules")
     estimate.add_argument(
-        "--rows", type=count, help="number of rows of a batch, over all its micro-batches; default: from the data"
+        "--rows",
+        type=count,
+        help="number of rows of a pipeline's batch, over all its micro-batches; default: from the data",
     )
     estimate.add_argument("--length", type=count, help="sequence length in tokens; default: from the data")
     options, others = parser.parse_known_args(arguments)

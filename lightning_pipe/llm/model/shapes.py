@@ -116,11 +116,11 @@ class StageShapes:
         except Exception as error:
             block = block_of(error, stage)
             unknown = isinstance(error, TypeError) and "keyword argument" in str(error)
-            fix = (
-                "Give forward that argument (context parallelism adds position_ids), or leave it out in model_inputs"
-                if unknown
-                else "Leave the loss to summed_loss; compute what depends on the values of a batch where it is made"
-            )
+            fix = "Leave the loss to summed_loss; compute what depends on the values of a batch where it is made"
+            if unknown:
+                fix = "Give forward that argument (parallel.cp adds position_ids), or leave it out in model_inputs"
+            elif isinstance(error, NotImplementedError):  # such as FlexAttention's backward on CPUs
+                fix = "Use another device, or another function there"
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
                 f" exchange: {block or 'it'} fails with {type(error).__name__}: {error}. {fix}"
