@@ -172,10 +172,12 @@ class HFDocuments:
         """
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
-            plain = self._implementation == VARLEN and isinstance(keywords.get("attention_mask"), Tensor)
+            mask = micro_batch.get("attention_mask")
+            padding = isinstance(mask, Tensor) and mask.ndim == 2 and keywords.get("attention_mask") is mask
             # Causal attention of tokens does not reach padding at the end.
-            plain = plain and keywords["attention_mask"] is micro_batch.get("attention_mask")
-            return {**keywords, "attention_mask": None} if plain else dict(keywords)
+            return (
+                {**keywords, "attention_mask": None} if self._implementation == VARLEN and padding else dict(keywords)
+            )
         found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
         rows = len(micro_batch["input_ids"])

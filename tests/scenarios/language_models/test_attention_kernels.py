@@ -297,6 +297,15 @@ def test_padding_at_the_beginning_of_rows_is_refused_by_varlen_attention() -> No
     run_ranks(left_padded, 2)
 
 
+def test_a_mask_of_pairs_of_tokens_is_refused_by_varlen_attention() -> None:
+    module = HFCausalLM(hf_config("llama"), attention="varlen_attn")
+    module.configure_model()
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.zeros(2, 1, 4, 4)}
+    with on_cpu(), pytest.raises(InputError, match="a layer gets an attention mask"):
+        module.predict_step(batch, 0)
+
+
 def in_parts(rank: int, world: int, attention: str) -> None:
     module: Any = Own() if attention == "own" else TinyHF(hf_config("llama"), attention=attention)
     strategy = llm("1f1b", 2, pp=1, cp=2)
