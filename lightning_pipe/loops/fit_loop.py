@@ -5,6 +5,7 @@ Tested in ``tests/loops/test_fit_loop.py`` and ``test_training_epoch_loop.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ class PipelineFitLoop(FitLoop):
     _loaded_in: int | None = None
     # Resume point at which the loaders have been placed.
     _placed: ResumePoint | None = None
+    # Of each loader of the current epoch, whether this package made it resumable.
+    _made_resumable: Sequence[bool] = ()
     # During setup_data: the loaders that are replaced.
     _loader_before: CombinedLoader | None = None
 

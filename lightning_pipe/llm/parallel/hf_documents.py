@@ -172,12 +172,11 @@ class HFDocuments:
         """
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
-            mask = micro_batch.get("attention_mask")
-            padding = isinstance(mask, Tensor) and mask.ndim == 2 and keywords.get("attention_mask") is mask
-            # Causal attention of tokens does not reach padding at the end.
-            return (
-                {**keywords, "attention_mask": None} if self._implementation == VARLEN and padding else dict(keywords)
-            )
+            plain, mask = dict(keywords), keywords.get("attention_mask")
+            unchanged = mask is micro_batch.get("attention_mask")
+            if self._implementation == VARLEN and unchanged and isinstance(mask, Tensor) and mask.ndim == 2:
+                plain["attention_mask"] = None  # causal attention of tokens does not reach padding at the end
+            return plain
         found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
         rows = len(micro_batch["input_ids"])

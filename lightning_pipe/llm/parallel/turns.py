@@ -64,9 +64,11 @@ class Turns:
             # At the end of the outermost autocast of a thread, the casts that all threads share are dropped.
             torch.autocast_increment_nesting()
             with entered(state):
-                self._side(_SECOND, second)
+                second()
 
-        thread = threading.Thread(target=copy_context().run, args=(beside,), name="overlapped backward", daemon=True)
+        thread = threading.Thread(
+            target=copy_context().run, args=(self._side, _SECOND, beside), name="overlapped backward", daemon=True
+        )
         _current = self
         try:
             thread.start()

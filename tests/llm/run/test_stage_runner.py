@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -268,6 +269,20 @@ def test_what_each_rank_holds_is_printed_on_the_first(ranks: list[dict[str, Any]
     rows = [line.split()[:4] for line in shards.splitlines()[2:]]
     assert [row[:3] for row in rows] == [["0", "0", "1,555"], ["1", "0", "1,555"]]
     assert sum(int(row[3].replace(",", "")) for row in rows) == 4 * 1555
+
+
+def settings_of_compiled_functions(rank: int, world: int) -> list[bool]:
+    found = [torch._functorch.config.donated_buffer]
+    runner = StageRunner(Hooks(), "zbv_zero_bubble")
+    found.append(torch._functorch.config.donated_buffer)
+    del runner
+    gc.collect()
+    return [*found, torch._functorch.config.donated_buffer]
+
+
+def test_the_setting_of_compiled_functions_for_two_backwards_ends_with_the_runner() -> None:
+    (found,) = run_ranks(settings_of_compiled_functions, 1)
+    assert found == [True, False, True]
 
 
 def test_a_process_group_is_needed() -> None:

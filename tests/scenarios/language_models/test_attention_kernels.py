@@ -256,6 +256,11 @@ def test_a_kernel_that_has_no_backward_on_a_cpu_is_refused_by_name(attention: st
     check_device(module.build_model(), torch.device("cuda"))
 
 
+def test_the_error_of_an_own_models_kernel_says_that_another_device_is_needed() -> None:
+    with pytest.raises(SetupError, match=r"does not support backward on CPU.* Use another device"):
+        fit(Own(), llm("gpipe", 2), batches("best_fit"))
+
+
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
