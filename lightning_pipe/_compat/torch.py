@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -54,6 +55,7 @@ __all__ = [
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
     "is_view",
+    "keep_in_cpp",
     "looks_for_overflow",
     "optimizers_in_backward",
     "overflow_flags",
@@ -103,6 +105,13 @@ def timeout_of(group: Any = None) -> timedelta:
         with suppress(AttributeError, RuntimeError):  # a backend without options
             limits.append(backend_of(group, device).options._timeout)
     return min(limits, default=dist.distributed_c10d.default_pg_timeout)
+
+
+def keep_in_cpp(tensors: list[torch.Tensor]) -> None:
+    """Add a C++ reference to each tensor that lasts until the process ends."""
+    if tensors:
+        # Leaked: the references must outlive the interpreter.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(tensors)))
 
 
 def default_gloo_devices() -> list[Any] | None:

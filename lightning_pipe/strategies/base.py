@@ -6,7 +6,6 @@ import atexit
 import errno
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
+from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.ranks.flight_dump import FlightDump
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -69,33 +69,14 @@ _DAMAGED = (AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeEr
 
 # True if the last call of a Trainer in this process completed.
 _ended_well = False
-# Maximum time that a process waits for its collectives at exit after an error (seconds). Other ranks notice the error
-# only when the process has exited.
-_LAST_WAIT = 5.0
 
 
 def _leave_at_exit() -> None:
-    """Leave the process group before the interpreter exits.
+    """Leave the process group before the interpreter exits, unless the run failed.
 
-    A Gloo thread may still hold the tensors of the last collective when the interpreter has exited. Their release then
-    ends the process with "terminate called without an active exception" and signal 6 (seen with PyTorch 2.13):
-    torchrun reports a successful run as failed, and the exit status of an error is lost. Leaving the group waits for
-    these threads. After an error, they may wait for a rank that waits for the exit of this process, so the wait has a
-    time limit.
+    After an error, a collective may still wait for a rank that waits for the exit of this process.
     """
-    if not dist.is_initialized() or dist.get_backend() != "gloo":
-        return
-    if _ended_well:
-        dist.destroy_process_group()
-        return
-    leaves = threading.Thread(target=_leave, name="leaves the process group", daemon=True)
-    with suppress(RuntimeError):  # Python 3.12 and later cannot start a thread at exit
-        leaves.start()
-        leaves.join(_LAST_WAIT)
-
-
-def _leave() -> None:
-    with suppress(Exception):  # the error that ends the process has already been reported
+    if _ended_well and dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -173,6 +154,7 @@ class DistributedStrategy(DDPStrategy):
             self._flight_dump = self._start_flight_dump(ranks)
             super().setup_distributed()
             del store
+            keep_tensors_at_exit()
             if not users:
                 # Unregister first, so that the handler runs once even if several groups were made in this process.
                 atexit.unregister(_leave_at_exit)

@@ -6,6 +6,7 @@ A failure means that PyTorch has changed: look for a public way first, then adap
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,13 @@ def test_a_writer_for_urls_takes_the_options_that_saves_need() -> None:
     writer = compat.fsspec_writer("memory://of-a-contract/a.ckpt", sync_files=False, use_listings_cache=False)
     assert isinstance(writer, dcp.StorageWriter)
     assert writer.sync_files is False  # type: ignore[attr-defined]
+
+
+def test_a_tensor_that_is_kept_in_cpp_has_one_more_reference_and_is_never_deleted() -> None:
+    tensor = torch.ones(2)
+    alive = weakref.ref(tensor)
+    compat.keep_in_cpp([tensor, torch.nn.Parameter(tensor)])
+    assert tensor._use_count() == 2
+    del tensor
+    assert alive() is not None
+    compat.keep_in_cpp([])

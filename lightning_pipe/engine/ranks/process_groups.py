@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_thread, present_as_gloo, timeout_of
+from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 
 # Name of the backend in PyTorch's registry.
 _NAME = "gloo_of_lightning_pipe"
@@ -40,6 +41,7 @@ def new_group(
     Returns:
         The group; ``GroupMember.NON_GROUP_MEMBER`` on ranks outside the group.
     """
+    keep_tensors_at_exit()
     shared = (backend or dist.get_backend()) == "gloo" and default_gloo_devices() is not None
     if shared and not hasattr(dist.Backend, _NAME.upper()):
         devices = dist.Backend.backend_capability[dist.Backend.GLOO]

@@ -21,6 +21,7 @@ from torch import nn
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of
@@ -73,6 +74,8 @@ class RecsysSession:
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self.world is not None:
+            keep_tensors_at_exit()
         self.device = device
         self.module: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._sharded = model if isinstance(model, ShardedModel) else None

@@ -1,0 +1,37 @@
+"""Tensors of Gloo's threads while the interpreter exits.
+
+A thread of a Gloo group releases the tensors of a collective some time after the collective has completed. If it holds
+the last C++ reference to a tensor with a Python object, it needs the GIL. A thread that waits for the GIL when the
+interpreter begins to finalize is ended by CPython 3.11 to 3.13 inside a function of C++ that must not throw, which ends
+the process with "terminate called without an active exception" and signal 6: torchrun reports a successful run as
+failed. ``destroy_process_group`` prevents this only if nothing refers to the group any longer, since only the group's
+destructor waits for its threads; TorchRec's modules, meshes and users' variables do refer to it.
+
+Tested in ``tests/scenarios/faults/test_exit.py``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from functools import cache
+
+from torch import Tensor
+
+from lightning_pipe._compat.torch import keep_in_cpp
+
+
+@cache
+def keep_tensors_at_exit() -> None:
+    """Keep all tensors alive until the process has ended, from the interpreter's exit on. Further calls do nothing.
+
+    Gloo's threads then never hold the last C++ reference to a tensor, so they end without the GIL, also if a collective
+    ends during the exit because another rank has ended.
+    """
+    atexit.register(_keep_tensors)
+
+
+def _keep_tensors() -> None:
+    gc.unfreeze()  # gc.get_objects() omits frozen objects
+    # isinstance() would import the lazy modules among these objects.
+    keep_in_cpp([entry for entry in gc.get_objects() if issubclass(type(entry), Tensor)])

@@ -1,0 +1,66 @@
+"""Run by torchrun on two ranks: a collective ends on rank 0 while its interpreter exits and holds the GIL.
+
+Arguments: what trains (a strategy of ``KINDS``, or a function below), how the program ends (``well`` or ``error``), and
+a folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+from pathlib import Path
+
+USE, END, FOLDER = sys.argv[1:]
+EXITS = Path(FOLDER) / "exits"
+RANK = int(os.environ["RANK"])
+
+if RANK == 0:
+    # Handlers run in reverse order of registration, and importing PyTorch registers more of them. The first one runs
+    # right before the interpreter finalizes. It sleeps without releasing the GIL, which the thread of the collective
+    # has to wait for.
+    atexit.register(ctypes.PyDLL(None).usleep, 2_000_000)
+    atexit.register(EXITS.touch)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from tests.scenarios.faults.training import KINDS, fit, module  # noqa: E402
+
+
+def train_pipeline() -> None:
+    from tests.recsys.pipeline_cases import CASES, STEPS, adam, sharded
+    from tests.recsys.train_pipeline_cases import pipeline_of
+
+    dist.init_process_group("gloo")
+    case = CASES["pooled, table_wise"]
+    model = sharded(case)
+    with pipeline_of(model, "serial", adam(model)) as pipeline:
+        pipeline.progress(iter(case.data(STEPS)))
+
+
+def stage_runner() -> None:
+    from tests.llm.run.test_stage_runner import calls, make
+
+    dist.init_process_group("gloo")
+    runner, _ = make()
+    runner.forward_backward(calls()[0])
+
+
+if __name__ == "__main__":
+    if USE in KINDS:
+        fit(USE, 2, module(USE))
+    else:
+        {"train_pipeline": train_pipeline, "stage_runner": stage_runner}[USE]()
+    # Without this reference, the destructor of the group would wait for its threads.
+    group = dist.group.WORLD
+    if RANK == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+    else:
+        while not EXITS.exists():
+            threading.Event().wait(0.01)
+        dist.all_reduce(torch.ones(3))
+    if RANK == 0 and END == "error":
+        raise ValueError("on purpose")
