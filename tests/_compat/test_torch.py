@@ -237,7 +237,7 @@ def test_a_writer_for_urls_takes_the_options_that_saves_need() -> None:
 
 
 def test_a_tensor_that_is_kept_in_cpp_has_one_more_reference_and_is_never_deleted() -> None:
-    tensor = torch.ones(2)
+    tensor: Any = torch.ones(2)
     alive = weakref.ref(tensor)
     compat.keep_in_cpp([tensor, torch.nn.Parameter(tensor)])
     assert tensor._use_count() == 2
