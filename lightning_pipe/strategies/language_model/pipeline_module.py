@@ -71,20 +71,19 @@ class PipelineModule(StageHooks, pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         result = self.run_batch(batch)
-        size = max(result.tokens, 1)
-        self.log("train_loss", result.loss, batch_size=size, prog_bar=True)
+        self.log("train_loss", result.loss, batch_size=result.tokens, prog_bar=True)
         if result.routers is not None:
-            self.log("train_router_balance", result.routers.balance, batch_size=size)
-            self.log("train_router_z", result.routers.z, batch_size=size)
+            self.log("train_router_balance", result.routers.balance, batch_size=result.tokens)
+            self.log("train_router_z", result.routers.z, batch_size=result.tokens)
         return result.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         result = self.run_batch(batch)
-        self.log("val_loss", result.loss, batch_size=max(result.tokens, 1), prog_bar=True)
+        self.log("val_loss", result.loss, batch_size=result.tokens, prog_bar=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         result = self.run_batch(batch)
-        self.log("test_loss", result.loss, batch_size=max(result.tokens, 1))
+        self.log("test_loss", result.loss, batch_size=result.tokens)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         if self._predict_in_stages is not None:

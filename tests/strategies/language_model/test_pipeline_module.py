@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.run.stage_hooks import BatchResult
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,
@@ -81,6 +84,85 @@ def test_metrics_are_logged_as_means_over_tokens() -> None:
         return {"val_loss": torch.stack(sums).sum() / tokens}
 
     assert Reference.of(mean).differences(used.callback_metrics) == []
+
+
+def counting(tokens: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Batches of four rows with these numbers of labels that count."""
+    batches = row_batches(len(tokens), 4, (5,))
+    for batch, count in zip(batches, tokens, strict=True):
+        labels = batch["input_ids"].roll(-1, 1).flatten()
+        labels[count:] = -100
+        batch["labels"] = labels.view(4, 5)
+    return batches
+
+
+class Evaluated(Tiny):
+    """Logs the mean of all ranks, too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        result = self.run_batch(batch)
+        self.log("all_ranks", result.loss, batch_size=result.tokens, sync_dist=True)
+
+
+def evaluated(strategy: Any, batches: Sequence[Any], **options: Any) -> tuple[dict[str, Tensor], nn.Module]:
+    """Metrics of validation and test, and the model; ``options`` are the trainer's."""
+    torch.manual_seed(SEED)
+    module, used = Evaluated(), trainer(strategy() if callable(strategy) else strategy, **options)
+    used.validate(module, loader(batches), verbose=False)
+    metrics = dict(used.callback_metrics)
+    used.test(module, loader(batches), verbose=False)
+    assert module.model is not None
+    return metrics | used.callback_metrics, module.model
+
+
+def mean_of(model: nn.Module, batches: Sequence[Any]) -> Reference:
+    """Mean over the counted labels of all batches, under each name that it is logged by."""
+
+    @torch.no_grad()
+    def mean() -> dict[str, Tensor]:
+        sums = [summed_cross_entropy(model(one["input_ids"]), one["labels"]) for one in batches]
+        tokens = sum(int((one["labels"] != -100).sum()) for one in batches)
+        return dict.fromkeys(METRICS, torch.stack(sums).sum() / tokens)
+
+    return Reference.of(mean)
+
+
+METRICS = ("val_loss", "all_ranks", "test_loss")
+STRATEGIES: list[Any] = ["auto", partial(llm, "1f1b", 2)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
+def test_a_batch_without_counted_labels_has_no_weight_in_the_mean_of_an_evaluation(strategy: Any) -> None:
+    data = counting([2, 0, 3, 0])
+    metrics, model = evaluated(strategy, data)
+    assert mean_of(model, data).differences(metrics) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
+def test_an_evaluation_without_counted_labels_has_no_mean(strategy: Any) -> None:
+    metrics, _ = evaluated(strategy, counting([0, 0]))
+    assert all(metrics[name].isnan() for name in METRICS)
+
+
+# Labels that count in the batches of two ranks, one of which has fewer batches.
+TWO_RANKS = ((2, 0, 3), (0, 0))
+
+
+def evaluated_on_ranks(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    """Metrics of batches some of which count, and of batches none of which does; the ranks have different data."""
+    data = counting([*TWO_RANKS[0], *TWO_RANKS[1]])
+    mine, none = data[:3] if rank == 0 else data[3:], counting([0] * (1 + rank))
+    strategy = partial(llm, "1f1b", 2, dp_replicate=2)
+    return [evaluated(strategy, batches, use_distributed_sampler=False)[0] for batches in (mine, none)]
+
+
+def test_ranks_without_counted_labels_have_no_weight_either() -> None:
+    data = counting([*TWO_RANKS[0], *TWO_RANKS[1]])
+    expected = mean_of(evaluated("auto", data)[1], data)
+    for counted, none in run_ranks(evaluated_on_ranks, 2):
+        assert expected.differences(counted) == []
+        assert all(none[name].isnan() for name in METRICS)
 
 
 def test_a_model_made_before_is_not_made_again() -> None:
