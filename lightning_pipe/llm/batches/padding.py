@@ -155,18 +155,39 @@ def _pad_square(mask: Tensor, length: int) -> Tensor:
     return padded
 
 
+def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> None:
+    """Check that ``cu_seq_lens_q/k``, if present, are the document boundaries of one packed row.
+
+    Args:
+        micro_batch: micro-batch with or without boundaries.
+        rows: number of its rows.
+        length: tokens of a row.
+
+    Raises:
+        InputError: boundaries of several rows, or not ascending from 0 to at most ``length``.
+    """
+    for key in _DOCUMENTS:
+        ends = micro_batch.get(key)
+        if ends is None:
+            continue
+        shown, positions = f"is a {type(ends).__name__}", []
+        if isinstance(ends, Tensor):
+            positions = ends.flatten().tolist()
+            shown = f"has the shape {tuple(ends.shape)}, begins at {positions[:1]} and ends at {positions[-1:]}"
+        is_row = rows == 1 and len(positions) > 1 and ends.ndim == 1
+        if not is_row or positions[0] != 0 or positions[-1] > length or positions != sorted(positions):
+            raise InputError(
+                f"the micro-batch's {key!r} {shown}, for {rows} row(s) of {length} tokens; expected a tensor of"
+                f" (documents + 1) positions, ascending from 0 to at most {length}, of one packed row. Use one row for"
+                " each micro-batch"
+            )
+
+
 def _extend_last_document(micro_batch: dict[str, Any], length: int, rows: int) -> None:
+    check_documents(micro_batch, rows, length)
     for key, longest in _DOCUMENTS.items():
         ends = micro_batch.get(key)
-        if not isinstance(ends, Tensor):
-            continue
-        if rows > 1 or ends.ndim != 1 or len(ends) < 2 or ends[-1] > length:
-            raise InputError(
-                f"the micro-batch's {key!r} has the shape {tuple(ends.shape)} and ends at"
-                f" {ends.flatten()[-1:].tolist()}, for {rows} row(s) of {length} tokens; expected (documents + 1),"
-                f" from 0 to at most {length}, of one packed row. Use one row for each micro-batch"
-            )
-        if ends[-1] == length:
+        if ends is None or ends[-1] == length:
             continue
         ends = ends.clone()
         ends[-1] = length

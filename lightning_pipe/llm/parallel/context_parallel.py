@@ -225,7 +225,8 @@ def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
                 " expected equal boundaries. Use the same for both, since tokens of one sequence attend to each other"
             )
         tokens = torch.arange(length, device=ends[0].device)
-        documents = torch.bucketize(tokens, ends[0][1:].to(tokens.dtype), right=True)[None]
+        # The last document extends to the end of the row, as in padding.
+        documents = torch.bucketize(tokens, ends[0][1:-1].to(tokens.dtype), right=True)[None]
     elif isinstance(positions, Tensor):
         jumps = positions.diff(dim=1) != 1
         if real is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.batches.padding import SequenceKeys, check_documents
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.attention_kernels import VARLEN, implementation_of, takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
@@ -120,18 +121,20 @@ class HFDocuments:
         """Check that the model separates the documents of a micro-batch, if its rows have several.
 
         Args:
-            micro_batch: micro-batch from the user, with ``input_ids`` of (rows, length).
+            micro_batch: micro-batch from the user, with ``input_ids`` or other sequences of (rows, length).
 
         Raises:
-            InputError: the model's family, or its attention implementation, is not known to separate documents;
-                documents longer than a sliding window; ``cu_seq_lens`` and ``position_ids`` that contradict each other;
-                padding before tokens with ``varlen_attn``.
+            InputError: ``cu_seq_lens`` that do not describe one row; the model's family, or its attention
+                implementation, is not known to separate documents; documents longer than a sliding window;
+                ``cu_seq_lens`` and ``position_ids`` that contradict each other; padding before tokens with
+                ``varlen_attn``.
         """
         if self._implementation == VARLEN and _masks_earlier_tokens(micro_batch.get("attention_mask")):
             raise InputError(
                 f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
                 " support; expected padding at the end of rows. Pad on the right, or set attention='sdpa'"
             )
+        check_documents(micro_batch, *SequenceKeys().size(micro_batch))
         documents = self._documents(micro_batch)
         if documents is None:
             return
@@ -179,7 +182,7 @@ class HFDocuments:
             return plain
         found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         given = micro_batch.get("position_ids")
-        rows = len(micro_batch["input_ids"])
+        rows, _ = SequenceKeys().size(micro_batch)
         if takes_boundaries(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
             begins = nn.functional.pad(_boundaries(documents).expand(rows, -1), (1, 0), value=True).flatten()
@@ -191,10 +194,8 @@ class HFDocuments:
         return found
 
     def _documents(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
-        tokens = micro_batch.get("input_ids")
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-            return None
-        return attention_of(micro_batch, tokens.shape[1]).documents
+        _, length = SequenceKeys().size(micro_batch)
+        return attention_of(micro_batch, length).documents if length else None
 
     def _masks(self, micro_batch: Mapping[str, Any]) -> bool:
         """Return True if the model gets a mask in addition to positions."""
@@ -204,11 +205,11 @@ class HFDocuments:
         return _masks_earlier_tokens(micro_batch.get("attention_mask"))
 
     def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
-        tokens = micro_batch["input_ids"]
-        attends = attention_of(micro_batch, tokens.shape[1]).as_mask()
+        _, length = SequenceKeys().size(micro_batch)
+        attends = attention_of(micro_batch, length).as_mask()
         assert attends is not None
         # The softmax of a row is undefined if all its keys are masked.
-        attends = attends | torch.eye(tokens.shape[1], dtype=torch.bool, device=attends.device)
+        attends = attends | torch.eye(length, dtype=torch.bool, device=attends.device)
         lowest = torch.finfo(self._dtype).min
         return torch.zeros(attends.shape, dtype=self._dtype, device=attends.device).masked_fill(~attends, lowest)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,78 @@ def test_positions_that_go_on_across_documents_contradict_them() -> None:
     row = packed(LENGTHS, "cu_seq_lens") | {"position_ids": torch.arange(sum(LENGTHS))[None]}
     with pytest.raises(InputError, match="position_ids continue where cu_seq_lens begin a document"):
         built("llama").predict_step([row], 0)
+
+
+def rows_of(ends: Any) -> dict[str, Any]:
+    """Two rows of five tokens, with these boundaries."""
+    whole = documents([5, 5])
+    return {key: torch.cat([one[key] for one in whole]) for key in ("input_ids", "labels")} | {"cu_seq_lens_q": ends}
+
+
+def row_of(ends: Any) -> list[dict[str, Any]]:
+    """A row of 16 tokens in a list, with these boundaries."""
+    row = packed(LENGTHS, "cu_seq_lens")
+    return [{key: row[key] for key in ("input_ids", "labels")} | {"cu_seq_lens_q": ends}]
+
+
+STRATEGIES: dict[str, Any] = {"auto": lambda: "auto", "stages": lambda: llm("gpipe", 1)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (rows_of(torch.tensor([0, 3, 5, 7, 10])), r"ends at \[10\], for 2 row\(s\) of 5 tokens"),
+        (rows_of(torch.tensor([0, 3, 5])), r"ends at \[5\], for 2 row\(s\) of 5 tokens"),
+        (rows_of(torch.tensor([[0, 3, 5], [0, 2, 5]])), r"the shape \(2, 3\), .* for 2 row\(s\) of 5 tokens"),
+        ([rows_of(torch.tensor([0, 3, 5, 7, 10]))], r"ends at \[10\], for 2 row\(s\) of 5 tokens"),
+        (row_of(torch.tensor([0, 5, 12, 17])), r"ends at \[17\], for 1 row"),
+        (row_of(torch.tensor([5, 12, 16])), r"begins at \[5\]"),
+        (row_of(torch.tensor([0, 12, 5, 16])), "positions, ascending from 0"),
+        (row_of([0, 5, 12, 16]), "'cu_seq_lens_q' is a list"),
+    ],
+    ids=["across rows", "of one row", "of each row", "in a list", "too long", "from 5", "not ascending", "no tensor"],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_boundaries_that_are_not_those_of_one_row_are_refused_by_every_strategy(
+    strategy: str, batch: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        fit(HFCausalLM(config_of("llama")), STRATEGIES[strategy](), [batch])
+
+
+def test_the_last_document_extends_to_the_end_of_the_row_in_every_strategy() -> None:
+    batches = [row_of(torch.tensor(ends)) for ends in ([0, 5, 12, 16], [0, 5, 12, 14])]
+    losses = [
+        float(fit(HFCausalLM(config_of("llama")), make(), [batch]).callback_metrics["train_loss"])
+        for make in STRATEGIES.values()
+        for batch in batches
+    ]
+    assert losses == pytest.approx(losses[:1] * 4, abs=WITHIN)
+
+
+class OfEmbeddings(HFCausalLM):
+    """Takes embeddings in place of tokens."""
+
+    def model_inputs(self, micro_batch: Any) -> Any:
+        keywords = {key: value for key, value in micro_batch.items() if key not in ("embeddings", "labels")}
+        return (), keywords | {"inputs_embeds": micro_batch["embeddings"]}
+
+
+@pytest.mark.parametrize("family", ["llama", "stablelm"])
+def test_documents_of_embeddings_are_kept_apart_too(family: str) -> None:
+    torch.manual_seed(SEED)
+    module = OfEmbeddings(config_of(family))
+    module.configure_model()
+    row = packed(LENGTHS, "cu_seq_lens")
+    row["embeddings"] = torch.nn.functional.one_hot(row.pop("input_ids"), 32 * 2)[..., :32].float()
+    ends = row["cu_seq_lens_q"].tolist()
+    with torch.no_grad():
+        apart = [
+            module.eval().run_batch({key: row[key][:, start:end] for key in ("embeddings", "labels")})
+            for start, end in pairwise(ends)
+        ]
+        expected = sum(float(one.loss) * one.tokens for one in apart) / sum(LENGTHS)
+        assert float(module.run_batch([row]).loss) == pytest.approx(expected, abs=WITHIN)
 
 
 # ---------------------------------------------------------------------- in stages
