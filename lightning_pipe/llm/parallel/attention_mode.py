@@ -7,7 +7,8 @@ calls wherever they are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ FAMILIES = (
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # Rotary frequencies that depend on the largest position; a rank only sees the largest of its chunk.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# An additive mask hides a token with this value or a lower one: its exponential is 0 in every dtype.
+_MASKED = -1e4
 
 
 class AttentionMode(TorchFunctionMode):
@@ -76,51 +79,81 @@ class AttentionMode(TorchFunctionMode):
 
 
 class OwnMasks:
-    """Check of the masks that a model builds for its chunk: they are replaced, so they must match the whole mask.
+    """Check of the masks that a model passes for its chunk: they are replaced, so they must match the whole mask.
 
-    One mask is checked for each chunk length. A chunk's mask does not show the pattern between chunks: a window longer
-    than a chunk goes unnoticed.
+    A chunk's mask does not show the pattern between chunks: a window longer than a chunk goes unnoticed. Rows of
+    padding are not compared, since no token attends to padding.
 
     Args:
-        whole: mask of the whole sequences, (rows or 1, 1, length, length); None for causal attention.
+        whole: mask of the whole sequences, (rows or 1, heads or 1, length, length); None for causal attention.
         rank: see :func:`~lightning_pipe.llm.parallel.context_parallel.chunk_positions`, also for *size* and *balanced*.
+        square: True if ``whole`` is a mask of the batch (default False: of its padding and documents).
     """
 
-    _seen: ClassVar[set[tuple[int, bool]]] = set()
-
-    def __init__(self, whole: Tensor | None, rank: int, size: int, *, balanced: bool = False) -> None:
-        self._whole = whole
+    def __init__(
+        self, whole: Tensor | None, rank: int, size: int, *, balanced: bool = False, square: bool = False
+    ) -> None:
+        self._whole, self._square = whole, square
         self._rank, self._size, self._balanced = rank, size, balanced
+        # The mask of the last call and its version, which in-place changes increase: layers often share one mask.
+        self._checked: tuple[ReferenceType[Tensor], int] | None = None
 
-    def check(self, mask: Tensor | None) -> None:
-        """Check that a mask of (..., length / size, length / size) equals the whole mask on the chunk's tokens.
+    def check(self, mask: Tensor | None, length: int) -> None:
+        """Check that a mask equals the whole mask on the chunk's tokens.
+
+        Args:
+            mask: mask of the model, which can be broadcast to (rows, heads, length, length); None for no mask.
+            length: number of tokens of the chunk.
 
         Raises:
             SetupError: they differ.
         """
-        if mask is not None and mask.dtype == torch.bool:
-            self._compare(mask)
+        if mask is not None:
+            self._compare(mask, length)
 
     @torch.compiler.disable
-    def _compare(self, mask: Tensor) -> None:
-        part = mask.shape[-1]
-        if (part, self._whole is None) in self._seen:
+    def _compare(self, mask: Tensor, length: int) -> None:
+        version = -1 if mask.is_inference() else mask._version
+        if self._checked is not None and self._checked[0]() is mask and self._checked[1] == version >= 0:
             return
-        own = chunk_positions(self._rank, self._size, part * self._size, balanced=self._balanced).to(mask.device)
+        own = chunk_positions(self._rank, self._size, length * self._size, balanced=self._balanced).to(mask.device)
+        # The two pieces of a balanced chunk are not adjacent, and a model may treat them as documents.
+        pieces = torch.arange(length, device=mask.device) * (2 if self._balanced else 1) // length
+        compared = pieces[:, None] == pieces
         if self._whole is None:
             expected = own[:, None] >= own
         else:
-            expected = self._whole.index_select(-2, own).index_select(-1, own)
-        # The two pieces of a balanced chunk are not adjacent, and a model may treat them as documents.
-        pieces = torch.arange(part, device=mask.device) * (2 if self._balanced else 1) // part
-        differs = (mask != expected) & (pieces[:, None] == pieces)
-        if bool(differs.any()):
+            rows = self._whole.index_select(-2, own)
+            expected = rows.index_select(-1, own)
+            itself = _attends(expected).diagonal(dim1=-2, dim2=-1)
+            # A mask of the batch is padded with tokens that attend to themselves only, other patterns with tokens that
+            # none attends to.
+            real = _attends(rows).sum(-1) > itself.long() if self._square else itself
+            compared = compared & real[..., None]
+        if bool((_differs(mask, expected) & compared).any()):
             raise SetupError(
                 "the model calls scaled_dot_product_attention with its own mask, such as a sliding window, which"
-                " differs from the attention pattern of the batch (causal, except for padding and documents). Put that"
-                " mask into the batch, as an attention_mask of (rows or 1, heads or 1, length, length)"
+                " differs from the attention pattern of the batch (its attention_mask of 4 dimensions, or else causal,"
+                " except for padding and documents); expected one mask for all layers. Put that mask into the batch, as"
+                " an attention_mask of (rows or 1, heads or 1, length, length)"
             )
-        self._seen.add((part, self._whole is None))
+        self._checked = (ref(mask), version)
+
+
+def _attends(mask: Tensor) -> Tensor:
+    """True where a bool or additive mask lets a query attend to a key."""
+    return mask > _MASKED if mask.is_floating_point() else mask.bool()
+
+
+def _bias(mask: Tensor) -> Tensor:
+    """What a mask adds to the scores of the keys that a query attends to."""
+    return mask if mask.is_floating_point() else mask.new_zeros((), dtype=torch.float32)
+
+
+def _differs(mask: Tensor, expected: Tensor) -> Tensor:
+    """True where two masks, each bool or additive, differ in their effect."""
+    attends, bias = _attends(mask), _bias(mask)
+    return (attends != _attends(expected)) | (attends & (bias != _bias(expected).to(bias.dtype)))
 
 
 class CheckedAttention(nn.Module):

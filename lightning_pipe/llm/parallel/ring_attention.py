@@ -74,8 +74,7 @@ class RingAttention(AttentionMode):
         if mask is not None:
             own = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
             self._mask = mask.index_select(-2, own.to(mask.device))
-        # If the batch brings its own mask, the model's masks are cuts of it and need no check.
-        self._own = None if self._square else OwnMasks(mask, group.rank(), group.size(), balanced=True)
+        self._own = OwnMasks(mask, group.rank(), group.size(), balanced=True, square=self._square)
 
     def attend(
         self,
@@ -91,8 +90,7 @@ class RingAttention(AttentionMode):
     ) -> Tensor:
         check_call(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
         check_mask_heads(self._mask, query)
-        if self._own is not None:
-            self._own.check(attn_mask)
+        self._own.check(attn_mask, query.shape[-2])
         device = query.device.type
         if torch.is_autocast_enabled(device):  # as scaled_dot_product_attention does
             half = torch.get_autocast_dtype(device)

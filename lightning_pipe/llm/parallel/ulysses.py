@@ -46,8 +46,7 @@ class Ulysses(AttentionMode):
         # Built once and shared by all layers, since autograd keeps each layer's mask until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
-        # If the batch brings its own mask, the model's masks are cuts of it and need no check.
-        self._own = None if self._square else OwnMasks(self._mask, group.rank(), group.size())
+        self._own = OwnMasks(self._mask, group.rank(), group.size(), square=self._square)
 
     def attend(
         self,
@@ -62,8 +61,7 @@ class Ulysses(AttentionMode):
         size = self._group.size()
         check_call(query, key, attn_mask, is_causal, size, self._square)
         check_mask_heads(self._mask, query)
-        if self._own is not None:
-            self._own.check(attn_mask)
+        self._own.check(attn_mask, query.shape[-2])
         repeats = size // math.gcd(key.shape[1], size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))

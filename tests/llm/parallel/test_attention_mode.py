@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.llm.batches.padding import pad_microbatch
 from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention, OwnMasks, check_mask_heads
+from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
-from tests.llm.attention_cases import VOCABULARY, Block, hugging_face
+from tests.distributed import run_ranks
+from tests.llm.attention_cases import VOCABULARY, Block, Plain, hugging_face, over_ranks, tokens
 
 
 class Layers(nn.Module):
@@ -126,27 +129,133 @@ def window(length: int, width: int) -> Tensor:
     return (ago >= 0) & (ago < width)
 
 
+OTHER = "its own mask, such as a sliding window"
+CAUSAL = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+
+
+def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def own_masks(attention: FullAttention | None, rank: int, size: int, balanced: bool = False) -> OwnMasks:
+    """The check for an attention pattern."""
+    if attention is None:
+        return OwnMasks(None, rank, size, balanced=balanced)
+    return OwnMasks(attention.as_mask(), rank, size, balanced=balanced, square=attention.mask is not None)
+
+
+def part(mask: Tensor, rank: int, balanced: bool) -> Tensor:
+    """Mask of the chunk of one of two ranks."""
+    positions = chunk_positions(rank, 2, 16, balanced=balanced)
+    return mask.index_select(-2, positions).index_select(-1, positions)
+
+
 @pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("whole", [None, torch.ones(16, 16, dtype=torch.bool).tril()[None, None]])
-def test_a_mask_of_the_models_own_may_say_only_what_the_whole_one_says(whole: Tensor | None, balanced: bool) -> None:
-    OwnMasks._seen.clear()
-    for rank in (0, 1):
-        masks = OwnMasks(whole, rank, 2, balanced=balanced)
-        with pytest.raises(SetupError, match="its own mask, such as a sliding window"):
-            masks.check(window(8, 3))
-        masks.check(None)
-        masks.check(torch.zeros(8, 8))  # a bias is not looked at here
-    masks.check(torch.ones(8, 8, dtype=torch.bool).tril())
+@pytest.mark.parametrize(
+    "attention",
+    [None, FullAttention(documents=torch.arange(16)[None] // 8), FullAttention(CAUSAL)],
+    ids=["causal", "documents", "mask of the batch"],
+)
+def test_each_mask_of_a_model_is_checked_whatever_masks_came_before(
+    attention: FullAttention | None, balanced: bool
+) -> None:
+    whole = None if attention is None else attention.as_mask()
+    for rank in range(2):
+        masks = own_masks(attention, rank, 2, balanced=balanced)
+        fitting = part(CAUSAL if whole is None else whole, rank, balanced)
+        for mask in (fitting[0, 0], fitting, fitting.expand(3, 1, -1, -1), fitting.expand(3, 4, -1, -1)):
+            masks.check(mask, 8)
+            with pytest.raises(SetupError, match=OTHER):
+                masks.check(window(8, 3) & mask, 8)
+        masks.check(None, 8)
+        changed = fitting.clone()
+        masks.check(changed, 8)
+        changed[..., 1, 0] = False
+        with pytest.raises(SetupError, match=OTHER):
+            masks.check(changed, 8)
+
+
+PREFIX = CAUSAL | (torch.arange(16) < 4)
+HEADS = torch.cat([CAUSAL, window(16, 3)[None, None]], 1)
+BIAS = additive(CAUSAL) - (torch.arange(16)[:, None] - torch.arange(16)).abs() / 4
+
+
+@pytest.mark.parametrize(
+    ("whole", "fitting", "others"),
+    [
+        (PREFIX, [PREFIX, additive(PREFIX)], [CAUSAL, additive(CAUSAL), PREFIX.clone().fill_(True)]),
+        (HEADS, [HEADS, additive(HEADS)], [HEADS.flip(1), CAUSAL, HEADS[:, 1:]]),
+        (BIAS, [BIAS, BIAS.bfloat16()], [CAUSAL, additive(CAUSAL), BIAS / 2]),
+        (additive(CAUSAL), [CAUSAL, additive(CAUSAL, torch.bfloat16)], [PREFIX, BIAS, window(16, 3)]),
+    ],
+    ids=["prefix", "heads", "bias", "additive"],
+)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_model_may_only_use_the_mask_of_the_batch_if_there_is_one(
+    whole: Tensor, fitting: list[Tensor], others: list[Tensor], balanced: bool
+) -> None:
+    masks = own_masks(FullAttention(whole), 0, 2, balanced=balanced)
+    for mask in fitting:
+        masks.check(part(mask, 0, balanced), 8)
+    for mask in others:
+        with pytest.raises(SetupError, match=OTHER):
+            masks.check(part(mask, 0, balanced), 8)
+
+
+def test_masks_may_differ_in_what_padding_attends_to() -> None:
+    real = torch.tensor([[True] * 6 + [False] * 2])
+    for attention in (
+        FullAttention(real=real),
+        FullAttention(pad_microbatch({"attention_mask": CAUSAL[..., :6, :6]}, 8)["attention_mask"]),
+    ):
+        own_masks(attention, 0, 1).check(window(8, 8), 8)
+        with pytest.raises(SetupError, match=OTHER):
+            own_masks(attention, 0, 1).check(window(8, 5), 8)
+    with pytest.raises(SetupError, match=OTHER):  # tokens attend to padding before them
+        own_masks(FullAttention(real=real.flip(1)), 0, 1).check(window(8, 8), 8)
+
+
+def test_a_mask_for_all_keys_or_queries_is_compared_in_its_full_size() -> None:
+    for shape in ((1, 1), (8, 1), (1, 8)):
+        with pytest.raises(SetupError, match=OTHER):
+            own_masks(None, 0, 2).check(torch.ones(shape, dtype=torch.bool), 8)
 
 
 def test_a_model_may_take_pieces_that_do_not_follow_on_for_documents() -> None:
-    OwnMasks._seen.clear()
     apart = torch.ones(8, 8, dtype=torch.bool).tril()
     apart[4:, :4] = False
-    OwnMasks(None, 0, 2, balanced=True).check(apart)
-    OwnMasks._seen.clear()
-    with pytest.raises(SetupError, match="its own mask, such as a sliding window"):
-        OwnMasks(None, 0, 2).check(apart[None])
+    own_masks(None, 0, 2, balanced=True).check(apart, 8)
+    with pytest.raises(SetupError, match=OTHER):
+        own_masks(None, 0, 2).check(apart[None], 8)
+
+
+class Windowed(Plain):
+    """Its first layer has a causal mask, its second one a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(16, 16)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens_q: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids) + self.places(position_ids)
+        length = input_ids.shape[1]
+        return self.head(self.layers[1](self.layers[0](x, window(length, length)), window(length, 3)))
+
+
+def errors_of_windows(rank: int, size: int) -> list[str]:
+    """What a rank is told of a window in the second layer, and in a model that follows a causal one."""
+    errors = []
+    for method in ("ulysses", "ring", "ulysses", "ring"):
+        try:
+            over_ranks(Windowed, partial(tokens, length=16), method)
+        except SetupError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_window_after_a_causal_mask_is_refused_on_every_rank() -> None:
+    for errors in run_ranks(errors_of_windows, 2):
+        assert [OTHER in error for error in errors] == [True] * 4
 
 
 def test_a_mask_has_the_heads_of_the_query_or_one() -> None:
