@@ -81,8 +81,8 @@ class AttentionMode(TorchFunctionMode):
 class OwnMasks:
     """Check of the masks that a model passes for its chunk: they are replaced, so they must match the whole mask.
 
-    A chunk's mask does not show the pattern between chunks: a window longer than a chunk goes unnoticed. Rows of
-    padding are not compared, since no token attends to padding.
+    A chunk's mask does not show the pattern between chunks: a window at least as long as a chunk, or as a piece of a
+    balanced chunk, goes unnoticed. Rows of padding are not compared, since no token attends to padding.
 
     Args:
         whole: mask of the whole sequences, (rows or 1, heads or 1, length, length); None for causal attention.
