@@ -55,7 +55,7 @@ class PipelineCLI(LightningCLI):
         for kind in (LightningModule, LightningDataModule, object):
             self.parser.add_instantiator(self._make, kind)
 
-    def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+    def _make(self, kind: type[Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return kind(*args, **kwargs)
         except PipelineError as error:

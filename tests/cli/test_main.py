@@ -295,6 +295,38 @@ def test_what_a_model_data_or_a_callback_refuses_is_said_in_its_own_words(
     assert message == f"a {what} needs what is not installed: install it\n"
 
 
+# jsonargparse itself does not accept an argument named "class_type".
+ARGUMENTS = ("kind", "cls", "args", "kwargs", "config", "name", "model", "fn", "data", "trainer", "strategy", "type")
+NAMED = f"""
+import lightning.pytorch as pl
+
+from shop import Model
+
+
+class NamedModel(Model):
+    def __init__(self, {", ".join(f"{name}: int" for name in ARGUMENTS)}):
+        super().__init__()
+
+
+class NamedCallback(pl.Callback):
+    def __init__(self, {", ".join(f"{name}: int" for name in ARGUMENTS)}):
+        print("callback made with", kind)
+"""
+
+
+def test_an_argument_of_a_model_or_a_callback_may_have_any_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "named.py").write_text(NAMED)
+    arguments = dict.fromkeys(ARGUMENTS, 3)
+    fit = yaml.safe_load(CONFIGURATION)
+    fit["model"] = {"class_path": "named.NamedModel", "init_args": arguments}
+    fit["trainer"]["callbacks"] = [{"class_path": "named.NamedCallback", "init_args": arguments}]
+    (folder / "named.yaml").write_text(yaml.safe_dump(fit))
+    assert main(["fit", "--config", "named.yaml"]) == 0
+    assert "callback made with 3" in capsys.readouterr().out
+
+
 def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["fit", "--config", "fit.yaml", "--trainer.limit_train_batches", "-3"], capsys)
     # Python keeps unions of types by value: what was imported before decides whether this is a float or an integer.
