@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,10 +242,10 @@ def sizes_below_two() -> Any:
     return shape_options.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
-def compile_and_package(program: Any, file: str) -> None:
-    """Compile an exported program ahead of time, and write it to a package."""
-    with sizes_below_two():
-        torch._inductor.aoti_compile_and_package(program, package_path=file)
+def compile_and_package(program: Any, file: str | Path) -> None:
+    """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2."""
+    with sizes_below_two(), Path(file).open("wb") as package:
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
 
 
 def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:

@@ -17,6 +17,7 @@ from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.cli.training import Parser, PipelineCLI
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.whole_file import whole_file
 
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
@@ -73,13 +74,18 @@ def export(arguments: Sequence[str]) -> None:
             " whose rows are in no parameter. Export them with --to rows, and export a model that takes their vectors"
         )
     _load(model, options.checkpoint)
-    if options.to == "quantized":
-        form = programs.write_quantized(model.eval(), batch, options.out, options.bits)
-    else:
-        write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
-        form = write(model.eval(), batch, options.out)
-    Path(f"{options.out}.inputs.json").write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
-    print(printable(f"Wrote {options.out}, which takes the tensors of {options.out}.inputs.json"))
+    out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")
+    try:
+        with whole_file(out) as file, whole_file(described) as inputs:
+            if options.to == "quantized":
+                form = programs.write_quantized(model.eval(), batch, file, options.bits)
+            else:
+                write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
+                form = write(model.eval(), batch, file)
+            inputs.write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
+    except OSError as error:
+        raise SetupError(f"--out is {options.out!r}, which cannot be written: {error}. Give another name") from error
+    print(printable(f"Wrote {out}, which takes the tensors of {described}"))
 
 
 def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:

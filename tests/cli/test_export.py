@@ -80,6 +80,21 @@ def test_wrong_calls_say_what_to_give(checkpoint: Path, tmp_path: Path, capsys: 
     assert "Give another name, or remove it" in capsys.readouterr().err
 
 
+def test_a_name_that_no_file_can_have_is_refused_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(checkpoint.parent / "config.yaml")
+    assert run(checkpoint, "torch_export", tmp_path / ("a" * 252 + ".pt2"), "--config", config) == 1
+    assert "which cannot be written: [Errno 36] File name too long" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_file_is_made(checkpoint: Path, tmp_path: Path) -> None:
+    config = str(checkpoint.parent / "config.yaml")
+    assert run(checkpoint, "quantized", tmp_path / "new" / "a model", "--config", config) == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a model", "a model.inputs.json"]
+
+
 class Unsized(Served):
     """Its tables have no fixed size, so a program cannot contain them."""
 

@@ -26,7 +26,8 @@ class FlatBatch:
 
     Args:
         batch: an example: tensors and KeyedJaggedTensors in any nest of mappings, sequences and dataclasses.
-        without: names of tensors that are left out, such as labels: every batch has the example's (default: none).
+        without: names of tensors that are left out, such as labels: every batch has the example's, but no weights of
+            ids (default: none).
 
     Attributes:
         names: name of each tensor, such as ``dense`` or ``sparse.values``.
@@ -75,8 +76,10 @@ class FlatBatch:
         return found
 
     def left_out(self) -> dict[str, Tensor]:
-        """Return the example's tensors that are not inputs."""
-        return {name: tensor for name, tensor in self._all(self._example).items() if name in self._without}
+        """Return the example's tensors that are not inputs, without weights, whose size is that of the ids."""
+        weights = {f"{name}.weights" for name in self._keys}
+        tensors = self._all(self._example).items()
+        return {name: tensor for name, tensor in tensors if name in self._without - weights}
 
     def batch(self, tensors: tuple[Tensor, ...], rest: Mapping[str, Tensor]) -> Any:
         """Return a batch with other tensors, in the order of :attr:`names`, and *rest* in place of those left out."""
@@ -106,10 +109,9 @@ class FlatBatch:
                 shape[place] = "ids" if dimension is Dim.DYNAMIC else "batch"
             inputs.append({"name": name, "type": str(tensor.dtype).removeprefix("torch."), "shape": shape})
         rows: dict[str, int] = {}
-        for module in model.modules():
-            for config in getattr(module, "embedding_bag_configs", getattr(module, "embedding_configs", tuple))():
-                for key in config.feature_names:
-                    rows[key] = min(config.num_embeddings, rows.get(key, config.num_embeddings))
+        for config in table_configs(model):
+            for key in config.feature_names:
+                rows[key] = min(config.num_embeddings, rows.get(key, config.num_embeddings))
         return {"inputs": inputs, "keys": self._keys, "rows": rows}
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
@@ -147,6 +149,12 @@ class Scorer(nn.Module):
         batch = self._form.batch(tensors, rest)
         step = getattr(self.model, "predict_step", None)
         return self.model(batch) if step is None else step(batch, 0)
+
+
+def table_configs(model: nn.Module) -> Iterator[Any]:
+    """Yield TorchRec's description of each table of an unsharded model."""
+    for module in model.modules():
+        yield from getattr(module, "embedding_bag_configs", getattr(module, "embedding_configs", tuple))()
 
 
 def _named(batch: Any) -> Iterator[tuple[str, Any]]:

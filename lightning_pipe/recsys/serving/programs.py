@@ -6,6 +6,7 @@ Each takes the tensors of a batch, in the order and shapes of ``flat_batch.FlatB
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchrec.inference.modules import quantize_inference_model
 
 from lightning_pipe._compat.torch import compile_and_package, sizes_below_two
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
+from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer, table_configs
 
 _WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
 
@@ -41,17 +42,28 @@ def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
         raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
     try:
         program = _traced(model, form, batch)
-        nodes = {node.name: node for node in program.graph.nodes}
-        given = zip(form.names, program.graph_signature.user_inputs, strict=True)
-        if unread := [name for name, node in given if not nodes[str(node)].users]:
-            form = FlatBatch(batch, unread)
-            program = _traced(model, form, batch)
     except Exception as error:  # of any type: the model's code is run
         raise SetupError(
             f"torch.export cannot trace {type(model).__name__} for any batch size: {str(error).strip()[:600]}. Avoid"
             " Python loops over rows and branches on values in its predict_step or forward, or use --to quantized"
         ) from error
+    if unread := _unread(program, form):
+        smaller = FlatBatch(batch, unread)
+        # Unused code of the model may need a tensor that the scores do not depend on.
+        with suppress(Exception):
+            return _traced(model, smaller, batch), smaller
     return program, form
+
+
+def _unread(program: ExportedProgram, form: FlatBatch) -> list[str]:
+    """Names of the inputs that no output depends on. Unused results and checks of sizes may."""
+    read = {node for node in program.graph.nodes if node.op == "output"}
+    for node in reversed(program.graph.nodes):
+        if node in read:
+            read.update(node.all_input_nodes)
+    names = {node.name for node in read}
+    inputs = zip(form.names, program.graph_signature.user_inputs, strict=True)
+    return [name for name, node in inputs if str(node) not in names]
 
 
 def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
@@ -80,7 +92,15 @@ def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
         The form of its inputs.
     """
     program, form = exported(model, batch)
-    compile_and_package(program, str(file))
+    try:
+        compile_and_package(program, file)
+    except OSError:
+        raise
+    except Exception as error:
+        raise SetupError(
+            f"the program of {type(model).__name__} cannot be compiled: {str(error).strip()[:600]}. Install a C++"
+            " compiler, or use --to torch_export"
+        ) from error
     return form
 
 
@@ -99,10 +119,17 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
         The form of its inputs.
 
     Raises:
-        SetupError: the model cannot be traced, or *bits* is another number.
+        SetupError: the model cannot be traced, *bits* is another number, or a row of a table is not a whole number of
+            two bytes.
     """
     if bits not in _WIDTHS:
         raise SetupError(f"bits must be 8 or 4, got {bits!r}")
+    for config in table_configs(model):
+        if config.embedding_dim * bits % 16:
+            raise SetupError(
+                f"table {config.name} has embedding_dim {config.embedding_dim}, but FBGEMM quantises tables to {bits}"
+                f" bits only if it is a multiple of {16 // bits}. Use such a number, or --to torch_export or aoti"
+            )
     form = FlatBatch(batch)
     quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
     try:

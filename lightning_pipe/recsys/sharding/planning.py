@@ -128,6 +128,13 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
                 " which no sparse optimiser trains. Use the compute kernel fused."
             )
         shards = getattr(sharding.sharding_spec, "shards", ())
+        if narrow := [columns for shard in shards if (columns := shard.shard_sizes[1]) % 4]:
+            raise SetupError(
+                f"table {table.name} has embedding_dim {table.config.embedding_dim}, of which a rank gets {narrow[0]}"
+                f" columns under {sharding.sharding_type}, but FBGEMM's kernels need a multiple of 4. Change"
+                " embedding_dim, or min_partition if columns are split. data_parallel allows any number in an"
+                " EmbeddingBagCollection."
+            )
         if table.maps_ids and any(shard.shard_sizes[0] < 2 for shard in shards):
             raise SetupError(
                 f"table {table.name} must have at least two rows on each of its {len(shards)} ranks, one of them for"

@@ -89,20 +89,75 @@ class OneKey(nn.Module):
         return self.tables(ids).values().sum(1)
 
 
+def weighted(count: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["item"], torch.arange(count), torch.full((count,), 0.5), lengths=torch.tensor([0, count]))
+
+
+@pytest.mark.parametrize("collection", [EmbeddingBagCollection, EmbeddingCollection])
+def test_weights_that_the_model_does_not_read_are_no_input(collection: Any, tmp_path: Path) -> None:
+    class Unweighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = EmbeddingBagConfig if collection is EmbeddingBagCollection else EmbeddingConfig
+            self.tables = collection([kind(name="item", embedding_dim=3, num_embeddings=IDS, feature_names=["item"])])
+
+        def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+            found = self.tables(ids)
+            return found.values() if collection is EmbeddingBagCollection else found["item"].values()
+
+    model, file = Unweighted(), tmp_path / "model.pt2"
+    form = write_torch_export(model, weighted(3), file)
+    assert form.names == ["batch.values", "batch.lengths"]
+    program = torch.export.load(file).module()
+    with torch.no_grad():
+        for count in (0, 1, 2, 5):
+            assert torch.equal(program(*form.tensors(weighted(count))), model(weighted(count)))
+    assert write_torch_export(OneKey(), weighted(3), file).names[2:] == ["batch.weights"]
+
+
+def test_a_tensor_that_only_unused_code_reads_stays_an_input_if_the_code_needs_its_size(tmp_path: Path) -> None:
+    class WithLoss(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            scores = batch["dense"].sum(1)
+            nn.functional.mse_loss(scores, batch["label"])
+            return scores
+
+    form = write_torch_export(WithLoss(), {"dense": torch.rand(3, 2), "label": torch.rand(3)}, tmp_path / "model.pt2")
+    assert form.names == ["dense", "label"]
+    program, dense = torch.export.load(tmp_path / "model.pt2").module(), torch.rand(5, 2)
+    assert torch.equal(program(dense, torch.rand(5)), dense.sum(1))
+
+
 @pytest.mark.parametrize("kind", ["torch_export", pytest.param("aoti", marks=pytest.mark.exhaustive)])
 def test_a_batch_may_have_one_id_or_none(kind: str, tmp_path: Path) -> None:
-    def batch(count: int) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(
-            ["item"], torch.arange(count), torch.full((count,), 0.5), lengths=torch.tensor([0, count])
-        )
-
     model, file = OneKey(), tmp_path / "model.pt2"
-    form = write_aoti(model, batch(3), file) if kind == "aoti" else write_torch_export(model, batch(3), file)
+    form = write_aoti(model, weighted(3), file) if kind == "aoti" else write_torch_export(model, weighted(3), file)
     program = torch._inductor.aoti_load_package(file) if kind == "aoti" else torch.export.load(file).module()
     with torch.no_grad():
         for count in (0, 1, 2):
-            found = program(*form.tensors(batch(count)))
-            assert torch.allclose(found, model(batch(count)), rtol=0, atol=1e-6)
+            found = program(*form.tensors(weighted(count)))
+            assert torch.allclose(found, model(weighted(count)), rtol=0, atol=1e-6)
+
+
+def test_a_compiled_package_may_have_any_name(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def forward(self, dense: Tensor) -> Tensor:
+            return dense.sum(1)
+
+    write_aoti(Sum(), torch.rand(2, 3), tmp_path / "my model")
+    dense = torch.rand(4, 3)
+    assert torch.allclose(torch._inductor.aoti_load_package(tmp_path / "my model")(dense), dense.sum(1))
+
+
+def test_a_compiler_that_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product(nn.Module):
+        def forward(self, dense: Tensor) -> Tensor:
+            return dense.prod(1)
+
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    with pytest.raises(SetupError, match=r"Product cannot be compiled.*no-such-compiler.*Install a C\+\+ compiler"):
+        write_aoti(Product(), torch.rand(2, 3), tmp_path / "model.pt2")
 
 
 @pytest.mark.exhaustive
@@ -185,6 +240,11 @@ def test_what_cannot_be_exported_is_refused_with_the_way_on(tmp_path: Path) -> N
         write_torch_export(trained(Pooled), batches()[2], tmp_path / "model.pt2")
     with pytest.raises(SetupError, match="bits must be 8 or 4, got 3"):
         write_quantized(trained(Pooled), batches()[0], tmp_path / "model.pt", 3)
+    narrow = EmbeddingCollection([EmbeddingConfig(name="t", embedding_dim=6, num_embeddings=4, feature_names=["item"])])
+    with pytest.raises(
+        SetupError, match=r"table t has embedding_dim 6, but .* to 4 bits only if it is a multiple of 4"
+    ):
+        write_quantized(narrow, batches()[0], tmp_path / "model.pt", 4)
     with pytest.raises(InputError, match="expected a batch with tensors"):
         FlatBatch("text")
     jagged = replace(batches()[0], dense=batches()[0].sparse["item"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -71,6 +74,23 @@ def test_a_plan_of_the_user_s_own_is_used() -> None:
 def test_a_plan_that_leaves_a_table_untrained_is_refused(changed: dict[str, ParameterSharding], message: str) -> None:
     with pytest.raises(SetupError, match=message):
         shard(make_model(), sharding_plan=plan(**changed))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("module", [EmbeddingBagCollection, EmbeddingCollection])
+def test_a_width_that_no_kernel_has_is_refused_by_the_table_s_name(module: Any) -> None:
+    config = EmbeddingBagConfig if module is EmbeddingBagCollection else EmbeddingConfig
+    tables = module([config(name="narrow", embedding_dim=6, num_embeddings=24, feature_names=["user"])])
+    with pytest.raises(SetupError, match=r"table tables\..*narrow.* has embedding_dim 6, .* gets 6 columns"):
+        shard(nn.ModuleDict({"tables": tables}))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_replicated_table_may_have_any_width() -> None:
+    size: Any = {"name": "narrow", "embedding_dim": 3, "num_embeddings": 24, "feature_names": ["user"]}
+    module = nn.ModuleDict({"tables": EmbeddingBagCollection([EmbeddingBagConfig(**size)])})
+    sharded = shard(module, constraints={"narrow": {"sharding_types": ["data_parallel"]}})
+    assert sharded.full_table("narrow").shape == (24, 3)
 
 
 @pytest.mark.usefixtures("one_rank")
