@@ -38,6 +38,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "ALL_TO_ALL_SINGLE",
+    "COMPILED",
     "GROUPED_MM",
     "EnumerableShardingSpec",
     "ShardedTensor",
@@ -83,6 +84,8 @@ __all__ = [
 
 # The method of process groups has another name before PyTorch 2.13.
 ALL_TO_ALL_SINGLE = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+# Name under which the module that ``torch.compile(module)`` returns has the module.
+COMPILED = "_orig_mod"
 # Operation of ``torch.nn.functional.grouped_mm``.
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.cli.training import Parser, PipelineCLI
 from lightning_pipe.engine import SetupError
@@ -112,6 +113,6 @@ def _load(model: nn.Module, checkpoint: str) -> None:
         export_checkpoint(checkpoint, file, weights_only=True)
         state = torch.load(file, mmap=True, weights_only=True)["state_dict"]
         try:
-            model.load_state_dict(state)
+            model.load_state_dict(ModuleNames(model.state_dict()).keys(state))
         except RuntimeError as error:
             raise SetupError(f"the checkpoint does not fit the model of the configuration: {error}") from error

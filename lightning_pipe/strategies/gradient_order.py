@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
+
 
 def gradient_order(model: DistributedDataParallel) -> list[str]:
     """Names of the parameters in the order of their gradients, bucket after bucket."""
@@ -31,6 +33,7 @@ def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) 
         order: parameter names from :func:`gradient_order`.
     """
     trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    order = [*map(ModuleNames(trained), order)]
     if sorted(order) != sorted(trained):
         return
     before = {name: parameter.grad for name, parameter in trained.items()}

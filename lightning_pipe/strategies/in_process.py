@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.engine.common.options import check_flags
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -302,6 +303,12 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's values. Names may differ by ``torch.compile``."""
+        assert self.lightning_module is not None
+        names = ModuleNames(self.lightning_module.state_dict())
+        super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimisers' states, each to the device of its parameter.

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
@@ -161,6 +162,12 @@ class PipelineStrategy(DistributedStrategy):
             )
         self._order_at_save = order
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's values. Names may differ by ``torch.compile``."""
+        assert self.lightning_module is not None
+        names = ModuleNames(self.lightning_module.state_dict())
+        super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint, with the order in which gradients are summed over ranks."""

@@ -26,6 +26,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.modules.object_pool import ObjectPool
 
 from lightning_pipe._compat.managed_collision import maps_before_sharding
+from lightning_pipe._compat.torch import COMPILED
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
@@ -133,6 +134,11 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
         if any(name == outer or name.startswith(f"{outer}.") or not outer for outer in inside):
             continue
         label = f"module {name or 'given'} ({type(child).__name__})"
+        if isinstance(getattr(child, COMPILED, None), TABLE_MODULES):
+            raise SetupError(
+                f"module {name} is the result of torch.compile for an embedding module, whose tables it would still"
+                " call after they are sharded. Use the embedding module itself: its kernels are compiled already."
+            )
         if isinstance(child, ShardedModule):
             raise SetupError(f"{label} is sharded already. Pass the module as it was before sharding.")
         if isinstance(child, _REFUSED) and type(child) not in TABLE_MODULES:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
     check_stages,
     fill_from_folder,
@@ -140,6 +141,13 @@ def load_stage_checkpoint(
     groups: list[list[Group]] = [entry["param_groups"] for entry in stored] if with_states else []
     tied = other_names(module)
     state: dict[str, Any] = {MODEL: {name: value for name, value in module.state_dict().items() if name not in tied}}
+    ranks = gather([*state[MODEL], *(name for names in held for name in names)], dist.group.WORLD)
+    own_names = ModuleNames(name for names in ranks for name in names)
+    saved = own_names.metadata(saved)
+    groups = [
+        [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
+        for of_optimizer in groups
+    ]
     older = _older_names(module, saved, state, failed)
     if older is not None:
         saved = older.saved

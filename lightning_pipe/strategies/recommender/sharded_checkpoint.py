@@ -12,9 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.managed_collision import is_of_map
+from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
     fill_from_folder,
     misfits,
@@ -102,6 +103,7 @@ def load_sharded_checkpoint(
     state: dict[str, Any] = {"model": _values(sharded)}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
+    saved = _module_names(sizes_on_ranks(state)).metadata(saved)
     problems = misfits(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
@@ -134,10 +136,14 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     model = {name: value for name, value in _values(sharded).items() if not is_of_map(name)}
     states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
     sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
+    names = _module_names(sizes)
+    saved, optimizers = names.metadata(saved), rest.get(TABLE_OPTIMIZERS)
+    if isinstance(optimizers, dict):
+        optimizers = names.keys(optimizers)
     world, failed = dist.group.WORLD, "init_from cannot be used"
 
     def look() -> tuple[Match, dict[str, str]]:
-        matched = match(options, without_maps(saved), rest.get(TABLE_OPTIMIZERS), sizes, sharded.tables)
+        matched = match(options, without_maps(saved), optimizers, sizes, sharded.tables)
         return matched, map_names(sharded.tables, matched.names, saved)
 
     found, of_maps = on_all_ranks(look, failed, world)
@@ -153,6 +159,8 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     maps.fill(with_windows=False)
     _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
     rank_zero_info(found.report)
+    if found.dropped:
+        rank_zero_warn(found.dropped)
 
 
 def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
@@ -163,6 +171,11 @@ def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dic
         return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
 
     return on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
+
+
+def _module_names(sizes: Mapping[tuple[Any, ...], Any]) -> ModuleNames:
+    """Names of the values whose sizes are those of all ranks."""
+    return ModuleNames(path[1] for path in sizes if path[0] == "model")
 
 
 def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:

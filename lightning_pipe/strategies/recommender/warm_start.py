@@ -25,6 +25,7 @@ from lightning_pipe.recsys.modules.tables import Table
 
 Sizes = Mapping[tuple[Any, ...], torch.Size | None]
 
+_TABLE = re.compile(r"(?:.*\.)?embedding(?:s|_bags)\.([^.]+)\.weight", re.DOTALL)
 _RESET = "Set optimizer_states='reset' to start all tables without states"
 
 
@@ -79,11 +80,13 @@ class Match:
         names: names in the checkpoint by names in the model.
         saved: metadata of the checkpoint, with the sizes of the model's tensors.
         report: description of the values that are read and of those that are not.
+        dropped: warning of dense values that are not read, since the model has none of their name; empty without any.
     """
 
     names: Mapping[str, str]
     saved: dcp.Metadata
     report: str
+    dropped: str = ""
 
     def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the matched values by their names in the checkpoint."""
@@ -169,7 +172,12 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
         f" states of their optimisers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
         + ("; ".join(f"{what}: {', '.join(found)}" for what, found in changes.items() if found) or "no differences")
     )
-    return Match(names, resized_metadata(saved, resized), printable(report))
+    dense = [name for name in changes["dropped"] if not _TABLE.fullmatch(name)]
+    warning = (
+        f"init_from: {len(dense)} dense values of the checkpoint {options.path!r} are not read, since the module has no"
+        f" values of their names: {', '.join(dense[:10])}. If these have changed, use the names of the checkpoint"
+    )
+    return Match(names, resized_metadata(saved, resized), printable(report), printable(warning) if dense else "")
 
 
 def _misfits(
@@ -211,7 +219,7 @@ def _names(theirs: Iterable[str], ours: Iterable[str], tables: Mapping[str, Tabl
         if name in tables and name not in theirs:
             found[tables[name].config.name][0].append(name)
     for name in theirs.difference(ours):
-        if matched := re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.([^.]+)\.weight", name, re.DOTALL):
+        if matched := _TABLE.fullmatch(name):
             found[matched[1]][1].append(name)
     moved = {own[0]: other[0] for own, other in found.values() if len(own) == len(other) == 1}
     return {name: moved.get(name, name) for name in ours if name in theirs or name in moved}

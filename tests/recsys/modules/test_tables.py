@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "KeyedJaggedTensorPool": lambda: KeyedJaggedTensorPool(4, {"user": 2}),
     "Bags": lambda: Bags(tables=pooled_tables()),
 }
+
+
+def test_a_compiled_embedding_module_is_refused_and_one_compiled_in_place_is_not() -> None:
+    in_place = bags()
+    in_place.compile()
+    assert len(find_tables(nn.ModuleDict({"tables": in_place}))) == 2
+    compiled: Any = torch.compile(bags())
+    with pytest.raises(SetupError, match=r"module tables is the result of torch\.compile.*Use the embedding module"):
+        find_tables(nn.ModuleDict({"tables": compiled}))
 
 
 @pytest.mark.parametrize("name", REFUSED)
