@@ -102,7 +102,7 @@ def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) ->
 
 
 def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that average or prune the weights of the whole module, which no rank holds.
+    """Refuse callbacks that average or prune the weights of the whole module, which is in parts also on one rank.
 
     Raises:
         SetupError: the trainer has such a callback; the message contains its name.
@@ -110,8 +110,9 @@ def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
             raise SetupError(
-                f"callback {type(callback).__name__} works on the weights of the whole module, but each rank holds only"
-                " a part of them. Remove the callback, or use strategy='pipeline', where each rank holds all weights"
+                f"callback {type(callback).__name__} works on the weights of the whole module, but this strategy keeps"
+                f" them in parts, one for each rank ({trainer.world_size} here), which cannot be copied as a module."
+                " Remove the callback, or use strategy='pipeline', where each rank holds all weights in plain modules"
             )
 
 

@@ -78,6 +78,8 @@ class ShardedModel:
         self.fused_optimizer = CombinedOptimizer(
             [*dmp.fused_optimizer.optimizers, *self._data_parallel.keyed_optimizers]
         )
+        # Initial rate of a dense optimiser in a search (Lightning's learning-rate finder), by the rate that it found.
+        self.searched_rates: dict[float, float] = {}
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._kernels = dict(_leaves("", self.fused_optimizer))
         self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)

@@ -1,7 +1,4 @@
-"""Learning rates of the tables in training: from a separate schedule, or following the dense optimiser.
-
-Tested in ``tests/strategies/recommender/test_strategy.py``.
-"""
+"""Learning rates of the tables in training: from a separate schedule, or following the dense optimiser."""
 
 from __future__ import annotations
 
@@ -37,7 +34,9 @@ class TableRates:
         self._base: float | None = None
         # The optimiser has no groups if configure_optimizers returned nothing.
         if optimizer().param_groups:
-            self._base = base_learning_rate(optimizer())
+            base = base_learning_rate(optimizer())
+            # A search has scaled the rates of tables as well, so they keep the ratio to the rate that it found.
+            self._base = sharded.searched_rates.get(base, base)
         rates = {name: table.learning_rate for name, table in sharded.tables.items()}
         self.schedule = None if schedule is None else TableSchedule(schedule, rates)
 
@@ -47,6 +46,11 @@ class TableRates:
             self._sharded.set_learning_rates(self.schedule.learning_rates())
         elif (optimizer := self._optimizer()).param_groups:
             self._sharded.set_learning_rate_factor(learning_rate_factor(optimizer, self._base))
+
+    def note_search(self, rate: float) -> None:
+        """Note that a search has found *rate* for the dense optimiser, for later trainings that begin with it."""
+        if self._base is not None:
+            self._sharded.searched_rates[rate] = self._base
 
     def step(self) -> None:
         """Advance the schedule by one optimiser step."""

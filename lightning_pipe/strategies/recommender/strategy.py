@@ -86,7 +86,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
             every optimiser step (default None). Without it, the rate of each table follows the first group of the dense
-            optimiser: its base rate times the group's current rate divided by the group's initial rate.
+            optimiser: its base rate times the group's rate divided by its initial rate (``OneCycleLR``: ``max_lr``).
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
@@ -212,6 +213,10 @@ class TableTraining:
 
     def close(self) -> None:
         """Close the program. May be called again."""
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            search = callback.optimal_lr if isinstance(callback, LearningRateFinder) else None
+            if search is not None and (rate := search.suggestion()) is not None:
+                self.rates.note_search(rate)
         if self.program is not None:
             self.program.close()
             self.program = None

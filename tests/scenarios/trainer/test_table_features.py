@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[Feature, type[Exception], str]] = {
     "a moving average of weights": (
         Feature(Net, callbacks=(lambda: plain.EMAWeightAveraging(),)),
         SetupError,
-        "EMAWeightAveraging works on the weights of the whole module",
+        r"EMAWeightAveraging works on the weights of the whole module, but .* in parts, one for each rank \(1 here\)",
     ),
     "pruning": (
         Feature(Net, callbacks=(lambda: ModelPruning("l1_unstructured", amount=0.5),)),
