@@ -17,7 +17,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.environment import check_environment
-from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
 
 
@@ -25,11 +24,6 @@ class Parser(LightningArgumentParser):
     """Lightning's parser, whose errors explain how to pass options to a strategy."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        for strategy, renamed in (("LLMPipelineStrategy", LANGUAGE_MODEL), ("RecsysPipelineStrategy", RECOMMENDER)):
-            if strategy in message:
-                # The message does not contain the values in usable form.
-                found = re.findall(r"Option '(\w+)[\w.]*' is not accepted", message)
-                refuse_renamed(dict.fromkeys(found, "..."), renamed)
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
                 "\nA strategy given by name accepts no options. Give its class and then its options:"

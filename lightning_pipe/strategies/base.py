@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import inspect
 import os
 import pickle
 from collections.abc import Iterator
@@ -106,6 +107,9 @@ class DistributedStrategy(DDPStrategy):
     _flight_dump: FlightDump | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
+        # DDPStrategy accepts any argument, for DistributedDataParallel.
+        for name in arguments.keys() - inspect.signature(DDPStrategy).parameters:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightning_pipe.engine.common.renamed_argument import renamed_argument
 from lightning_pipe.engine.plans.task import PipelineTask, State
 
 
@@ -43,7 +42,6 @@ class _Access:
     writes: bool
 
 
-@renamed_argument("given_up", "abandoned")
 def required_dependencies(
     tasks: Sequence[PipelineTask], abandoned: Iterable[Dependency] = ()
 ) -> tuple[Dependency, ...]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from typing_extensions import deprecated
-
 from lightning_pipe.loops.data.batch_source import Fetched
 
 
@@ -103,11 +101,6 @@ class InFlightLedger(Iterator[Any]):
         self._in_flight.clear()
         self._to_transfer.clear()
         return abandoned
-
-    @deprecated("InFlightLedger.give_up is now called abandon. Use the new name.", category=FutureWarning)
-    def give_up(self) -> list[Callable[[], Fetched]]:
-        """Deprecated name of :meth:`abandon`."""
-        return self.abandon()
 
 
 def _given(entry: LedgerEntry) -> Fetched:

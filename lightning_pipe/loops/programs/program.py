@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline, TrainingContext
-from lightning_pipe.engine.common.renamed_argument import renamed_argument
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.record_use import record_use
 
@@ -43,7 +42,6 @@ class TrainingProgram:
             None).
     """
 
-    @renamed_argument("on_give_up", "on_abandon")
     def __init__(
         self,
         pipeline: SWPipeline,

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import deprecated
 
 from lightning_pipe.engine import InputError, IterContext, State
 from lightning_pipe.engine.runtime.record_use import record_use
@@ -315,11 +314,6 @@ class RecsysActions:
             if (embeddings := ctx.take("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
         self._tables_in_training = False
-
-    @deprecated("RecsysActions.give_up is now called abandon. Use the new name.", category=FutureWarning)
-    def give_up(self, contexts: Iterable[IterContext]) -> None:
-        """Deprecated name of :meth:`abandon`."""
-        self.abandon(contexts)
 
     def _bring_rates(self) -> None:
         if self._before_lookup is not None:

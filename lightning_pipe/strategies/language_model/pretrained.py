@@ -22,7 +22,6 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.model.lora import ADAPTER, add_adapters, write_adapters
 from lightning_pipe.strategies.language_model.hf_causal_lm import read_config
-from lightning_pipe.strategies.language_model.older_names import under_own_names
 
 
 def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -75,7 +74,6 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
     with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
         whole = read_whole(source, saved, True, MODEL, Path(values), dtype_of)[MODEL]
         weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-        weights = under_own_names(model, weights)
         tied = other_names(model)
         sizes = {name: value.size() for name, value in weights.items()}
         needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}

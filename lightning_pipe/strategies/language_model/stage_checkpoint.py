@@ -51,7 +51,6 @@ from lightning_pipe.checkpoints.stage_layout import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.llm.model.lora import ADAPTER, adapter_text
-from lightning_pipe.strategies.language_model.older_names import OlderNames
 
 _FIX = "Build the module and its optimizers as in the run that wrote the checkpoint"
 
@@ -148,10 +147,6 @@ def load_stage_checkpoint(
         [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
         for of_optimizer in groups
     ]
-    older = _older_names(module, saved, state, failed)
-    if older is not None:
-        saved = older.saved
-        groups = on_all_ranks(lambda: [older.in_groups(one) for one in groups], failed, dist.group.WORLD)
     problems = misfits(saved, state, strict) + optimizer_problems(groups, held, trained)
     if problems:
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
@@ -159,27 +154,13 @@ def load_stage_checkpoint(
     for number, names in enumerate(held):
         states = _room_for_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
         state[optimizer_part(number)] = {"state": states}
-    taken = {} if older is None else older.take_out(state)
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
-    if older is not None:
-        on_all_ranks(lambda: older.put_in(state, taken, folder, weights_only), failed, dist.group.WORLD)
     if with_states:
         rest[OPTIMIZERS] = [
             pack_state(optimizer, names, of_optimizer, state[optimizer_part(number)]["state"])
             for number, (optimizer, names, of_optimizer) in enumerate(zip(trained, held, groups, strict=True))
         ]
     return {**rest, MODEL: with_other_names(state[MODEL], tied)}
-
-
-def _older_names(module: nn.Module, saved: dcp.Metadata, state: Mapping[str, Any], failed: str) -> OlderNames | None:
-    """The folder under the module's names, if an older release of transformers had others. Every rank must call this.
-
-    The result is None on every rank or on none.
-    """
-    if not misfits(saved, state, strict=True):
-        return None
-    needed = {name for names in gather(list(state[MODEL]), dist.group.WORLD) for name in names}
-    return on_all_ranks(lambda: OlderNames.of(getattr(module, "model", None), saved, needed), failed, dist.group.WORLD)
 
 
 def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:

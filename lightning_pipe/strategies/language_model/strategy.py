@@ -37,7 +37,6 @@ from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
-from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, refuse_renamed
 
 
 class LLMPipelineStrategy(StagedStrategy):
@@ -103,7 +102,6 @@ class LLMPipelineStrategy(StagedStrategy):
         async_checkpoints: bool = False,
         **arguments: Any,
     ) -> None:
-        refuse_renamed(arguments, LANGUAGE_MODEL, self)
         given: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
         given |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
         options = LLMOptions(schedule, num_microbatches, stages_per_rank, **given, offload_optimizer=offload_optimizer)

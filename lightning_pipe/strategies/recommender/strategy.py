@@ -50,7 +50,6 @@ from lightning_pipe.strategies.refusals import (
     refuse_scaled_fp16,
     refuse_training,
 )
-from lightning_pipe.strategies.refused_arguments import RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.running_work import Running
 
 
@@ -122,8 +121,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
 
     Raises:
-        SetupError: a value is invalid, or an argument is from an earlier version; the message contains the YAML that
-            replaces it.
+        SetupError: a value is invalid.
         PlanError: the plan does not exist, or it does not fit the recsys tasks.
         TypeError: an argument is unknown.
     """
@@ -149,7 +147,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     ) -> None:
         transfer_on_worker = arguments.pop("transfer_on_worker", False)
         accumulate_tables = arguments.pop("accumulate_tables", "micro_batch")
-        refuse_renamed(arguments, RECOMMENDER, self, ["transfer_on_worker", "accumulate_tables"])
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
         self._options = option_group(SessionOptions, "options", groups)

@@ -100,14 +100,6 @@ def test_a_batch_that_is_skipped_is_neither_trained_nor_abandoned() -> None:
     assert [fetch()[0] for fetch in ledger.abandon()] == [1]
 
 
-def test_the_deprecated_name_of_abandon_warns_and_does_the_same() -> None:
-    ledger = InFlightLedger(numbered(2), holds=True)
-    next(ledger)
-    with pytest.warns(FutureWarning, match="give_up is now called abandon"):
-        (fetch,) = ledger.give_up()
-    assert fetch()[0] == 0
-
-
 def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> None:
     ledger = InFlightLedger(numbered(2))
     assert ledger.next_transferred() is None

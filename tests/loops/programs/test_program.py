@@ -136,10 +136,9 @@ def test_closing_twice_closes_once_and_ends_the_pipeline(log: Log) -> None:
         log.program.begin(iter("ab"))
 
 
-def test_the_deprecated_name_of_on_abandon_warns_and_is_called() -> None:
+def test_contexts_of_abandoned_batches_are_handed_on() -> None:
     abandoned: list[str] = []
-    with pytest.warns(FutureWarning, match="'on_give_up' is now called 'on_abandon'"):
-        log = Log(on_give_up=lambda contexts: abandoned.extend(ctx.batch for ctx in contexts))
+    log = Log(on_abandon=lambda contexts: abandoned.extend(ctx.batch for ctx in contexts))
     log.program.begin(iter("ab"))
     log.program.abandon()
     assert abandoned == ["a", "b"]

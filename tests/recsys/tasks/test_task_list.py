@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,7 @@ def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
         assert called[called.index(what) - 1] == task_name
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["abandon", "its old name"])
-def test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again(old: bool) -> None:
+def test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again() -> None:
     model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
     brought: list[str] = []
     with actions_of(model, look_ahead=True, tables=TableHooks(lambda: brought.append("rates"))) as actions:
@@ -218,8 +217,7 @@ def test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learn
         tasks["DenseForward"](first)
         # The tables' rates are those of the batch in training until its backward.
         assert run_until(ahead, "EmbForward") == 0
-        with pytest.warns(FutureWarning, match="give_up is now called abandon") if old else nullcontext():
-            (actions.give_up if old else actions.abandon)([first, ahead])
+        actions.abandon([first, ahead])
         assert run_until(following, "EmbForward") == 1
     assert steps_of(model) == [1, 1]  # of the one that may still be trained
 
