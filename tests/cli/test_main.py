@@ -344,14 +344,6 @@ def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(
     assert len(err.splitlines()) < 15
 
 
-def test_an_argument_of_a_former_version_is_refused_with_the_group_that_has_it_now(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.validate_ids", "true"], capsys)
-    assert message.startswith("validate_ids is given, but the option groups checks are expected. Give the same values")
-    assert "checks:\n  validate_ids: '...'" in message
-
-
 @pytest.mark.parametrize("given", ["{validate_ids: true, detect_nan: true}", "{validate: true}"])
 def test_an_option_group_is_built_from_its_fields_and_an_unknown_field_is_named(
     given: str, folder: Path, capsys: pytest.CaptureFixture[str]
