@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
@@ -107,8 +108,9 @@ class DistributedStrategy(DDPStrategy):
     _flight_dump: FlightDump | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
-        # DDPStrategy accepts any argument, for DistributedDataParallel.
-        for name in arguments.keys() - inspect.signature(DDPStrategy).parameters:
+        # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
+        known = {**inspect.signature(DDPStrategy).parameters, **inspect.signature(DistributedDataParallel).parameters}
+        for name in arguments.keys() - known:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
 

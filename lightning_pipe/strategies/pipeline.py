@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,11 @@ from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, T
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
-from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
-from lightning_pipe.loops.programs.default_program import (
-    TRAIN,
-    TRANSFER,
-    default_evaluation,
-    default_plan,
-    default_tasks,
-    plans_to_try,
-)
+from lightning_pipe.loops.programs.default_program import TRAIN, TRANSFER, default_evaluation, default_plan
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
-from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 
 # Key of the gradient order in a checkpoint.
 _GRADIENT_ORDER = "lightning_pipe_gradient_order"
@@ -44,22 +35,9 @@ class PipelineStrategy(DistributedStrategy):
     Extends Lightning's ``DDPStrategy`` and works with any LightningModule. A single process trains without the
     ``DistributedDataParallel`` wrapper. On several ranks, parameters whose optimiser runs inside backward are refused.
 
-    With ``plan="auto"``, the first iterations train under each plan in turn. The strategy then prints the measurements
-    and continues with the fastest plan. All plans train to the same bits. The candidates are ``"serial"``,
-    ``"copy_ahead"``, and plans that move batches further ahead, up to *max_in_flight*. No other plans exist, because
-    the module's transfer hooks stay on the main thread and training is one task. Expect a large gain only if moving a
-    batch to a GPU takes long; on a CPU, batches are not moved.
-
     Args:
-        plan: ``"copy_ahead"`` (default), ``"serial"`` to move each batch when its turn comes, ``"auto"``, the path of a
-            YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` of the tasks ``H2D`` and ``TrainBatch``.
-        exploration: size of the search under ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and
-            ``replan_above`` of :class:`~lightning_pipe.loops.programs.auto_program.Exploration` (default None: its
-            defaults).
-        max_in_flight: maximum number of batches in flight under ``"auto"`` (default 3). Each costs the memory of a
-            batch on the device.
-        save_plan: path of a YAML file to which ``"auto"`` writes the chosen plan, for use as *plan* in later runs
-            (default None: not written).
+        plan: ``"copy_ahead"`` (default), ``"serial"`` to move each batch when its turn comes, the path of a YAML plan,
+            or a :class:`~lightning_pipe.engine.PipelinePlan` of the tasks ``H2D`` and ``TrainBatch``.
         uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
             epoch with the first rank that runs out, ``"error"`` raises an error.
         uneven_evaluation: handling of evaluations in which some ranks have fewer batches, or none: with ``"join"``
@@ -68,33 +46,23 @@ class PipelineStrategy(DistributedStrategy):
             number.
         options: keyword arguments of Lightning's ``DDPStrategy``.
 
-    Attributes:
-        plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
-
     Raises:
-        PlanError: the plan does not exist, it does not fit the tasks, or a number is too small.
-        SetupError: *exploration*, *max_in_flight* or *save_plan* is given without ``plan="auto"``, or a value is
-            invalid.
+        PlanError: the plan does not exist, or it does not fit the tasks.
+        SetupError: a value is invalid.
     """
 
     def __init__(
         self,
         plan: str | Path | PipelinePlan = "copy_ahead",
         *,
-        exploration: Mapping[str, Any] | None = None,
-        max_in_flight: int = AutoOptions.max_in_flight,
-        save_plan: str | Path | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self._take_uneven(uneven_batches, uneven_evaluation)
-        self._auto = AutoOptions(exploration, max_in_flight, save_plan)
-        self._auto.refuse_without_auto(plan)
         # An invalid plan is an error here, not only when training begins.
-        self._given = None if plan == AUTO else default_plan(_not_moved, plan)
-        self.plan_choice: PlanChoice | None = None
+        self._plan = default_plan(_not_moved, plan)
         # Gradient order of a loaded checkpoint, and of this run after its first backward pass.
         self._order_at_save: list[str] | None = None
         self._order: list[str] | None = None
@@ -115,34 +83,12 @@ class PipelineStrategy(DistributedStrategy):
             settle_gradient_order(ddp, self._order_at_save)
             self._order, self._order_at_save = self._order_at_save, None
         group = dist.group.WORLD if self.world_size > 1 else None
-        if self._given is not None:
-            pipeline = SWPipeline(default_plan(transfer, self._given), self.root_device, group)
-            return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)
-        by_hand, further = plans_to_try(default_tasks(transfer), self._auto.max_in_flight)
-        return AutoProgram(
-            by_hand,
-            lambda own, beside: further,
-            self.root_device,
-            group,
-            self._auto.search,
-            self._plan_chosen,
-            transfer=TRANSFER,
-            step=TRAIN,
-        )
-
-    def _plan_chosen(self, choice: PlanChoice) -> None:
-        self.plan_choice = choice
-        if self.global_rank == 0:
-            tell_choice(choice, self._auto.save_plan)
+        pipeline = SWPipeline(default_plan(transfer, self._plan), self.root_device, group)
+        return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
-        """Build the program that evaluates the batches of one dataloader.
-
-        Batches are moved as far ahead as in training, or one batch ahead before ``"auto"`` has chosen a plan.
-        """
-        training = self._given or (self.plan_choice and self.plan_choice.plan)
-        ahead = training.schedule[TRANSFER].stage if training else 1
-        return default_evaluation(trainer, transfer, step, ahead=ahead)
+        """Build the program that evaluates the batches of one dataloader, moved as far ahead as in training."""
+        return default_evaluation(trainer, transfer, step, ahead=self._plan.schedule[TRANSFER].stage)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint.

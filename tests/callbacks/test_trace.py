@@ -80,14 +80,6 @@ def test_the_first_batch_can_be_recorded_from_its_training_on(tmp_path: Path) ->
     assert iterations(trace, "TrainBatch") == [0, 1]
 
 
-def test_where_the_plan_changes_the_recording_goes_on(tmp_path: Path) -> None:
-    strategy = PipelineStrategy("auto", exploration={"iterations": 1, "rounds": 1, "extra_rounds": 0})
-    used = cases.trainer(strategy, callbacks=[PipelineTrace(steps=None)], default_root_dir=tmp_path, max_epochs=1)
-    used.fit(Net(), torch.utils.data.DataLoader(Rows(120), batch_size=4))
-    assert strategy.plan_choice is not None
-    assert iterations(read(tmp_path / "trace.json"), "TrainBatch") == list(range(30))
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_micro_batches_are_seen_on_their_way_through_the_partitions_of_a_pipe(tmp_path: Path, checkpoint: Any) -> None:
     class Layers(pl.LightningModule):

@@ -1,6 +1,6 @@
 """Reading of files that a user names: plans, costs, profiles, schedules.
 
-Tested in ``tests/scenarios/trainer/test_pipeline_auto.py``.
+Tested in ``tests/scenarios/trainer/test_pipeline_plans.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +91,6 @@ def _checked(plan: PipelinePlan) -> PipelinePlan:
             f" the transfer of a later batch. Set the order to {TRANSFER}, {TRAIN}"
         )
     return plan
-
-
-def plans_to_try(tasks: Sequence[PipelineTask], max_in_flight: int) -> tuple[list[PipelinePlan], list[PipelinePlan]]:
-    """Return the hand-written plans, the serial one first, and the plans that move batches further ahead.
-
-    No other plans exist: the user's transfer hooks stay on the main thread, and training is one task. Plans therefore
-    differ only in the number of batches that are moved ahead, which costs memory and smooths transfers of varying
-    duration.
-
-    Args:
-        tasks: tasks of :func:`default_tasks`.
-        max_in_flight: maximum number of batches in flight.
-
-    Returns:
-        hand-written plans, and plans that move 2 or more batches ahead.
-    """
-    copy, train = tasks
-
-    def plan(name: str, where: TaskSchedule) -> PipelinePlan:
-        return PipelinePlan([(copy, where), (train, TaskSchedule())], name=name)
-
-    by_hand = [plan(name, where) for name, where in PLANS.items() if where.stage < max_in_flight]
-    further = [plan(f"copy_{stage}_ahead", TaskSchedule(stage, _STREAM)) for stage in range(2, max_in_flight)]
-    return by_hand, further
 
 
 # ---------------------------------------------------------------------- programs
