@@ -64,7 +64,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python scripts/check_layout.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -3,8 +3,6 @@
 Ray's own ``prepare_trainer`` refuses strategies of other projects (ray issue 51387), and its report callback expects
 each worker to write its own folder. The ranks of this project's strategies write one folder together, so it is
 written to its final place in Ray's storage, without a copy. Only this module imports Ray.
-
-Tested in ``tests/scenarios/cluster/test_ray.py``.
 """
 
 from __future__ import annotations

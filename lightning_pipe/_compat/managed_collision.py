@@ -3,8 +3,6 @@
 A map's buffers are its entries, sorted by id: id, row of the whole table, and what the eviction policy knows of each. A
 row without an id has the largest integer as its id. The last row of each rank's part stands for all ids without a row.
 Between two evictions a map collects the ids of batches: its *window*, which TorchRec's state dict leaves out.
-
-Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 """
 
 from __future__ import annotations

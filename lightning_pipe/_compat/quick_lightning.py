@@ -4,8 +4,6 @@ Lightning calls about twenty hooks per batch, most of which are empty. Each call
 module through ``nn.Module.__setattr__`` and enters the profiler. Together this takes a tenth of a millisecond per
 batch. The functions below do the same, but skip empty hooks and a profiler that does nothing. With any other profiler,
 or with Lightning's debug messages, they call Lightning's own helpers.
-
-Tested in ``tests/_compat/test_lightning.py``.
 """
 
 from __future__ import annotations

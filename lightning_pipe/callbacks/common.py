@@ -1,7 +1,4 @@
-"""Functions shared by several callbacks: access to the loop and its pipeline, process groups, logging, file paths.
-
-Tested in ``tests/callbacks/test_monitor.py``.
-"""
+"""Functions shared by several callbacks: access to the loop and its pipeline, process groups, logging, file paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Task costs as a Matplotlib figure, for loggers that accept figures.
-
-Tested in ``tests/callbacks/test_profiler.py``.
-"""
+"""Task costs as a Matplotlib figure, for loggers that accept figures."""
 
 from __future__ import annotations
 

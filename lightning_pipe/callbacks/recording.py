@@ -1,7 +1,4 @@
-"""Recording of one rank's tasks, micro-batch work and evaluations over some batches.
-
-Tested in ``tests/callbacks/test_trace.py``.
-"""
+"""Recording of one rank's tasks, micro-batch work and evaluations over some batches."""
 
 from __future__ import annotations
 

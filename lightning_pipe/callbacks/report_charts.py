@@ -1,7 +1,4 @@
-"""Plotly charts of the HTML report: task costs, timeline, simulated alternatives.
-
-Tested in ``tests/callbacks/test_report.py``.
-"""
+"""Plotly charts of the HTML report: task costs, timeline, simulated alternatives."""
 
 from __future__ import annotations
 

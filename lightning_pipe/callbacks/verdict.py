@@ -2,8 +2,6 @@
 
 Ranks run in lockstep, so a slow rank makes the others wait. The wait of the rank that waits least is attributed to
 messages or worker threads. Any additional wait of another rank is a wait for that rank.
-
-Tested in ``tests/callbacks/test_monitor.py``.
 """
 
 from __future__ import annotations

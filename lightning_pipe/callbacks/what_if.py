@@ -1,7 +1,4 @@
-"""Simulated iteration times for changed tasks, plans, networks and numbers of ranks, from measured task times.
-
-Tested in ``tests/callbacks/test_report.py``.
-"""
+"""Simulated iteration times for changed tasks, plans, networks and numbers of ranks, from measured task times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
-"""
+"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Tensors are written by ``torch.distributed.checkpoint``, which can load them on another number of ranks. Lightning's
 other values are written by rank 0 to one file. ``whole_folder`` replaces the folder, ``folder_reading`` reads it.
-
-Tested in ``tests/scenarios/checkpoints/test_checkpoint_faults.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 An array is made of a dtype from a fixed list, a shape, and exactly the bytes that these require. The item size follows
 from the dtype's name. The state that a pickle gives to a dtype may set its byte order and no other property.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

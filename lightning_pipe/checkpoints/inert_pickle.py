@@ -8,8 +8,6 @@ is passed to the check that the preceding call returned, never to an object's ``
 Time and memory are bounded too. Each opcode, text and call is charged to a budget of bytes before it is executed. The
 memo is a dictionary, so that a large index costs no more than a small one. Keys are plain and small, because hashing a
 deeply nested tuple overflows the stack. The result is a tree of bounded depth and size, so that callers can walk it.
-
-Tested in ``tests/scenarios/fuzzing/test_checkpoint_fuzzing.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Constructors for the tensors in a pickle of ``torch.save``: views of storages with checked sizes and strides.
 
 Sparse, quantised and nested tensors are refused, because no checkpoint of this project holds them.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Types and checks of the values that :mod:`lightning_pipe.checkpoints.inert_pickle` accepts.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
-"""
+"""Types and checks of the values that :mod:`lightning_pipe.checkpoints.inert_pickle` accepts."""
 
 from __future__ import annotations
 

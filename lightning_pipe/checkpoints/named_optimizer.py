@@ -1,7 +1,4 @@
-"""Optimiser states keyed by parameter name, because parameter numbers differ between ranks.
-
-Tested in ``tests/strategies/language_model/test_stage_checkpoint.py``.
-"""
+"""Optimiser states keyed by parameter name, because parameter numbers differ between ranks."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ and never changed; and a whole file if ``weights_only=False`` is given, so that 
 folder is trusted too, and links in it are followed. The content of the folder is not trusted: bytes, names, sizes and
 kinds of files. Only regular files of the folder are read, no links, devices or pipes. An invalid file raises one
 SetupError that names the file and its field, in time and memory proportional to the file's size.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

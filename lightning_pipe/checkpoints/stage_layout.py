@@ -1,7 +1,4 @@
-"""Layout of a checkpoint of stages, and the names of tied parameters.
-
-Tested in ``tests/strategies/language_model/test_stage_checkpoint.py``.
-"""
+"""Layout of a checkpoint of stages, and the names of tied parameters."""
 
 from __future__ import annotations
 

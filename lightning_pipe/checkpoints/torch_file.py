@@ -3,8 +3,6 @@
 Tensors are views of the storages' bytes; NumPy arrays are made of bytes and a dtype from a fixed list. Sizes, strides
 and offsets are checked against the number of bytes, and entries of the archive against the file's size and their
 checksums. The pickle yields plain values only: see :mod:`lightning_pipe.checkpoints.inert_pickle`.
-
-Tested in ``tests/scenarios/fuzzing/test_checkpoint_files.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Entry point of ``python -m lightning_pipe.cli``, for launchers that start modules.
-
-Tested in ``tests/cli/test_main.py``.
-"""
+"""Entry point of ``python -m lightning_pipe.cli``, for launchers that start modules."""
 
 from __future__ import annotations
 

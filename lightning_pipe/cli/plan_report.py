@@ -1,7 +1,4 @@
-"""Text output of ``lightning-pipe plan simulate``.
-
-Tested in ``tests/cli/test_plan.py``.
-"""
+"""Text output of ``lightning-pipe plan simulate``."""
 
 from __future__ import annotations
 

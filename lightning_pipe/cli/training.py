@@ -1,7 +1,4 @@
-"""Lightning's CLI with readable messages for errors of this project's classes.
-
-Tested in ``tests/cli/test_main.py``.
-"""
+"""Lightning's CLI with readable messages for errors of this project's classes."""
 
 from __future__ import annotations
 

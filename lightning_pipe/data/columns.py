@@ -1,7 +1,4 @@
-"""Columns of a table as flat arrays: Arrow, NumPy, PyTorch, lists, and objects that Arrow can read.
-
-Tested in ``tests/data/test_jagged_collator.py``.
-"""
+"""Columns of a table as flat arrays: Arrow, NumPy, PyTorch, lists, and objects that Arrow can read."""
 
 from __future__ import annotations
 

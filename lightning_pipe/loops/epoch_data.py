@@ -2,8 +2,6 @@
 
 The training loop decides when batches are trained. This module decides which batch comes next, where it comes from, and
 which state of the data a checkpoint contains.
-
-Tested in ``tests/loops/test_training_epoch_loop.py``.
 """
 
 from __future__ import annotations

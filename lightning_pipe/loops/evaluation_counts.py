@@ -1,7 +1,4 @@
-"""Compares the numbers of batches that ranks have to evaluate.
-
-Tested in ``tests/loops/test_evaluation_loop.py``.
-"""
+"""Compares the numbers of batches that ranks have to evaluate."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ Each dataloader has its own program, because batches of different dataloaders ma
 If ranks have uneven numbers of batches, the batches that all ranks have are evaluated this way. Ranks with more batches
 then continue batch by batch, and the other ranks join them (:mod:`lightning_pipe.loops.uneven_evaluation`). Each row is
 evaluated once.
-
-Tested in ``tests/loops/test_evaluation_loop.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Methods of strategies that the evaluation loop calls.
-
-Tested in ``tests/loops/test_evaluation_loop.py``.
-"""
+"""Methods of strategies that the evaluation loop calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lightning's fit loop with exact resume: a run continues with the batch after the last one trained.
-
-Tested in ``tests/loops/test_fit_loop.py`` and ``test_training_epoch_loop.py``.
-"""
+"""Lightning's fit loop with exact resume: a run continues with the batch after the last one trained."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ partition's outputs, and ends at outputs whose gradients come from the next part
 
     values in ──detach──► leaves ──layers──► outputs ──detach──► values out
     gradients in ◄── of leaves ◄──autograd.grad── of outputs ◄── gradients out
-
-Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations

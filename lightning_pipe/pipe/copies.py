@@ -1,7 +1,4 @@
-"""Copies of values between the devices of partitions, on separate streams that overlap with compute and other copies.
-
-Tested in ``tests/pipe/test_scheduler.py``.
-"""
+"""Copies between the devices of partitions, on separate streams that overlap with compute and other copies."""
 
 from __future__ import annotations
 

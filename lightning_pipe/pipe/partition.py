@@ -1,7 +1,4 @@
-"""One partition of a pipe: consecutive layers, and the code that runs them for a micro-batch.
-
-Tested in ``tests/pipe/test_pipe.py``.
-"""
+"""One partition of a pipe: consecutive layers, and the code that runs them for a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Assignment of layers to partitions and devices, checked before any layer is moved.
-
-Tested in ``tests/pipe/test_pipe.py``.
-"""
+"""Assignment of layers to partitions and devices, checked before any layer is moved."""
 
 from __future__ import annotations
 

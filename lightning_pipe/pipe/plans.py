@@ -14,8 +14,6 @@ j of n holds at most n - j micro-batches, independent of their number::
 
 The stage of every task is one higher than necessary, so that threads have queued work while the calling thread retires
 a micro-batch. The order of tasks in each thread does not change.
-
-Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations

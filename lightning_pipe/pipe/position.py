@@ -1,7 +1,4 @@
-"""Position of a pipe, for use in layers: the current micro-batch, and a flag for recomputation.
-
-Tested in ``tests/pipe/test_batch_norm.py``.
-"""
+"""Position of a pipe, for use in layers: the current micro-batch, and a flag for recomputation."""
 
 from __future__ import annotations
 

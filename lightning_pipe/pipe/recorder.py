@@ -1,7 +1,4 @@
-"""Recorder of the forwards, recomputations and backwards of a pipe's partitions.
-
-Tested in ``tests/callbacks/test_trace.py``.
-"""
+"""Recorder of the forwards, recomputations and backwards of a pipe's partitions."""
 
 from __future__ import annotations
 

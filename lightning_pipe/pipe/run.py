@@ -1,7 +1,4 @@
-"""Run of a mini-batch through a pipe: splitting, forward, backward, and collection of gradients.
-
-Tested in ``tests/pipe/test_pipe.py``.
-"""
+"""Run of a mini-batch through a pipe: splitting, forward, backward, and collection of gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Base class of strategies whose checkpoints are folders to which every rank writes its own part.
-
-Tested in ``tests/scenarios/checkpoints/test_async_checkpoints.py``.
-"""
+"""Base class of strategies whose checkpoints are folders to which every rank writes its own part."""
 
 from __future__ import annotations
 

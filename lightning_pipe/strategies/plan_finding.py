@@ -1,7 +1,4 @@
-"""Options, report and saved plan of strategies with ``plan="auto"``.
-
-Tested in ``tests/scenarios/recommenders/test_recsys_auto.py``.
-"""
+"""Options, report and saved plan of strategies with ``plan="auto"``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks at set-up for Trainer options and callbacks that sharded tables do not support.
-
-Tested in ``tests/strategies/recommender/test_strategy.py``.
-"""
+"""Checks at set-up for Trainer options and callbacks that sharded tables do not support."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Description of a strategy's work for callbacks, which therefore need not import any strategy class.
-
-Tested in ``tests/callbacks/test_trace.py``.
-"""
+"""Description of a strategy's work for callbacks, which therefore need not import any strategy class."""
 
 from __future__ import annotations
 

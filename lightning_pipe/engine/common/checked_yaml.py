@@ -3,8 +3,6 @@
 YAML has references, so a short file can expand to more values than fit in memory. Values are therefore counted while
 the text is composed, before any Python object is built. Only text, numbers and booleans are supported: no dates, no
 base-60 numbers, no tags.
-
-Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A file system only guarantees synced data. The bytes of a file and its name are synced separately: the name is part of
 the folder.
-
-Tested in ``tests/scenarios/checkpoints/test_power_cut.py``.
 """
 
 from __future__ import annotations

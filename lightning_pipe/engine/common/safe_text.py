@@ -1,7 +1,4 @@
-"""Text from untrusted files for messages: shortened, and without terminal control sequences.
-
-Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
-"""
+"""Text from untrusted files for messages: shortened, and without terminal control sequences."""
 
 from __future__ import annotations
 

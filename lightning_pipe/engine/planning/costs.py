@@ -1,7 +1,4 @@
-"""Costs of tasks and the capacity of the machine, which simulation and planning start from.
-
-Tested in ``tests/engine/planning/test_costs_yaml.py``.
-"""
+"""Costs of tasks and the capacity of the machine, which simulation and planning start from."""
 
 from __future__ import annotations
 

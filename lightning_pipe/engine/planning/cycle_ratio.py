@@ -1,7 +1,4 @@
-"""Cycle of a dependency graph with the most seconds per iteration.
-
-Tested in ``tests/engine/planning/test_planner.py``.
-"""
+"""Cycle of a dependency graph with the most seconds per iteration."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A process is a generator that stands for a thread. It yields a :class:`Signal` or a :class:`ResourceUse` to wait for,
 and continues when the signal is set or the use is complete.
-
-Tested in ``tests/engine/planning/test_simulation.py``.
 """
 
 from __future__ import annotations

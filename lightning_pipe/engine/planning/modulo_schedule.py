@@ -5,8 +5,6 @@ dependencies hold and no two instructions use a unit at the same time modulo the
 iteration are the instructions, and threads and resources are the units. The method is iterative modulo scheduling (Rau,
 "Iterative modulo scheduling: an algorithm for software pipelining loops", 1994) in continuous time. Tasks are placed
 one after the other. If a task does not fit, the tasks in conflict with it are removed and placed again later.
-
-Tested in ``tests/engine/planning/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The model is the usual one: a message of m bytes between two ranks takes ``latency + m / bandwidth``, a rank can send
 and receive simultaneously, and no two messages of one collective share a link.
-
-Tested in ``tests/engine/planning/test_simulation.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Lower bound on the iteration time of all plans.
-
-Tested in ``tests/engine/planning/test_planner.py``.
-"""
+"""Lower bound on the iteration time of all plans."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Each round measures all plans in turn, so that other load on the machine affects them about equally. The best
 hand-written plan is chosen unless a found plan is faster beyond noise. Plans that are slower beyond noise drop out
 before the last round, as in Hoeffding races (O. Maron and A. W. Moore, NIPS 1993).
-
-Tested in ``tests/engine/planning/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A draft holds the stage, thread and position in the period of each task. Drafts are normalised, so that equivalent plans
 have the same draft: a worker gets each task as early as dependencies allow, and workers are numbered in the order of
 their first tasks.
-
-Tested in ``tests/engine/planning/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Limits for the search for plans.
-
-Tested in ``tests/engine/planning/test_planner.py``.
-"""
+"""Limits for the search for plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sources of drafts for a search: modulo scheduling, small changes to a draft, and enumeration.
-
-Tested in ``tests/engine/planning/test_simulation.py``.
-"""
+"""Sources of drafts for a search: modulo scheduling, small changes to a draft, and enumeration."""
 
 from __future__ import annotations
 

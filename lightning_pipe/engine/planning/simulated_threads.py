@@ -8,8 +8,6 @@ duration::
     worker    take from the queue │ wait for other workers' tasks │ wait for background work │ work │ signal
     stream    take submitted work │ wait for other streams' events │ work │ event (device with streams)
     network   background work, from the end of the task that submits it
-
-Tested in ``tests/engine/planning/test_simulation.py``.
 """
 
 from __future__ import annotations

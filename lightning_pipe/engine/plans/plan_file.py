@@ -1,7 +1,4 @@
-"""Reading of files that a user names: plans, costs, profiles, schedules.
-
-Tested in ``tests/scenarios/trainer/test_pipeline_plans.py``.
-"""
+"""Reading of files that a user names: plans, costs, profiles, schedules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Schedule of one task: its stage, stream and thread group.
-
-Tested in ``tests/engine/plans/test_plan.py``.
-"""
+"""Schedule of one task: its stage, stream and thread group."""
 
 from __future__ import annotations
 

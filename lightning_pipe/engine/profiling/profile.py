@@ -1,7 +1,4 @@
-"""Results of a profile, as data and as a table.
-
-Tested in ``tests/callbacks/test_profiler.py``.
-"""
+"""Results of a profile, as data and as a table."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ interpreter begins to finalize is ended by CPython 3.11 to 3.13 inside a functio
 the process with "terminate called without an active exception" and signal 6: torchrun reports a successful run as
 failed. ``destroy_process_group`` prevents this only if nothing refers to the group any longer, since only the group's
 destructor waits for its threads; TorchRec's modules, meshes and users' variables do refer to it.
-
-Tested in ``tests/scenarios/faults/test_exit.py``.
 """
 
 from __future__ import annotations

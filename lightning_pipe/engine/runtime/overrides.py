@@ -1,7 +1,4 @@
-"""Overrides of task functions in a pipeline: replays, and functions whose contexts are read after each run.
-
-Tested in ``tests/engine/runtime/test_pipeline.py``.
-"""
+"""Overrides of task functions in a pipeline: replays, and functions whose contexts are read after each run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""State of a pipeline: the open period and the batches in flight. Fetches, starts and advances iterations.
-
-Tested in ``tests/engine/runtime/test_pipeline.py``.
-"""
+"""State of a pipeline: the open period and the batches in flight. Fetches, starts and advances iterations."""
 
 from __future__ import annotations
 

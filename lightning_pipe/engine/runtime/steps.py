@@ -1,7 +1,4 @@
-"""A period of a pipeline in steps, for a caller with hooks between its tasks.
-
-Tested in ``tests/engine/runtime/test_pipeline.py``.
-"""
+"""A period of a pipeline in steps, for a caller with hooks between its tasks."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A piece runs as a stage that holds nothing else, with placeholder tensors of small values: a deferred model stays
 deferred, and no rank holds more than one piece. Costs are assumed not to depend on values. The measurement itself is a
 function, given by ``layer_costs`` and ``layer_profile``.
-
-Tested in ``tests/llm/measure/test_layer_profile.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Readers for the files of a Hugging Face folder, which check sizes, types, names and numbers before use.
-
-Tested in ``tests/llm/model/test_hf_weights.py``.
-"""
+"""Readers for the files of a Hugging Face folder, which check sizes, types, names and numbers before use."""
 
 from __future__ import annotations
 

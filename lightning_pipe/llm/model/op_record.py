@@ -9,8 +9,6 @@ later random operation is requested.
 
 The idea of a partial replay comes from torchdistx's `deferred_init`. It replays in the order of requests, so that
 values depend on the requests. Here they do not.
-
-Tested in ``tests/llm/model/test_deferred.py``.
 """
 
 from __future__ import annotations

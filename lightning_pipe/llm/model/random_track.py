@@ -1,7 +1,4 @@
-"""States of a random generator, numbered while a model is built and computed when the record is replayed.
-
-Tested in ``tests/llm/model/test_deferred.py``.
-"""
+"""States of a random generator, numbered while a model is built and computed when the record is replayed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Replacements of the modules of other stages, so that a stage runs the model's own forward.
-
-Tested in ``tests/llm/model/test_stage_module.py``.
-"""
+"""Replacements of the modules of other stages, so that a stage runs the model's own forward."""
 
 from __future__ import annotations
 

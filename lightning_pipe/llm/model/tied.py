@@ -2,8 +2,6 @@
 
 A copy has the first of the parameter's names, as in the whole model's ``named_parameters``, on every rank. All copies
 start equal and get the sum of all copies' gradients, so that equal optimisers keep them equal.
-
-Tested in ``tests/llm/split/test_traced_split.py``.
 """
 
 from __future__ import annotations

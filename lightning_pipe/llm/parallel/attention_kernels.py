@@ -1,7 +1,4 @@
-"""Attention kernels of Hugging Face models that need a GPU, and PyTorch's kernel for sequences of varying lengths.
-
-Tested in ``tests/scenarios/language_models/test_attention_kernels.py``.
-"""
+"""Attention kernels of Hugging Face models that need a GPU, and PyTorch's kernel for sequences of varying lengths."""
 
 from __future__ import annotations
 

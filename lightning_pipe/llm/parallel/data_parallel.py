@@ -2,8 +2,6 @@
 
 PyTorch's schedules support both: gradients are reduced once a step, after the last micro-batch. They do not support
 DistributedDataParallel, which would produce wrong gradients.
-
-Tested in ``tests/llm/parallel/test_tensor_parallel.py``.
 """
 
 from __future__ import annotations

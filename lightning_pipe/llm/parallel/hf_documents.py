@@ -6,8 +6,6 @@ effect of these inputs depends on the model family and the attention implementat
 ignore ``cu_seq_lens``; most families find documents in ``position_ids`` if they get no mask. Others only follow a mask
 of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of a row. This module gives
 each family the input that it follows. A family that is not known to separate documents is refused.
-
-Tested in ``tests/scenarios/language_models/test_hf_documents.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs of batches through the stages, with losses and predictions on every rank.
-
-Tested in ``tests/strategies/language_model/test_strategy.py``.
-"""
+"""Runs of batches through the stages, with losses and predictions on every rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Loss scaling in half precision for stages, whose loss and gradients are on different ranks.
-
-Tested in ``tests/scenarios/language_models/test_llm_half_precision.py``.
-"""
+"""Loss scaling in half precision for stages, whose loss and gradients are on different ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Records the work of a rank's stages on micro-batches.
-
-Tested in ``tests/callbacks/test_trace.py``.
-"""
+"""Records the work of a rank's stages on micro-batches."""
 
 from __future__ import annotations
 

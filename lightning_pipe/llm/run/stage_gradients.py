@@ -1,7 +1,4 @@
-"""Completes the gradients of a model in stages: sums partial and copied ones, and counts each once in the norm.
-
-Tested in ``tests/strategies/language_model/test_strategy.py``.
-"""
+"""Completes the gradients of a model in stages: sums partial and copied ones, and counts each once in the norm."""
 
 from __future__ import annotations
 

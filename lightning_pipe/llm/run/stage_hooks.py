@@ -1,7 +1,4 @@
-"""Hooks by which a module describes its model and its micro-batches to a run in pipeline stages.
-
-Tested in ``tests/strategies/language_model/test_pipeline_module.py``.
-"""
+"""Hooks by which a module describes its model and its micro-batches to a run in pipeline stages."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Under a trainer the parts are built once for each module. For trials they are built with placeholder values, any number
 of times, and discarded.
-
-Tested in ``tests/strategies/language_model/test_strategy.py``.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ stage, is therefore sent through every stage in between. Sizes are not sent: eac
 
 Within a stage, the operations of one layer form a separate piece, so that the layer can be called as a module, as
 sharding and checkpointing by layer require. Pieces hold no tensors: parameters are passed to them.
-
-Tested in ``tests/llm/split/test_traced_split.py``.
 """
 
 from __future__ import annotations

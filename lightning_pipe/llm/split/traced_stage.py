@@ -1,7 +1,4 @@
-"""Module that a stage of a traced model runs: the stage's part of the trace, over tensors under their own names.
-
-Tested in ``tests/llm/split/test_traced_split.py``.
-"""
+"""Module that a stage of a traced model runs: the stage's part of the trace, over tensors under their own names."""
 
 from __future__ import annotations
 

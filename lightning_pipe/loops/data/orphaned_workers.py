@@ -4,8 +4,6 @@ PyTorch's workers check that their parent is alive while they wait for indices. 
 whose parent is killed before the first check takes its new parent process for the original one, and a worker that sends
 more data than a pipe holds waits for a reader and does not check. Such workers keep copies of the rank's sockets open.
 The other ranks would therefore not detect the loss of the rank, and would wait until their timeout.
-
-Tested in ``tests/scenarios/faults/test_orphaned_workers.py``.
 """
 
 from __future__ import annotations

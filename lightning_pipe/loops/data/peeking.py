@@ -1,7 +1,4 @@
-"""Source of batches that can show the dataloader of its next batch, and an iterator over one dataloader's batches.
-
-Tested in ``tests/loops/test_evaluation_loop.py``.
-"""
+"""Source of batches that can show the dataloader of its next batch, and an iterator over one dataloader's batches."""
 
 from __future__ import annotations
 

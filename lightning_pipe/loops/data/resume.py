@@ -1,7 +1,4 @@
-"""Point from which a run resumes: the position after the last trained batch.
-
-Tested in ``tests/scenarios/checkpoints/test_exact_resume.py``.
-"""
+"""Point from which a run resumes: the position after the last trained batch."""
 
 from __future__ import annotations
 

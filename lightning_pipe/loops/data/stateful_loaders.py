@@ -10,8 +10,6 @@ returns an iterator that continues from there. The state lacks four things, whic
   batches, but a loader that continues from this state would begin its next epoch.
 * An iterator draws from the shared random generators when it is created. A sampler without a state draws its order
   from them or from a separate generator.
-
-Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 SIGTERM ends training. Slurm's signal before it takes a job away (SIGUSR1, or ``requeue_signal`` of Lightning's
 ``SLURMEnvironment``) writes a checkpoint and puts the job back into the queue, where Lightning resumes from it.
-
-Tested in ``tests/scenarios/faults/test_signals.py``. ``tests/scenarios/cluster`` has tests on a real Slurm.
 """
 
 from __future__ import annotations

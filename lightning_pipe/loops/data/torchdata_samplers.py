@@ -1,7 +1,4 @@
-"""Samplers of torchdata under Lightning's ``DistributedSamplerWrapper``.
-
-Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
-"""
+"""Samplers of torchdata under Lightning's ``DistributedSamplerWrapper``."""
 
 from __future__ import annotations
 

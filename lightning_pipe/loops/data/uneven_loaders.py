@@ -1,7 +1,4 @@
-"""Changes to Lightning's loader set-up for ranks with uneven numbers of rows, or without rows.
-
-Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
-"""
+"""Changes to Lightning's loader set-up for ranks with uneven numbers of rows, or without rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls of the user's hooks before and during the transfer of a batch, each kind with a separate random stream.
-
-Tested in ``tests/scenarios/trainer/test_hook_order.py``.
-"""
+"""Calls of the user's hooks before and during the transfer of a batch, each kind with a separate random stream."""
 
 from __future__ import annotations
 

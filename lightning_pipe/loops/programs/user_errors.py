@@ -1,7 +1,4 @@
-"""Errors that users see in a pipelined loop: their own exception, with a note about task, iteration and rank.
-
-Tested in ``tests/scenarios/faults/test_exceptions.py``.
-"""
+"""Errors that users see in a pipelined loop: their own exception, with a note about task, iteration and rank."""
 
 from __future__ import annotations
 

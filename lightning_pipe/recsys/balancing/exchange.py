@@ -1,7 +1,4 @@
-"""Exchange of samples in two collectives, rows and ids, whose sizes every rank knows in advance.
-
-Tested in ``tests/recsys/balancing/test_balancer.py``.
-"""
+"""Exchange of samples in two collectives, rows and ids, whose sizes every rank knows in advance."""
 
 from __future__ import annotations
 

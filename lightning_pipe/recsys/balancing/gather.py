@@ -5,8 +5,6 @@ room for the largest number of samples so far. If that is too small, its head sh
 with enough room for all ranks. This happens on the first batch and rarely afterwards::
 
     head: [failed, samples, jagged tensors, form]    for each place: workload (a double), ids in each jagged tensor
-
-Tested in ``tests/recsys/balancing/test_balancer.py``.
 """
 
 from __future__ import annotations

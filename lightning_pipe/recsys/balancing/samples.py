@@ -5,8 +5,6 @@
 
 A *sample* is one row of every dense and every jagged tensor. Rows after the real samples are padding, which stays at
 the end of its rank's batch.
-
-Tested in ``tests/recsys/balancing/test_balancer.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Accumulation of the gradients of several batches for one step of the dense optimiser.
-
-Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
-"""
+"""Accumulation of the gradients of several batches for one step of the dense optimiser."""
 
 from __future__ import annotations
 

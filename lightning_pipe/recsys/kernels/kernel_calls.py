@@ -4,8 +4,6 @@ kernels ──► cat ──► output dist ──► cut ──► user's dense
    ▲         ▲
    │         └ lookup outputs: exist on every rank, even without a kernel
    └ kernel outputs: their backward runs the fused optimiser on the gradients
-
-Tested in ``tests/recsys/kernels/test_gradient_norm.py``.
 """
 
 from __future__ import annotations

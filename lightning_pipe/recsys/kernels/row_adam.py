@@ -2,8 +2,6 @@
 
 It matches FBGEMM's Adam on a GPU: moments of a row only change when it is looked up, and the bias correction uses the
 number of batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
-
-Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 """
 
 from __future__ import annotations

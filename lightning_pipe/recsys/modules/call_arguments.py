@@ -2,8 +2,6 @@
 
 A source is a tree: pieces of the batch at a path, constants, collections of sources, and results of post-processing
 modules. Sources are plain data with the same text on every rank, so ranks can compare them.
-
-Tested in ``tests/recsys/rewrite/test_find_record.py``.
 """
 
 from __future__ import annotations

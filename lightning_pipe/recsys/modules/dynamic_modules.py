@@ -1,7 +1,4 @@
-"""Embedding modules with tables of no fixed size: any int64 id has a row, created at its first occurrence.
-
-Tested in ``tests/recsys/dynamic/tables/test_sharded_tables.py``.
-"""
+"""Embedding modules with tables of no fixed size: any int64 id has a row, created at its first occurrence."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Ids are mapped to rows on the rank of the rows, when the rows are looked up, as in TorchRec. The map and the rows that
 it evicts are part of the training state, so a lookup must not run before the checkpoint of the previous batch.
-
-Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""State that one batch carries from task to task: splits, requests, features and, at the boundary, embeddings.
-
-Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
-"""
+"""State that one batch carries from task to task: splits, requests, features and, at the boundary, embeddings."""
 
 from __future__ import annotations
 

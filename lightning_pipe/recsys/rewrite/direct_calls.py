@@ -1,7 +1,4 @@
-"""Calls of sharded modules that no task made ahead: all steps of a call at once, on the module's process group.
-
-Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
-"""
+"""Calls of sharded modules that no task made ahead: all steps of a call at once, on the module's process group."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Replacement and restoration of sharded modules' forwards, and access to the results of the resolution.
-
-Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
-"""
+"""Replacement and restoration of sharded modules' forwards, and access to the results of the resolution."""
 
 from __future__ import annotations
 

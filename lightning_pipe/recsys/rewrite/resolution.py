@@ -1,7 +1,4 @@
-"""Decides once which sharded modules are pipelined: finds their inputs and makes all ranks agree on them.
-
-Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
-"""
+"""Decides once which sharded modules are pipelined: finds their inputs and makes all ranks agree on them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Records of a model's sharded modules: features, requirements on them, and calls.
-
-Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
-"""
+"""Records of a model's sharded modules: features, requirements on them, and calls."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
 
 Between the halves, the gradient of every row is known on the rank that owns it and no table has changed, so a norm over
 all gradients can be computed. All collectives are in the first half.
-
-Tested in ``tests/scenarios/recommenders/test_rewrite_equality.py``.
 """
 
 from __future__ import annotations

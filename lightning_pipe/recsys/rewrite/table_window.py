@@ -3,8 +3,6 @@
 A fused optimiser steps in each backward of its lookup. So the inputs of the lookups and the gradients of their outputs
 are kept, and joined into one call at the end of the window. Its lookup is repeated, and its backward steps the
 optimiser as for one large batch: FBGEMM adds up all gradients of a row before it updates the row.
-
-Tested in ``tests/scenarios/recommenders/test_table_window.py``.
 """
 
 from __future__ import annotations

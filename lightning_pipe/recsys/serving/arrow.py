@@ -1,7 +1,4 @@
-"""pyarrow, with an error of ours if it is not installed.
-
-Tested in ``tests/cli/test_export.py``.
-"""
+"""pyarrow, with an error of ours if it is not installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A batch as a list of named tensors, the inputs of an exported program, and back.
-
-Tested in ``tests/recsys/serving/test_programs.py``.
-"""
+"""A batch as a list of named tensors, the inputs of an exported program, and back."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ TorchRec's state dict has the entries of a map, but not the ids that it has coll
 them, a resumed run would evict other rows. TorchRec can only merge the parts of several ranks, since an id must have a
 row on the rank that the id is sent to. Here an id without such a row moves there, together with its row and the states
 of its optimiser. If a rank has more ids than rows, the ids with the largest values of the eviction policy keep theirs.
-
-Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
 """
 
 from __future__ import annotations

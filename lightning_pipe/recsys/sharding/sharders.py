@@ -3,8 +3,6 @@
 TorchRec's stock sharder hides the row-wise types of pooled tables on CPU, though they run there. Sequences cannot be
 data-parallel, because FBGEMM's dense CPU kernel pools them. An optimiser that moves rows without a gradient would train
 a replicated table differently from a sharded table.
-
-Tested in ``tests/recsys/sharding/test_planning.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The work of the recsys tasks for one model: one method per task, over the context of an iteration.
-
-Tested in ``tests/recsys/tasks/test_task_list.py``.
-"""
+"""The work of the recsys tasks for one model: one method per task, over the context of an iteration."""
 
 from __future__ import annotations
 

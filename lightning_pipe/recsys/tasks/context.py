@@ -1,7 +1,4 @@
-"""State that the recsys tasks pass to each other in one iteration.
-
-Tested in ``tests/recsys/tasks/test_task_list.py``.
-"""
+"""State that the recsys tasks pass to each other in one iteration."""
 
 from __future__ import annotations
 

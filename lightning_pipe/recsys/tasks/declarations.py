@@ -3,8 +3,6 @@
 The names and the division of an iteration into tasks follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``). Some
 tasks are no-ops there; here every task does work, since the embedding part and the dense part each have a forward and a
 backward. The tasks are eleven, plus two if samples are balanced between ranks and one if tables have replicas.
-
-Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Evaluation of a model during its training, with a separate rewrite, plan and tasks.
-
-Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
-"""
+"""Evaluation of a model during its training, with a separate rewrite, plan and tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Snapshot and restoration of all state that training a sharded model changes.
-
-Tested in ``tests/strategies/recommender/test_table_profile.py``.
-"""
+"""Snapshot and restoration of all state that training a sharded model changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks of the arguments of a :class:`~lightning_pipe.recsys.tasks.train_pipeline.TrainPipeline`.
-
-Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
-"""
+"""Checks of the arguments of a :class:`~lightning_pipe.recsys.tasks.train_pipeline.TrainPipeline`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Table for a terminal with the chosen schedule and its alternatives.
-
-Tested in ``tests/strategies/language_model/test_auto.py``.
-"""
+"""Table for a terminal with the chosen schedule and its alternatives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export of a checkpoint folder to the format of Hugging Face's ``from_pretrained``, on a single process.
-
-Tested in ``tests/llm/model/test_hf_weights.py``.
-"""
+"""Export of a checkpoint folder to the format of Hugging Face's ``from_pretrained``, on a single process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Choice of a schedule: measures a module's layers, simulates all candidates, and runs the most promising ones.
 
-All ranks make the same choice from gathered measurements. Tested in ``tests/strategies/language_model/test_auto.py``.
+All ranks make the same choice from gathered measurements.
 """
 
 from __future__ import annotations

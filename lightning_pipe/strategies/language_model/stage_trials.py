@@ -1,7 +1,4 @@
-"""Trial steps before training, with placeholder values of the model and a batch like those of training.
-
-Tested in ``tests/strategies/language_model/test_auto.py``.
-"""
+"""Trial steps before training, with placeholder values of the model and a batch like those of training."""
 
 from __future__ import annotations
 

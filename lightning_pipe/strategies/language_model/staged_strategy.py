@@ -1,7 +1,4 @@
-"""Base strategy for modules in stages: splitting, placement on ranks, and checkpoints.
-
-Tested in ``tests/strategies/language_model/test_strategy.py``.
-"""
+"""Base strategy for modules in stages: splitting, placement on ranks, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is suspended.
-
-Tested in ``tests/scenarios/recommenders/test_recsys_evaluation.py``.
-"""
+"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is suspended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Maps from ids to rows in a checkpoint folder, which may be of another number of ranks.
-
-Tested in ``tests/scenarios/recommenders/test_managed_collision.py``.
-"""
+"""Maps from ids to rows in a checkpoint folder, which may be of another number of ranks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Tables stay sharded after training, and the module may be passed to another trainer with another strategy. The sharding
 is therefore stored in the module.
-
-Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ Lightning handles dense gradients inside ``optimizer_step``. Tables are trained 
     this module                └ overflow of          └ one norm   └ skipped?
                                  tables: also dense      of all
     tasks         | DenseBackward, FinalizeGrads | OptimStep ................. | EmbBackward: scaled, or skipped
-
-Tested in ``tests/scenarios/recommenders/test_gradient_clipping.py``.
 """
 
 from __future__ import annotations

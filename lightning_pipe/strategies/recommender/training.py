@@ -1,7 +1,4 @@
-"""Training of a recommender under a Trainer: Lightning's calls during a batch run its tasks.
-
-Tested in ``tests/strategies/recommender/test_strategy.py``.
-"""
+"""Training of a recommender under a Trainer: Lightning's calls during a batch run its tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls of a module's ``training_step`` without effect on logged values, metrics and random generators.
-
-Tested in ``tests/scenarios/recommenders/test_recsys_untrained.py``.
-"""
+"""Calls of a module's ``training_step`` without effect on logged values, metrics and random generators."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
     host           └─ and ids without a slot ── pin ────┘ changes of the map
 
 No operation waits for the device, and any int64 is an id.
-
-Tested in ``tests/recsys/dynamic/cache/test_id_map.py``.
 """
 
 from __future__ import annotations

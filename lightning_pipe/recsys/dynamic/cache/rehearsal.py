@@ -1,7 +1,4 @@
-"""Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards.
-
-Tested in ``tests/recsys/dynamic/cache/test_row_cache.py``.
-"""
+"""Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards."""
 
 from __future__ import annotations
 

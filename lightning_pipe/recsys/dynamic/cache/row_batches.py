@@ -10,8 +10,6 @@ thread changes them. A prefetch writes only to free slots and evicts only rows t
 can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
 operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
 headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
-
-Tested in ``tests/recsys/dynamic/cache/test_row_cache.py``.
 """
 
 from __future__ import annotations

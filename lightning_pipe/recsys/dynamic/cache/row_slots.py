@@ -1,8 +1,6 @@
 """Slots of a cache: assignment of rows to slots, loading of stored and new rows, and eviction.
 
 Not thread-safe, except for headers and values of pinned rows.
-
-Tested in ``tests/scenarios/recommenders/test_row_cache_equality.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Open batches, whose rows are in use from their prefetch to the end of their training.
-
-Tested in ``tests/recsys/dynamic/cache/test_row_cache.py``.
-"""
+"""Open batches, whose rows are in use from their prefetch to the end of their training."""
 
 from __future__ import annotations
 

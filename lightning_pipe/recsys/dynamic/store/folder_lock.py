@@ -4,8 +4,6 @@ The locks belong to the open file (``flock``). POSIX record locks are unsuitable
 any descriptor of the file, for example while it copies the folder. A forked child shares the open file and would hold
 the lock after its parent was killed, so it closes its descriptor immediately. A child that executes another program
 does not inherit the descriptor. On NFS, Linux turns these locks into locks of the server.
-
-Tested in ``tests/scenarios/recommenders/test_store_damage.py``.
 """
 
 from __future__ import annotations

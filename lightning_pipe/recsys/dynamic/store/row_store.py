@@ -8,8 +8,6 @@ A rank that is killed before it has prepared version *v* opens at *v* - 1. So mu
 rank commits only after all ranks have prepared. If a rank has committed *v*, all others have at least prepared *v* and
 can roll forward. All ranks therefore open at the newest version that any rank has committed (two-phase commit; Gray,
 "Notes on Data Base Operating Systems", 1978).
-
-Tested in ``tests/scenarios/recommenders/test_store_kills.py``.
 """
 
 from __future__ import annotations

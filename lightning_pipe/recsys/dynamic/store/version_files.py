@@ -2,8 +2,6 @@
 
 Checksums detect damage, but not files that someone else has written. A file that does not exist is a FileNotFoundError,
 one with other contents, or that is not regular, a ValueError.
-
-Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
 
 from __future__ import annotations

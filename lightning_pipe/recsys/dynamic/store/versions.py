@@ -10,8 +10,6 @@
 
 Files that the engine never changes after writing are shared between the working copy and the versions as hard links. A
 version therefore costs only the changes since the previous one.
-
-Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
 
 from __future__ import annotations

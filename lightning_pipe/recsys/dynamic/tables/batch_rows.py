@@ -1,7 +1,4 @@
-"""Rows of a batch in the caches of a module, pinned from the prefetch to the end of the backward.
-
-Tested in ``tests/recsys/dynamic/tables/test_sharded_tables.py``.
-"""
+"""Rows of a batch in the caches of a module, pinned from the prefetch to the end of the backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Creation of the rows of sharded dynamic modules: caches over the tensors of TorchRec's kernels, and a store.
-
-Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
-"""
+"""Creation of the rows of sharded dynamic modules: caches over the tensors of TorchRec's kernels, and a store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Progress of training that is stored with rows, as texts.
-
-Tested in ``tests/recsys/dynamic/tables/test_row_tables.py``.
-"""
+"""Progress of training that is stored with rows, as texts."""
 
 from __future__ import annotations
 
