@@ -58,7 +58,6 @@ examples:
   lightning-pipe checkpoint export FOLDER FILE
   lightning-pipe export CHECKPOINT --to aoti --config FILE --out model.pt2
   lightning-pipe rows diff CHECKPOINT --since OLDER --out FOLDER
-  lightning-pipe diagnose FOLDER
 """
 
 _BUBBLE = """\
@@ -249,19 +248,8 @@ def _look(arguments: list[str]) -> None:
     diff.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or its URL")
     diff.add_argument("--since", metavar="OLDER", required=True, help="older checkpoint, its URL, or a batch number")
     diff.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; must not exist")
-    dumps = commands.add_parser(
-        "diagnose",
-        help="show where each rank of a run that hung was: diagnose FOLDER",
-        description="Show where each rank of a run that hung was, and which rank waits for which in a collective, from"
-        " the files flight_rank_*.json that the ranks have written into the trainer's default_root_dir.",
-    )
-    dumps.add_argument("paths", metavar="PATH", nargs="+", help="folder of flight dumps, or a dump")
     options = parser.parse_args(arguments)
-    if options.command == "diagnose":
-        from lightning_pipe.cli.diagnose import diagnose  # lazy: rarely needed
-
-        diagnose(options.paths)
-    elif options.command == "rows":
+    if options.command == "rows":
         from lightning_pipe.recsys.serving.row_diff import write_row_diff  # lazy: needs pyarrow
 
         since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
+from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
 from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
-from lightning_pipe.engine.ranks.flight_dump import FlightDump
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
@@ -104,8 +104,6 @@ class DistributedStrategy(DDPStrategy):
     logs_for_all = False
     # Evaluation batch in progress that only some ranks have.
     _turn: Turn | None = None
-    # Writes this rank's state if the run hangs; None for a single rank.
-    _flight_dump: FlightDump | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
@@ -157,7 +155,7 @@ class DistributedStrategy(DDPStrategy):
             users = dist.is_initialized()
             # Stays alive during set-up: rank 0's store is the server of the store that PyTorch creates.
             store = None if users else self._wait_for_all_ranks()
-            self._flight_dump = self._start_flight_dump(ranks)
+            current_tasks.clear()
             super().setup_distributed()
             del store
             keep_tensors_at_exit()
@@ -239,34 +237,23 @@ class DistributedStrategy(DDPStrategy):
             self._turn.call("barrier")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Write this rank's state to a file if a collective has failed."""
-        dump, self._flight_dump = self._flight_dump, None
-        if dump is not None and (is_of_group(exception) or is_of_group(exception.__cause__)):
-            dump.note(exception)
-        elif dump is not None:
-            dump.stop()
+        """Add the batch and tasks of this rank to the error of a collective."""
+        module = self.lightning_module
+        if module is not None and (is_of_group(exception) or is_of_group(exception.__cause__)):
+            epoch, batch = module.trainer.current_epoch, max(module.trainer.fit_loop.batch_idx, 0)
+            exception.add_note(
+                f"rank {self.global_rank} was in batch {batch} of epoch {epoch}, {describe_current_tasks()}. Compare"
+                " this with the other ranks; a rank without such a note has ended, or never reached the collective"
+            )
         super().on_exception(exception)
 
     def teardown(self) -> None:
         super().teardown()
         self._note_end()
 
-    def _start_flight_dump(self, ranks: int) -> FlightDump:
-        assert self.cluster_environment is not None
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        folder = "." if trainer is None or "://" in trainer.default_root_dir else trainer.default_root_dir
-
-        def batch() -> str:
-            return "" if trainer is None else f"{trainer.current_epoch}, {max(trainer.fit_loop.batch_idx, 0)}"
-
-        return FlightDump(Path(folder).absolute(), self.cluster_environment.global_rank(), ranks, batch)
-
     def _note_end(self) -> None:
         """Record if the call completed. If so, no rank is in a collective and leaving the process group cannot hang."""
         global _ended_well
-        if self._flight_dump is not None:
-            self._flight_dump.stop()
-            self._flight_dump = None
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 

@@ -29,7 +29,7 @@ from lightning_pipe.engine.plans.collectives import check_one_order, turns_of
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
-from lightning_pipe.engine.ranks.flight_dump import places
+from lightning_pipe.engine.ranks.current_tasks import current_tasks
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket
 from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
@@ -200,7 +200,7 @@ class Executor:
             if ticket is not None:
                 ticket.end()
             raise
-        places[MAIN] = op.name, slot.iteration, False
+        current_tasks[MAIN] = op.name, slot.iteration, False
         trace = self.trace
         shown = task_range(op.name, trace is not None)
         shown.__enter__()
@@ -209,7 +209,7 @@ class Executor:
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End a task after :meth:`enter`."""
         shown, trace, begun, metered, ticket = entered
-        places[MAIN] = op.name, slot.iteration, True
+        current_tasks[MAIN] = op.name, slot.iteration, True
         if ticket is not None:
             ticket.end()
         if op.records:
@@ -372,9 +372,9 @@ class Executor:
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None
-            places[group] = op.name, slot.iteration, False
+            current_tasks[group] = op.name, slot.iteration, False
             op.fn(slot.ctx)
-            places[group] = op.name, slot.iteration, True
+            current_tasks[group] = op.name, slot.iteration, True
             if op.records:
                 self.streams.record(slot.events[op.index])
             if trace and begun:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_pipe._compat.pipelining import make_detachable
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.engine.ranks.flight_dump import places
+from lightning_pipe.engine.ranks.current_tasks import current_tasks
 from lightning_pipe.llm.parallel.turns import Turns, own_spans
 
 _CONTINUED = " continued"
@@ -142,17 +142,17 @@ class TimedStage(PipelineStage):
 
     def _note(self, kind: str, microbatch: int, wait: str | None, work: Callable[[], Any]) -> Any:
         action = f"{kind} of micro-batch {microbatch} in stage {self.stage_index}"
-        places["stages"] = action, None, False
+        current_tasks["stages"] = action, None, False
         if not self._recording():
             value = work()
-            places["stages"] = action, None, True
+            current_tasks["stages"] = action, None, True
             return value
         start = self._now()
         if wait is not None:
             idle = max(self._asked, self._events[-1].end if self._events else 0.0)
             self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
-        places["stages"] = action, None, True
+        current_tasks["stages"] = action, None, True
         bars = [microbatch_bar(self.stage_index, kind, microbatch, *span) for span in own_spans(start, self._now())]
         self._events += [bars[0], *(bar._replace(name=f"{kind}{_CONTINUED}") for bar in bars[1:])]
         return value
