@@ -1,6 +1,7 @@
 """Current task of each thread group, for the error of a collective that timed out or lost a rank.
 
-Every rank that notices adds its batch and tasks to its error, so the output of a run that hung shows where ranks differ.
+Every rank that notices adds its batch and tasks to its error, so the output of a run that hung shows where ranks
+differ.
 """
 
 from __future__ import annotations
