@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
@@ -42,9 +42,8 @@ class PipelineCLI(LightningCLI):
     _refusal: PipelineError | None = None
 
     def before_instantiate_classes(self) -> None:
-        # The kinds for modules are listed too, since Lightning's own instantiators for them would take precedence.
-        for kind in (LightningModule, LightningDataModule, object):
-            self.parser.add_instantiator(self._make, kind)
+        # Modules are made by Lightning's instantiators, which take precedence and record hyperparameters.
+        self.parser.add_instantiator(self._make, object)
 
     def _make(self, kind: type[Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -57,10 +56,11 @@ class PipelineCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if self._refusal is None:
+            refusal = error.__cause__ if isinstance(error.__cause__, PipelineError) else self._refusal
+            if refusal is None:
                 raise
             # jsonargparse tried other types too, and reports their messages together with this one.
-            raise self._refusal from error
+            raise refusal from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         try:

@@ -327,6 +327,27 @@ def test_an_argument_of_a_model_or_a_callback_may_have_any_name(
     assert "callback made with 3" in capsys.readouterr().out
 
 
+RECORDING = """
+from shop import Model
+
+
+class Recording(Model):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        self.save_hyperparameters()
+        print(f"recorded {self.hparams['_class_path']} {self.hparams['width']}")
+"""
+
+
+def test_hyperparameters_are_recorded_as_by_lightnings_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "recording.py").write_text(RECORDING)
+    command = ["fit", "--config", "fit.yaml", "--model", "recording.Recording", "--model.width", "5"]
+    assert main(command) == 0
+    assert "recorded recording.Recording 5" in capsys.readouterr().out
+
+
 def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["fit", "--config", "fit.yaml", "--trainer.limit_train_batches", "-3"], capsys)
     # Python keeps unions of types by value: what was imported before decides whether this is a float or an integer.
