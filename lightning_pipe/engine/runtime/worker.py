@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -12,6 +14,10 @@ _this_thread = threading.local()
 JOIN_TIMEOUT = 60.0
 # Seconds between two checks that the thread is still alive.
 _LOOK = 1.0
+# Maximum time (seconds) that the interpreter's exit waits for all workers together.
+_EXIT_TIMEOUT = 5.0
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -27,6 +33,7 @@ class Worker:
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"lightning_pipe-{group}", daemon=True)
         weakref.finalize(self, self._queue.put, None)
         self._thread.start()
+        _workers.add(self)
 
     def submit(self, call: Callable[[], None]) -> None:
         """Queue *call*."""
@@ -61,3 +68,16 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         call()
         # Otherwise the last function, and the iteration it refers to, would stay alive until the next one arrives.
         del call
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End the workers of pipelines that were not closed.
+
+    A thread that returns from PyTorch to Python while the interpreter finalizes would abort the process.
+    """
+    workers, deadline = list(_workers), time.monotonic() + _EXIT_TIMEOUT
+    for worker in workers:
+        worker._queue.put(None)
+    for worker in workers:
+        worker._thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """Run by torchrun on two ranks: a collective ends on rank 0 while its interpreter exits and holds the GIL.
 
-Arguments: what trains (a strategy of ``KINDS``, or a function below), how the program ends (``well`` or ``error``), and
-a folder.
+Arguments: what trains (a strategy of ``KINDS``, or a function below; ``worker`` leaves a collective to a worker that is
+not closed), how the program ends (``well`` or ``error``), and a folder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if RANK == 0:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from lightning_pipe.engine.runtime.worker import Worker  # noqa: E402
 from tests.scenarios.faults.training import KINDS, fit, module  # noqa: E402
 
 
@@ -49,15 +50,22 @@ def stage_runner() -> None:
     runner.forward_backward(calls()[0])
 
 
+def worker() -> None:
+    dist.init_process_group("gloo")
+
+
 if __name__ == "__main__":
     if USE in KINDS:
         fit(USE, 2, module(USE))
     else:
-        {"train_pipeline": train_pipeline, "stage_runner": stage_runner}[USE]()
+        {"train_pipeline": train_pipeline, "stage_runner": stage_runner, "worker": worker}[USE]()
     # Without this reference, the destructor of the group would wait for its threads.
     group = dist.group.WORLD
-    if RANK == 0:
+    if RANK == 0 and USE != "worker":
         dist.all_reduce(torch.ones(3), async_op=True)
+    elif RANK == 0:
+        Worker("unclosed").submit(lambda: dist.all_reduce(torch.ones(3)))
+        atexit.register(EXITS.touch)
     else:
         while not EXITS.exists():
             threading.Event().wait(0.01)

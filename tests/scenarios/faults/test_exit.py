@@ -12,8 +12,8 @@ from tests.scenarios.faults.launched import Launched
 PROGRAM = "tests.scenarios.faults.exiting_program"
 
 
-USES = ["pipeline", "recsys", "llm", "train_pipeline", "stage_runner"]
-QUICK = [("pipeline", "well"), ("stage_runner", "error")]
+USES = ["pipeline", "recsys", "llm", "train_pipeline", "stage_runner", "worker"]
+QUICK = [("pipeline", "well"), ("stage_runner", "error"), ("worker", "well")]
 
 
 @pytest.mark.parametrize(
