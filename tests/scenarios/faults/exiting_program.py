@@ -50,6 +50,10 @@ def stage_runner() -> None:
     runner.forward_backward(calls()[0])
 
 
+def sum_over_ranks() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
 def worker() -> None:
     dist.init_process_group("gloo")
 
@@ -64,11 +68,11 @@ if __name__ == "__main__":
     if RANK == 0 and USE != "worker":
         dist.all_reduce(torch.ones(3), async_op=True)
     elif RANK == 0:
-        Worker("unclosed").submit(lambda: dist.all_reduce(torch.ones(3)))
+        Worker("unclosed").submit(sum_over_ranks)
         atexit.register(EXITS.touch)
     else:
         while not EXITS.exists():
             threading.Event().wait(0.01)
-        dist.all_reduce(torch.ones(3))
+        sum_over_ranks()
     if RANK == 0 and END == "error":
         raise ValueError("on purpose")
