@@ -31,9 +31,10 @@ class PipelineTrace(CallbackWithGroup):
 
     For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. For ``llm_*`` strategies the
     path of the micro-batches through the stages is recorded too. Times of all ranks are converted to the clock of
-    rank 0, with an error of some microseconds that is estimated from round trips between ranks (``clock_error_us`` in
-    the file). Arrows show dependencies. Rank 0 writes two files after the recorded batches, or at the end of training
-    if that comes first:
+    rank 0. The ranks of one machine share a clock; between machines the error is estimated from round trips
+    (``clock_error_us`` in the file), and is usually some microseconds. Arrows show dependencies; ``arrows_left_out`` in
+    the file counts those that this error reverses. Rank 0 writes two files after the recorded batches, or at the end of
+    training if that comes first:
 
     - a trace for https://ui.perfetto.dev with everything that was recorded;
     - a picture of the last few batches, with one row for each thread and stream and with the critical path marked.

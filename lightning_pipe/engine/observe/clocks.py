@@ -3,6 +3,9 @@
 Rank 0 sends a message and the other rank replies with its clock, which it reads between rank 0's send and receive. The
 midpoint of the two is therefore wrong by at most half the round-trip time. The shortest of several round trips gives
 the smallest error. Source: Cristian, "Probabilistic clock synchronization" (1989).
+
+Processes of one machine read the same clock, so their offset is exactly 0. Round trips on a busy machine take
+milliseconds, and their midpoint would reverse the order of short tasks.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,7 @@ class ClockOffset:
     Args:
         at: time of the measurement on the rank's clock (seconds).
         seconds: offset to add to the rank's clock to obtain rank 0's clock (seconds).
-        error: maximum error of the offset (seconds).
+        error: maximum error of the offset (seconds); 0 for a rank on the machine of rank 0.
     """
 
     at: float
@@ -46,7 +50,9 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
     if dist.get_rank(group) == 0:
         for rank in range(1, dist.get_world_size(group)):
             dist.recv(ping, group=group, group_src=rank)  # the rank is ready; its delay must not count as a round trip
-            best = min((_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=lambda found: found[2])
+            at, seconds, error = min((_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=itemgetter(2))
+            # An offset within the error of 0 is 0: clocks of two machines differ by the time between their starts.
+            best = (at, 0.0, 0.0) if abs(seconds) <= error else (at, seconds, error)
             dist.send(torch.tensor(best, dtype=torch.float64), group=group, group_dst=rank)
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
     dist.send(ping, group=group, group_dst=0)

@@ -2,7 +2,8 @@
 
 Source: "Trace Event Format", the Chromium project's document. A rank becomes a process and a lane a thread. Bars become
 complete events ("X"), which must be nested or disjoint within a thread. An arrow becomes a flow ("s" to "f"), which
-must start and end while the bars that it connects are open.
+must start and end while the bars that it connects are open. An arrow is left out if the clocks of two ranks place all of
+its source after its target; the trace states how many.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
         _slice(bar, threads[bar.rank, bar.lane], times[position], position in timeline.critical)
         for position, bar in enumerate(timeline.bars)
     ]
-    events.extend(_flows(timeline, threads, times))
+    flows = list(_flows(timeline, threads, times))
+    left_out = len(timeline.arrows) - len(flows) // 2
+    events.extend(flows)
     # At equal times, enclosing slices precede nested ones, and slices precede the flows that refer to them.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X", -event.get("dur", 0.0)))
     return {
         "traceEvents": [*_names(timeline, threads), *events],
         "displayTimeUnit": "ms",
-        "otherData": dict(notes),
+        "otherData": {**notes, "arrows_left_out": left_out} if left_out else dict(notes),
     }
 
 
@@ -112,10 +115,12 @@ def _flows(
     timeline: Timeline, threads: Mapping[tuple[int, str], int], times: list[tuple[float, float]]
 ) -> Iterator[dict[str, Any]]:
     for number, (source, target) in enumerate(timeline.arrows):
-        (begin, end), arrival = times[source], times[target][0]
-        # A flow must start inside its source bar and before its arrival, even if clock errors suggest otherwise.
-        departure = round(max(begin, min(end - _TICK, arrival)), 3)
-        if departure > arrival:
+        (begin, end), (target_begin, target_end) = times[source], times[target]
+        # A flow must start inside its source bar, and arrive later inside its target bar, even if clock errors suggest
+        # that the target began before the source.
+        departure = round(max(begin, min(end - _TICK, target_begin)), 3)
+        arrival = max(target_begin, departure)
+        if arrival > max(target_begin, target_end - _TICK):
             continue
         one, other = timeline.bars[source], timeline.bars[target]
         kind = {"name": "plan" if one.kind == TASK else one.kind, "cat": "dependency", "id": number}

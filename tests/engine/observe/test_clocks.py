@@ -19,8 +19,9 @@ BEHIND = 5000.0  # seconds that rank 1's clock is behind rank 0's
 class Link:
     """What rank 0 sees of a rank 1 that answers at once; each message takes its own time."""
 
-    def __init__(self, there: list[float], back: list[float]) -> None:
+    def __init__(self, there: list[float], back: list[float], behind: float = BEHIND) -> None:
         self.now = 9000.0
+        self.behind = behind
         self.there, self.back = deque(there), deque(back)
         self.answer = 0.0
         self.sent: list[list[float]] = []
@@ -29,7 +30,7 @@ class Link:
         self.sent.append(tensor.tolist())
         if tensor.numel() == 1:
             self.now += self.there.popleft()
-            self.answer = self.now - BEHIND
+            self.answer = self.now - self.behind
 
     def recv(self, tensor: torch.Tensor, **_: Any) -> None:
         if tensor.numel() == 3:
@@ -61,6 +62,12 @@ def test_the_error_covers_a_way_that_takes_all_of_the_time() -> None:
         found = offset_found(Link([there] * 10, [back] * 10))
         assert abs(found.seconds - BEHIND) <= found.error + 1e-9
         assert found.error == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("there", "back"), [(0.2, 0.001), (0.001, 0.2), (0.1, 0.1)])
+def test_ranks_of_one_machine_have_one_clock_however_long_messages_take(there: float, back: float) -> None:
+    found = offset_found(Link([there] * 10, [back] * 10, behind=0.0))
+    assert (found.seconds, found.error) == (0.0, 0.0)
 
 
 def test_a_clock_that_drifts_off_is_put_right_between_two_measurements() -> None:

@@ -75,9 +75,18 @@ def test_dependencies_become_flows_from_the_end_of_one_slice_to_the_beginning_of
     assert found == {(1, 3999.999, 1, 4000.0), (2, 999.999, 1, 4000.0), (1, 1990.0, 3, 1990.0)}
 
 
-def test_an_arrow_that_clocks_turn_around_is_left_out() -> None:
-    trace = trace_events(Timeline([part("forward", 0, 1.0, 2.0), part("forward", 1, 0.5, 0.9)]), {})
+def test_an_arrow_arrives_inside_a_bar_that_seems_to_begin_too_early() -> None:
+    trace = trace_events(Timeline([part("forward", 0, 1.0, 2.0), part("forward", 1, 0.5, 1.1)]), {"plan": "p"})
+    assert [(event["tid"], event["ts"]) for event in events("s", trace)] == [(1, 500000.0)]
+    assert [(event["tid"], event["ts"]) for event in events("f", trace)] == [(2, 500000.0)]
+    assert trace["otherData"] == {"plan": "p"}
+    assert violations(trace) == []
+
+
+def test_an_arrow_that_clocks_turn_around_is_left_out_and_counted() -> None:
+    trace = trace_events(Timeline([part("forward", 0, 1.0, 2.0), part("forward", 1, 0.5, 0.9)]), {"plan": "p"})
     assert events("s", trace) == events("f", trace) == []
+    assert trace["otherData"] == {"plan": "p", "arrows_left_out": 1}
     assert violations(trace) == []
 
 
