@@ -34,7 +34,7 @@ def empty(ctx: IterContext) -> None:
 class Untraced(Executor):
     """An executor without code for traces and profilers."""
 
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None) -> None:
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
         with self.streams.named(stream):
             op.fn(slot.ctx)
             if op.records:

@@ -83,8 +83,9 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
     several = len({rank for rank, _ in timeline.lanes}) > 1
     figure = Figure()
 
-    def add(positions: Sequence[int], name: str, colour: str, text: list[str] | None = None, **look: Any) -> None:
-        bars = [timeline.bars[position] for position in positions]
+    critical = {*(timeline.bars[position] for position in timeline.critical), *timeline.critical_waits}
+
+    def add(bars: Sequence[Bar], name: str, colour: str, text: list[str] | None = None, **look: Any) -> None:
         figure.add_trace(
             Bars(
                 y=[_lane(bar.rank, bar.lane, several) for bar in bars],
@@ -97,7 +98,7 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
                 textposition="inside" if text else "none",
                 insidetextanchor="middle",
                 textfont={"color": _ink(colour), "size": 11},
-                hovertext=[_told(timeline.bars[one], begin, one in timeline.critical) for one in positions],
+                hovertext=[_told(bar, begin, bar in critical) for bar in bars],
                 hoverinfo="text",
                 **look,
             )
@@ -105,10 +106,13 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
 
     for (order, name), positions in sorted(groups.items()):
         colour = _COLOURS[order % len(_COLOURS)] if order >= 0 else _GROUND
-        labels = [_label(timeline.bars[position]) for position in positions]
-        add(positions, name, colour, labels, width=_HIGH, offset=-_HIGH / 2)
+        bars = [timeline.bars[position] for position in positions]
+        add(bars, name, colour, [_label(bar) for bar in bars], width=_HIGH, offset=-_HIGH / 2)
     # A strip along the lower edge stays visible on narrow bars, unlike an outline.
-    add(sorted(timeline.critical), "critical path", "#111111", width=0.09, offset=_HIGH / 2 - 0.04)
+    strip: dict[str, Any] = {"width": 0.09, "offset": _HIGH / 2 - 0.04}
+    if timeline.critical_waits:
+        add(timeline.critical_waits, "waits on the critical path", "#777777", **strip)
+    add([timeline.bars[position] for position in sorted(timeline.critical)], "critical path", "#111111", **strip)
     lanes = [_lane(rank, lane, several) for rank, lane in timeline.lanes]
     _dress(figure, 214 + 72 * len(lanes))
     figure.update_layout(

@@ -15,9 +15,12 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import (
     BACKWARD,
+    BETWEEN_TASKS,
     FORWARD,
+    HAND_OFF,
     INPUT_BACKWARD,
     RECOMPUTE,
+    TRANSFER,
     WAITS,
     WEIGHT_BACKWARD,
     Bar,
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 # never share a colour.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
 _ENDS = (0, (2, 3))  # dots
+# Lines of waits on the critical path; others are inside a task.
+_WAIT_LINES = {BETWEEN_TASKS: (0, ()), HAND_OFF: (0, (3, 1)), TRANSFER: (0, (1, 1))}
+_IN_TASK = (0, (5, 1, 1, 1))
 _WAIT, _OTHER, _GROUND, _TEXT = "#F4F4F4", "#C9C9C9", "#ECECEC", "#333333"
 _WIDTH, _MOST_ROWS = 15.0, 16  # width in inches; largest number of rows that is still readable
 _LEGEND = 11  # most legend entries in one line
@@ -127,6 +133,11 @@ class _Drawing:
         high = 0.75 if self._by_microbatch else max(0.5, min(1.55, 11 / max(1, len(self._rows))))
         self._heights = [high if share > _MUCH else 0.45 * high for share in self._shares]
         self._tops = [sum(self._heights[:row]) for row in range(len(self._rows) + 1)]
+        self._waits = [
+            wait
+            for wait in timeline.critical_waits
+            if wait.end > self._begin and wait.start < self._end and (wait.rank, wait.lane) in self._rows
+        ]
         # Width of the rows within the picture.
         self._inches = _WIDTH - 2.6
 
@@ -142,6 +153,7 @@ class _Drawing:
             else:
                 self._draw_bar(axes, position)
         self._draw_path(axes)
+        self._draw_waits(axes)
         for moment in self._ends[1:-1]:
             axes.axvline(self._at(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
         self._draw_frame(axes)
@@ -246,6 +258,20 @@ class _Drawing:
                 zorder=5,
             )
 
+    def _draw_waits(self, axes: Axes) -> None:
+        """Draw a thin line where the critical path waits, in the row that waits."""
+        for wait in self._waits:
+            row = self._rows.index((wait.rank, wait.lane))
+            axes.plot(
+                [self._at(max(wait.start, self._begin)), self._at(min(wait.end, self._end))],
+                [self._middle(row) + self._heights[row] * 0.41 + 0.015] * 2,
+                color="black",
+                linewidth=1.2,
+                linestyle=_WAIT_LINES.get(wait.name, _IN_TASK),
+                solid_capstyle="butt",
+                zorder=3,
+            )
+
     def _draw_frame(self, axes: Axes) -> None:
         middles = [self._middle(row) for row in range(len(self._rows))]
         axes.set_yticks(middles, [without_mathtext(f"rank {rank} · {lane}") for rank, lane in self._rows])
@@ -307,6 +333,10 @@ class _Drawing:
         else:
             patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
         patches.append(Patch(color="black", label="critical path"))
+        for name in sorted({wait.name for wait in self._waits}):
+            line = _WAIT_LINES.get(name, _IN_TASK)
+            label = without_mathtext(f"wait: {name}")
+            patches.append(Line2D([], [], color="black", linewidth=1.2, linestyle=line, label=label))
         if len(self._ends) > 2:
             patches.append(Line2D([], [], color=_TEXT, linewidth=0.8, linestyle=_ENDS, label="end of a batch"))
         figure.legend(

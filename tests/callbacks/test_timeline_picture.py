@@ -102,6 +102,17 @@ def test_the_critical_path_has_a_strip_below_and_an_arrow_where_it_changes_rows(
     assert len(arrows) == 2
 
 
+def test_waits_on_the_critical_path_are_thin_lines_with_their_reason_in_the_legend(tmp_path: Path) -> None:
+    bars = [task("a", 0, 0.0, 1.0), task("copy", 1, 1.2, 1.6, "copier")._replace(submitted=1.0)]
+    bars += [task("train", 1, 1.6, 2.0), task("step", 1, 2.5, 3.0)]
+    figure = drawn(Timeline(bars, [Dependency("copy", "train")]), tmp_path)
+    lines = cast(Any, figure.axes[0].lines)
+    found = sorted([round(float(x)) for x in line.get_xdata()] for line in lines)
+    assert found == [[1000, 1200], [2000, 2500]]
+    assert len({line.get_linestyle() for line in lines}) == 2
+    assert legend(figure)[-3:] == ["critical path", "wait: between tasks", "wait: hand-off"]
+
+
 def test_kinds_of_work_on_a_micro_batch_are_told_apart_and_waits_are_marked(tmp_path: Path) -> None:
     figure = drawn(micro_batches(), tmp_path)
     assert {"F0", "B0", "I0", "W0", "OptimStep"} <= labels(figure)

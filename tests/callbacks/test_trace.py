@@ -334,10 +334,10 @@ def test_ranks_are_put_on_one_clock(two_ranks: Found) -> None:
     folder, seen = two_ranks
     offset = seen[1]["clock"].offset
     assert offset is not None
-    assert abs(offset.seconds + AHEAD) <= offset.error < 1
+    assert abs(offset.seconds + AHEAD) <= offset.error < AHEAD / 2
     trace = read(folder / "recsys.json")
-    assert trace["otherData"]["clock_error_us"][0] == 0 < trace["otherData"]["clock_error_us"][1] < 1e6
-    error = trace["otherData"]["clock_error_us"][1]
+    exact, error = trace["otherData"]["clock_error_us"]
+    assert exact == 0 < error < AHEAD / 2 * 1e6
     for step in range(3):
         # Gradients are reduced from the backward pass on: that is over on no rank before it has begun on the other.
         begins = [[e for e in slices(trace, rank) if e["name"] == "DenseBackward"][step]["ts"] for rank in (0, 1)]

@@ -6,7 +6,7 @@ on a micro-batch lies inside the run of the task that executes the schedule. All
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -23,6 +23,8 @@ FORWARD, BACKWARD = "forward", "backward"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
 RECOMPUTE = "recompute"  # repeated forward of activation checkpointing, before the backward
 WAITS = ("wait_forward", "wait_backward")
+CRITICAL_WAIT = "critical_wait"
+TRANSFER, HAND_OFF, BETWEEN_TASKS = "transfer", "hand-off", "between tasks"
 
 Arrow = tuple[int, int]
 
@@ -43,6 +45,7 @@ class Bar(NamedTuple):
         microbatch: index of the micro-batch; ``None`` for other bars.
         stage: index of the stage that processed the micro-batch; ``None`` for other bars.
         pipeline: index of the data-parallel pipeline of the micro-batch (default 0).
+        submitted: time when the main thread submitted the task to the lane's worker (default ``None``, unknown).
     """
 
     rank: int
@@ -55,6 +58,7 @@ class Bar(NamedTuple):
     microbatch: int | None = None
     stage: int | None = None
     pipeline: int = 0
+    submitted: float | None = None
 
 
 def microbatch_bar(
@@ -68,7 +72,8 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
     """Create a bar for each span, and a second bar for its work on a device with streams."""
     bars = []
     for span in spans:
-        bars.append(Bar(rank, span.thread, span.task, TASK, span.start, span.end, span.iteration))
+        task = Bar(rank, span.thread, span.task, TASK, span.start, span.end, span.iteration, submitted=span.submitted)
+        bars.append(task)
         if span.device_start is not None and span.device_end is not None:
             lane = f"stream {span.stream or 'current'}"
             bars.append(Bar(rank, lane, span.task, DEVICE, span.device_start, span.device_end, span.iteration))
@@ -77,7 +82,14 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
 
 def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
     """Convert the times of bars to another clock."""
-    return [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
+    return [
+        bar._replace(
+            start=clock(bar.start),
+            end=clock(bar.end),
+            submitted=None if bar.submitted is None else clock(bar.submitted),
+        )
+        for bar in bars
+    ]
 
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
@@ -128,15 +140,20 @@ class Timeline:
     @cached_property
     def outer(self) -> frozenset[int]:
         """Positions of bars that enclose others: bars of the same lane, or micro-batch bars of another thread."""
-        found = set(self._held)
+        return frozenset(self._inside)
+
+    @cached_property
+    def _inside(self) -> dict[int, list[int]]:
+        """Positions of bars that enclose others, with the positions of those bars."""
+        found = {task: list(held) for task, held in self._held.items()}
         open_bars: list[int] = []
         for position, bar in enumerate(self.bars):
             while open_bars and not _inside(bar, self.bars[open_bars[-1]]):
                 open_bars.pop()
-            if open_bars:
-                found.add(open_bars[-1])
+            for enclosing in open_bars:
+                found.setdefault(enclosing, []).append(position)
             open_bars.append(position)
-        return frozenset(found)
+        return found
 
     @cached_property
     def _held(self) -> dict[int, list[int]]:
@@ -157,9 +174,10 @@ class Timeline:
         """Positions of the bars on the critical path: if any of them had been shorter, the end would have come earlier.
 
         The path is traced from the end. The predecessor of a bar is the latest-ending bar that it had to wait for: its
-        dependencies, the previous bar of its lane and, after a schedule of micro-batches, the last bar of every rank in
-        that schedule, since ranks exchange their losses there. Ranks connected by arrows share a path; each other rank
-        has a separate path, because synchronization through collectives is not recorded.
+        dependencies, the previous bar of its lane, the last bar of the main thread before it was submitted to a worker
+        or launched on a stream and, after a schedule of micro-batches, the last bar of every rank in that schedule,
+        since ranks exchange their losses there. Ranks connected by arrows share a path; each other rank has a separate
+        path, because synchronization through collectives is not recorded.
         """
         return frozenset(position for step in self._path for position in step if position is not None)
 
@@ -169,27 +187,46 @@ class Timeline:
         return tuple((source, target) for source, target in self._path if source is not None)
 
     @cached_property
+    def critical_waits(self) -> tuple[Bar, ...]:
+        """Times on the critical path between its bars, as bars in the lane of the bar that waited.
+
+        The name of a wait is its reason: ``"transfer"`` from another rank, ``"hand-off"`` between threads or streams of
+        a rank, ``"between tasks"`` for other work of the thread, such as hooks and the data loader, or ``"in NAME"``
+        for other work of the task called NAME, which encloses bars.
+        """
+        return tuple(wait for source, target in self.critical_steps for wait in self._waits(source, target))
+
+    def _waits(self, source: int, target: int) -> list[Bar]:
+        one, other = self.bars[source], self.bars[target]
+        left, entered = self._around.get(source), self._around.get(target)
+        start, end = one.end, other.start
+        reason = TRANSFER if one.rank != other.rank else BETWEEN_TASKS if one.lane == other.lane else HAND_OFF
+        parts = [(reason, start, end)]
+        if reason != TRANSFER and left != entered:
+            exit_time = start if left is None else min(max(start, self.bars[left].end), end)
+            entry_time = end if entered is None else max(min(end, self.bars[entered].start), exit_time)
+            parts = [(self._in(left), start, exit_time), (reason, exit_time, entry_time)]
+            parts.append((self._in(entered), entry_time, end))
+        elif reason == BETWEEN_TASKS and left is not None:
+            parts = [(self._in(left), start, end)]
+        return [
+            Bar(other.rank, other.lane, name, CRITICAL_WAIT, begin, until, other.iteration)
+            for name, begin, until in parts
+            if begin < until
+        ]
+
+    def _in(self, around: int | None) -> str:
+        return "" if around is None else f"in {self.bars[around].name}"
+
+    @cached_property
+    def _around(self) -> dict[int, int]:
+        """Position of the outermost bar that encloses a bar."""
+        return {inner: outer for outer in sorted(self._inside, reverse=True) for inner in self._inside[outer]}
+
+    @cached_property
     def _path(self) -> list[tuple[int | None, int]]:
         leaves = [p for p, bar in enumerate(self.bars) if p not in self.outer and bar.kind not in WAITS]
-        before: dict[int, list[int]] = defaultdict(list)
-        for source, target in self.arrows:
-            if not self.outer.intersection((source, target)):
-                before[target].append(source)
-        last = self._last_of_schedules(leaves)
-        for one, following in pairwise(leaves):
-            if self._lane(one) == self._lane(following):
-                before[following].append(one)
-                if self.bars[one].stage is not None and self.bars[following].stage is None:
-                    before[following].extend(last[self._schedule(one)])
-        for task, held in self._held.items():
-            in_lane = [p for p in leaves if self._lane(p) == self._lane(task)]
-            for one in in_lane:
-                if self.bars[one].start >= self.bars[task].end:
-                    before[one].append(max(held, key=lambda p: self.bars[p].end))
-                    break
-            earlier = [p for p in in_lane if self.bars[p].end <= self.bars[task].start]
-            for one in held:
-                before[one].extend(earlier[-1:])
+        before = self._predecessors(leaves)
         path: list[tuple[int | None, int]] = []
         seen: set[int] = set()
         for ranks in self._joined_ranks():
@@ -203,6 +240,41 @@ class Timeline:
                 path.append((previous, at))
                 at = previous
         return path
+
+    def _predecessors(self, leaves: Sequence[int]) -> dict[int, list[int]]:
+        """Bars that each bar had to wait for. A bar that encloses others is represented by those others."""
+        within = {position: [position] for position in leaves}
+        within.update({outer: [p for p in inner if p in within] for outer, inner in self._inside.items()})
+        last = {p: [max(inner, key=lambda p: self.bars[p].end)] for p, inner in within.items() if inner}
+        before: dict[int, list[int]] = defaultdict(list)
+
+        def follows(target: int, sources: Iterable[int]) -> None:
+            for position in within.get(target, ()):
+                before[position].extend(sources)
+
+        for source, target in self.arrows:
+            follows(target, last.get(source, ()))
+        lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for position in sorted({*leaves, *self._held}):
+            lanes[self._lane(position)].append(position)
+        of_schedules = self._last_of_schedules(leaves)
+        for one, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
+            follows(following, last[one])
+            if self.bars[one].stage is not None and self.bars[following].stage is None:
+                follows(following, of_schedules[self._schedule(one)])
+        for position in leaves:
+            submitted, tasks = self.bars[position].submitted, lanes[self.bars[position].rank, MAIN]
+            if submitted is not None:
+                count = bisect_left(tasks, submitted, key=lambda p: self.bars[p].start)
+                if count and self.bars[tasks[count - 1]].end > submitted:
+                    count -= 1
+                before[position].extend(last[tasks[count - 1]] if count else ())
+        hosts = {(bar.rank, bar.name, bar.iteration): p for p, bar in enumerate(self.bars) if bar.kind == TASK}
+        for position in leaves:
+            bar = self.bars[position]
+            if bar.kind == DEVICE and (launching := within.get(hosts.get((bar.rank, bar.name, bar.iteration), -1))):
+                before[position].extend(before[min(launching, key=lambda p: self.bars[p].start)])
+        return before
 
     def _last_of_schedules(self, leaves: Iterable[int]) -> dict[tuple[int, int | None], list[int]]:
         """Last bar of each rank in each schedule of micro-batches."""
@@ -274,7 +346,8 @@ def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
 
 
 def _inside(bar: Bar, other: Bar) -> bool:
-    return (bar.rank, bar.lane) == (other.rank, other.lane) and other.start <= bar.start and bar.end <= other.end
+    same_lane = (bar.rank, bar.lane) == (other.rank, other.lane)
+    return same_lane and other.start <= bar.start < other.end and bar.end <= other.end
 
 
 def _lanes(bars: Iterable[Bar]) -> list[tuple[int, str]]:

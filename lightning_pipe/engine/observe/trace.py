@@ -31,6 +31,7 @@ class TaskSpan:
         end_order: position of the end among all starts and ends of the trace.
         device_start: time when the stream reached the task's work, on the same clock; ``None`` without device streams.
         device_end: time when the stream finished the task's work, on the same clock; ``None`` without device streams.
+        submitted: host time when the main thread submitted the task to its worker; ``None`` on the main thread.
     """
 
     task: str
@@ -43,6 +44,7 @@ class TaskSpan:
     end_order: int
     device_start: float | None = None
     device_end: float | None = None
+    submitted: float | None = None
 
 
 def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
@@ -64,7 +66,9 @@ class Trace:
     def __init__(self, keep: int | None = None, device_clock: DeviceClock | None = None) -> None:
         # No lock: next() on a count and append on a deque are atomic under the interpreter lock.
         self._order = itertools.count()
-        self._records: deque[tuple[str, int, str, str | None, int, float, Any, int, float, Any]] = deque(maxlen=keep)
+        self._records: deque[tuple[str, int, str, str | None, float | None, int, float, Any, int, float, Any]] = deque(
+            maxlen=keep
+        )
         self._device_clock = device_clock
 
     def begin(self) -> Begun:
@@ -72,22 +76,30 @@ class Trace:
         mark = self._device_clock.now() if self._device_clock else None
         return next(self._order), time.perf_counter(), mark
 
-    def end(self, task: str, iteration: int, thread: str, stream: str | None, begun: Begun) -> None:
+    def end(
+        self,
+        task: str,
+        iteration: int,
+        thread: str,
+        stream: str | None,
+        begun: Begun,
+        submitted: float | None = None,
+    ) -> None:
         """End the span of *begun*, in the same stream. For the other arguments see :class:`TaskSpan`."""
         end = time.perf_counter()
         mark = self._device_clock.now() if self._device_clock else None
-        self._records.append((task, iteration, thread, stream, *begun, next(self._order), end, mark))
+        self._records.append((task, iteration, thread, stream, submitted, *begun, next(self._order), end, mark))
 
     def spans(self) -> list[TaskSpan]:
         """Spans ended so far, in the order of their ends. Waits for the device."""
         records = list(self._records.copy())  # a worker may still append to the original
         times: list[tuple[float | None, float | None]] = [(None, None)] * len(records)
         if self._device_clock:
-            resolved = self._device_clock.resolve([mark for record in records for mark in (record[6], record[9])])
+            resolved = self._device_clock.resolve([mark for record in records for mark in (record[7], record[10])])
             times = list(zip(resolved[::2], resolved[1::2], strict=True))
         return [
-            TaskSpan(task, iteration, thread, stream, start, end, start_order, end_order, *device)
-            for (task, iteration, thread, stream, start_order, start, _, end_order, end, _), device in zip(
+            TaskSpan(task, iteration, thread, stream, start, end, start_order, end_order, *device, submitted)
+            for (task, iteration, thread, stream, submitted, start_order, start, _, end_order, end, _), device in zip(
                 records, times, strict=True
             )
         ]

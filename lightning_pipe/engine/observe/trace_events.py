@@ -2,8 +2,8 @@
 
 Source: "Trace Event Format", the Chromium project's document. A rank becomes a process and a lane a thread. Bars become
 complete events ("X"), which must be nested or disjoint within a thread. An arrow becomes a flow ("s" to "f"), which
-must start and end while the bars that it connects are open. An arrow is left out if the clocks of two ranks place all of
-its source after its target; the trace states how many.
+must start and end while the bars that it connects are open. If the clocks of two ranks place all of the target before
+the source, the arrow is left out and counted.
 """
 
 from __future__ import annotations

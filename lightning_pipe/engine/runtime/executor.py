@@ -172,7 +172,9 @@ class Executor:
                 self._call_here(op, slot, op.stream, ticket)
             else:
                 slot.done[op.index].clear()
-                self._workers[op.group].submit(partial(self._work, op, slot, capture(), self.streams.current(), ticket))
+                submitted = time.perf_counter() if self.trace else None
+                work = partial(self._work, op, slot, capture(), self.streams.current(), ticket, submitted)
+                self._workers[op.group].submit(work)
                 ticket = None  # the worker ends the turn
         except BaseException as error:
             failure = self.failed(error, op.name, slot.iteration, op.stage)
@@ -302,7 +304,13 @@ class Executor:
         return None if op.turns is None else self._sequencers[op.turns].issue()
 
     def _work(
-        self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: SubmissionTicket | None
+        self,
+        op: Operation,
+        slot: Slot,
+        state: ThreadState,
+        stream: Any,
+        ticket: SubmissionTicket | None,
+        submitted: float | None,
     ) -> None:
         """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end.
 
@@ -317,7 +325,7 @@ class Executor:
                 if self._depends_on_failure(op, slot):
                     slot.lost.add(op.index)
                 else:
-                    self._call(op, slot, op.group, op.stream)
+                    self._call(op, slot, op.group, op.stream, submitted)
         except BaseException as error:
             slot.lost.add(op.index)
             self._broken.add(op.group)
@@ -368,7 +376,7 @@ class Executor:
         if self.meter is not None:
             self.meter.ran(op.name, begun)
 
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None) -> None:
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None
@@ -378,7 +386,7 @@ class Executor:
             if op.records:
                 self.streams.record(slot.events[op.index])
             if trace and begun:
-                trace.end(op.name, slot.iteration, group, stream, begun)
+                trace.end(op.name, slot.iteration, group, stream, begun, submitted)
 
     def _slot(self, iteration: int) -> Slot:
         return self._slots[iteration % len(self._slots)]

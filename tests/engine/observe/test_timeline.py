@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from lightning_pipe.engine.observe.timeline import DEVICE, TASK, Bar, Timeline, task_bars
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from lightning_pipe.engine.observe.timeline import DEVICE, TASK, Bar, Timeline, on_clock, task_bars
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
 
 AFTER_COPY = (Dependency("copy", "train"), Dependency("train", "copy", 2))
 
 
-def task(name: str, iteration: int, start: float, end: float, lane: str = "main", rank: int = 0) -> Bar:
-    return Bar(rank, lane, name, TASK, start, end, iteration)
+def task(
+    name: str,
+    iteration: int,
+    start: float,
+    end: float,
+    lane: str = "main",
+    rank: int = 0,
+    submitted: float | None = None,
+) -> Bar:
+    return Bar(rank, lane, name, TASK, start, end, iteration, submitted=submitted)
 
 
 def part(kind: str, stage: int, start: float, end: float, microbatch: int = 0, pipeline: int = 0) -> Bar:
@@ -194,3 +208,183 @@ def test_bars_without_length_do_not_hold_the_search_up() -> None:
     deps = (Dependency("a", "c"), Dependency("c", "b"))
     assert Timeline(bars, deps).critical
     assert Timeline([]).critical == frozenset()
+
+
+def test_the_path_leads_from_a_worker_to_what_the_main_thread_ran_before_it_submitted_the_task() -> None:
+    bars = [
+        task("read", 0, 0, 5, "w", submitted=0),
+        task("forward", 0, 6, 18),
+        task("backward", 0, 19, 40),
+        task("read", 1, 20, 50, "w", submitted=18),
+        task("forward", 1, 51, 60),
+    ]
+    timeline = Timeline(bars, (Dependency("read", "forward"),))
+    assert names(timeline, timeline.critical) == ["read 0", "forward 0", "read 1", "forward 1"]
+    waits = sorted((wait.start, wait.end, wait.lane, wait.name) for wait in timeline.critical_waits)
+    assert waits == [(5, 6, "main", "hand-off"), (18, 20, "w", "hand-off"), (50, 51, "main", "hand-off")]
+
+
+def test_a_task_that_waited_in_its_workers_queue_has_the_task_before_it_there_in_front() -> None:
+    bars = [
+        task("train", 0, 0, 2),
+        task("read", 1, 0, 9, "w", submitted=0),
+        task("train", 1, 2, 10),
+        task("read", 2, 11, 20, "w", submitted=2),
+    ]
+    timeline = Timeline(bars)
+    assert names(timeline, timeline.critical) == ["read 1", "read 2"]
+    assert [wait.name for wait in timeline.critical_waits] == ["between tasks"]
+
+
+def test_work_on_a_stream_has_what_the_main_thread_ran_before_its_launch_in_front() -> None:
+    bars = [
+        Bar(0, "stream current", "forward", DEVICE, 1, 2, 0),
+        Bar(0, "stream current", "step", DEVICE, 9, 12, 0),
+        task("forward", 0, 0, 1),
+        task("log", 0, 1, 8),
+        task("step", 0, 8, 9),
+    ]
+    timeline = Timeline(bars)
+    assert names(timeline, timeline.critical) == ["forward 0", "log 0", "step 0"]
+
+
+def test_the_path_waits_for_other_ranks_and_inside_tasks_that_enclose_others_by_name() -> None:
+    bars = [
+        task("copy", 3, 0, 1, "w", submitted=0),
+        task("ScheduleStep", 3, 2, 10),
+        part("forward", 0, 3, 4),
+        part("backward", 0, 5, 9),
+        task("OptimStep", 3, 12, 13),
+        part("forward", 1, 0, 1),
+    ]
+    timeline = Timeline(bars, (Dependency("copy", "ScheduleStep"),))
+    waits = sorted((wait.start, wait.end, wait.name) for wait in timeline.critical_waits if wait.rank == 0)
+    assert waits == [
+        (1, 2, "hand-off"),
+        (2, 3, "in ScheduleStep"),
+        (4, 5, "in ScheduleStep"),
+        (9, 10, "in ScheduleStep"),
+        (10, 12, "between tasks"),
+    ]
+    timeline = Timeline([part("forward", 0, 0, 1), part("forward", 1, 3, 4)])
+    assert [(wait.rank, wait.start, wait.end, wait.name) for wait in timeline.critical_waits] == [(1, 1, 3, "transfer")]
+
+
+def test_times_of_submission_are_converted_to_another_clock_too() -> None:
+    (bar,) = on_clock(lambda moment: moment + 100, [task("copy", 1, 2, 3, "w", submitted=1)])
+    assert (bar.submitted, bar.start, bar.end) == (101, 102, 103)
+
+
+def holes(timeline: Timeline) -> list[tuple[float, float]]:
+    """Times between the first start and the last end of a path that lie neither in its bars nor in its named waits."""
+    path = [timeline.bars[position] for position in timeline.critical]
+    assert all(wait.name for wait in timeline.critical_waits)
+    spans = sorted((bar.start, bar.end) for bar in (*path, *timeline.critical_waits))
+    found, reached = [], spans[0][0] if spans else 0.0
+    for start, end in spans:
+        if start > reached:
+            found.append((reached, start))
+        reached = max(reached, end)
+    assert not path or reached == max(bar.end for bar in path)
+    return found
+
+
+@st.composite
+def executions(draw: st.DrawFn) -> tuple[Timeline, float]:
+    """Timeline of some iterations that were run as the engine does, and the longest time without any work."""
+    count = draw(st.integers(1, 6))
+    groups = draw(st.lists(st.sampled_from(["main", "main", "v", "w"]), min_size=count, max_size=count))
+    pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 2))
+    needs = [(up, down, far) for up, down, far in draw(st.lists(pairs, max_size=6)) if up < down or far]
+    pause = st.integers(0, 2)
+    bars: dict[tuple[int, int], Bar] = {}
+    free: dict[str, float] = {"v": 0, "w": 0}
+    now = 0.0
+    for iteration in range(draw(st.integers(1, 4))):
+        for index, group in enumerate(groups):
+            now += draw(pause)
+            needed = [bars[it, up].end for up, down, far in needs if down == index and (it := iteration - far) >= 0]
+            begin = max([now if group == "main" else max(now, free[group]), *needed]) + draw(pause)
+            end = begin + draw(st.integers(1, 100))
+            submitted = None if group == "main" else now
+            bars[iteration, index] = task(f"t{index}", iteration, begin, end, group, submitted=submitted)
+            if group == "main":
+                now = end
+            else:
+                free[group] = end
+    dependencies = [Dependency(f"t{up}", f"t{down}", far) for up, down, far in needs]
+    return Timeline(bars.values(), dependencies), 2.0 * (len(bars) + 1)
+
+
+@given(executions())
+def test_the_path_of_an_execution_is_without_gaps_and_begins_where_work_began(made: tuple[Timeline, float]) -> None:
+    timeline, idle = made
+    assert holes(timeline) == []
+    assert all(wait.end - wait.start <= idle for wait in timeline.critical_waits)
+    path = [timeline.bars[position] for position in timeline.critical]
+    assert min(bar.start for bar in path) <= min(bar.start for bar in timeline.bars) + idle
+    assert max(bar.end for bar in path) == max(bar.end for bar in timeline.bars)
+
+
+@st.composite
+def any_bars(draw: st.DrawFn) -> list[Bar]:
+    """Tasks, work on streams and micro-batches of a rank whose times have nothing to do with each other."""
+    bars = []
+    for _ in range(draw(st.integers(0, 12))):
+        start = draw(st.integers(0, 20))
+        end = start + draw(st.integers(0, 9))
+        name, iteration = draw(st.sampled_from("abc")), draw(st.integers(0, 2))
+        kind = draw(st.sampled_from(["task", "worker", "device", "forward", "backward"]))
+        if kind == "task":
+            bars.append(task(name, iteration, start, end))
+        elif kind == "worker":
+            bars.append(task(name, iteration, start, end, "w", submitted=start - draw(st.integers(0, 4))))
+        elif kind == "device":
+            bars.append(Bar(0, "stream s", name, DEVICE, start, end, iteration))
+        else:
+            lane = draw(st.sampled_from(["main", "p"]))
+            bars.append(Bar(0, lane, kind, kind, start, end, iteration, 0, draw(st.integers(0, 1))))
+    return bars
+
+
+@given(any_bars())
+def test_the_path_of_any_bars_is_without_gaps(bars: list[Bar]) -> None:
+    assert holes(Timeline(bars, [Dependency("a", "b"), Dependency("b", "c"), Dependency("c", "a", 1)])) == []
+
+
+def test_the_path_of_a_recorded_run_is_without_gaps() -> None:
+    def look(ctx: IterContext) -> None:
+        assert ctx.rows == ctx.iter_idx
+
+    def read(ctx: IterContext) -> None:
+        ctx.rows = ctx.batch
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("read", read, reads=["batch"], writes=["rows"]), TaskSchedule(1, thread_group="reader")),
+            (PipelineTask("forward", look, reads=["rows"]), TaskSchedule()),
+            (PipelineTask("backward", look, reads=["rows"]), TaskSchedule()),
+        ],
+        order=["forward", "read", "backward"],
+    )
+    pipeline = SWPipeline(plan)
+    try:
+        batches: Any = iter(range(6))
+        pipeline.fill_pipeline(batches)
+        pipeline.start_trace()
+        for _ in range(5):
+            pipeline.progress(batches)
+        bars = task_bars(pipeline.stop_trace(), 0)
+    finally:
+        pipeline.close()
+    at = {(bar.name, bar.iteration): bar for bar in bars}
+    for iteration in range(1, 4):  # the last read may still run when the trace is stopped
+        submitted = at["read", iteration + 1].submitted
+        assert submitted is not None
+        # A thread's own clock: after the forward, before the backward.
+        assert at["forward", iteration].end <= submitted <= at["backward", iteration].start
+        assert submitted <= at["read", iteration + 1].start
+    assert all(bar.submitted is None for bar in bars if bar.lane == "main")
+    timeline = Timeline(bars, plan.dependencies)
+    assert holes(timeline) == []
+    assert min(timeline.bars[position].start for position in timeline.critical) == min(bar.start for bar in bars)
