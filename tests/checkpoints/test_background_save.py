@@ -16,8 +16,8 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from tests.distributed import run_ranks
+from tests.patience import HANG
 
-_HANGS = 30.0  # seconds
 # How long (seconds) the writer gives the main thread to destroy the group that it must not destroy.
 _CHANCE = 1.0
 
@@ -32,7 +32,7 @@ def _interrupted(when: str, *arguments: Any) -> list[str]:
     strategy._saves = saves
 
     def write() -> None:
-        assert waits.wait(_HANGS)
+        assert waits.wait(HANG)
         os.kill(os.getpid(), signal.SIGINT)
         destroys.wait(_CHANCE)
         dist.all_reduce(torch.ones(1), group=saves.group)

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipe.loops import interrupted_save
-
-_HANGS = 30.0  # seconds
+from tests.patience import HANG
 
 
 class _Rank:
@@ -26,13 +25,13 @@ class _Rank:
         self.answer: bool | None = None
         self._thread = threading.Thread(target=self._run, args=(rank, world_size))
         self._thread.start()
-        assert self._stands.acquire(timeout=_HANGS)
+        assert self._stands.acquire(timeout=HANG)
 
     def step(self) -> None:
         """Do the next operation, if there is one, and come to the one after."""
         if self._thread.is_alive() and self.answer is None:
             self._turn.release()
-            assert self._stands.acquire(timeout=_HANGS)
+            assert self._stands.acquire(timeout=HANG)
 
     def end(self) -> None:
         """Do all operations that are left."""
@@ -54,7 +53,7 @@ class _Rank:
 
     def _await_turn(self) -> None:
         self._stands.release()
-        assert self._turn.acquire(timeout=_HANGS)
+        assert self._turn.acquire(timeout=HANG)
 
     def _run(self, rank: int, world_size: int) -> None:
         try:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Pipe, pipe
-
-_HANGS = 30.0  # seconds
+from tests.patience import HANG
 
 
 def _made() -> Pipe:
@@ -33,7 +32,7 @@ def _ended(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_HANGS)
+    thread.join(HANG)
     assert found, "the call does not end"
     return found[0]
 

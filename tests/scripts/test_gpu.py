@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.patience import HANG
 
 ABOUT: dict[str, Any] = {"versions": {"torch": "2.14"}, "commit": "0123456789abcdef", "code": "abc", "dry": True}
 EQUAL = (Rule("serial", ("base",)),)
+MINUTES = HANG / 60  # for parts that end by themselves
 
 
 def does(*words: str) -> Command:
@@ -42,9 +44,9 @@ def measures(name: str, *words: str) -> Part:
     return part(name, does(*words, "figures", "{folder}/figures.json"))
 
 
-def result(out: Path, one: Part, minutes: float = 1.0) -> dict[str, Any]:
+def result(out: Path, one: Part) -> dict[str, Any]:
     """The result of a part that has time to run."""
-    assert run_parts([one], out, ABOUT, minutes) == []
+    assert run_parts([one], out, ABOUT, MINUTES) == []
     found: dict[str, Any] = read(out / f"{one.name}.json")
     return found
 
@@ -92,7 +94,9 @@ def test_parts_run_in_order_and_each_result_is_written_before_the_next_part(tmp_
     first = measures("first", "run", str(tmp_path / "runs"))
     second = part("second", does("print", "written: {folder}/../first.json"), saves("serial=1", "base=1"), rules=EQUAL)
     seen = []
-    left = run_parts([first, second], tmp_path / "out", ABOUT, 1.0, tell=lambda line: seen.append(line.split(",")[0]))
+    left = run_parts(
+        [first, second], tmp_path / "out", ABOUT, MINUTES, tell=lambda line: seen.append(line.split(",")[0])
+    )
     assert left == []
     assert seen == ["first: passed", "second: passed"]
     found = read(tmp_path / "out/first.json")
@@ -107,7 +111,7 @@ def test_a_result_of_the_same_code_is_used_again_and_another_is_not(tmp_path: Pa
     one = measures("one", "run", str(runs))
 
     def count(about: dict[str, Any], one: Part = one, **more: Any) -> int:
-        run_parts([one], out, about, 1.0, tell=lambda _: None, **more)
+        run_parts([one], out, about, MINUTES, tell=lambda _: None, **more)
         return len(runs.read_text().splitlines())
 
     assert count(ABOUT) == 1
@@ -121,22 +125,23 @@ RUN = """
 import sys
 from pathlib import Path
 from scripts.gpu.runner import run_parts
-from tests.scripts.test_gpu import ABOUT, measures
+from tests.scripts.test_gpu import ABOUT, MINUTES, measures
 folder = Path(sys.argv[1])
 first = measures("first", "run", f"{folder}/runs")
-second = measures("second", "run", f"{folder}/runs", "wait", f"{folder}/fifo")
-run_parts([first, second], folder / "out", ABOUT, 5.0)
+second = measures("second", "run", f"{folder}/runs", "wait", sys.argv[2])
+run_parts([first, second], folder / "out", ABOUT, MINUTES)
 """
 
 
 def test_a_run_continues_after_a_kill_with_the_part_that_was_running(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
     outputs = []
     for kill in (True, False):
+        fifo = tmp_path / f"fifo {kill}"  # the part of a killed run may have its own open a little longer
+        os.mkfifo(fifo)
         process = subprocess.Popen(
-            [sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", RUN, str(tmp_path), str(fifo)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
-        with (tmp_path / "fifo").open("w"):  # opens when the second part has opened it
+        with fifo.open("w"):  # opens when the second part has opened it
             if kill:
                 process.kill()
                 process.wait()
@@ -161,7 +166,18 @@ def test_parts_that_do_not_fit_into_the_time_are_left_without_a_result(
 
 def test_a_part_that_takes_more_than_its_own_time_fails(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    found = result(tmp_path, part("hangs", does("print", "begun", "wait", str(tmp_path / "fifo")), seconds=3))
+    wait, open_ends = subprocess.Popen.wait, []
+
+    def time_is_up(process: Any, timeout: float | None = None) -> int:
+        """The time ends once the program has begun to wait, however long its start takes."""
+        if timeout is None or open_ends:
+            return wait(process, timeout)
+        open_ends.append((tmp_path / "fifo").open("w"))
+        raise subprocess.TimeoutExpired("hangs", timeout)
+
+    with mock.patch.object(subprocess.Popen, "wait", time_is_up):
+        found = result(tmp_path, part("hangs", does("print", "begun", "wait", str(tmp_path / "fifo")), seconds=3))
+    open_ends[0].close()
     assert found["status"] == "failed"
     assert found["why"] == "took more than 3 s\nbegun"
 

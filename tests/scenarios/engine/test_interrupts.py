@@ -25,9 +25,9 @@ from lightning_pipe.engine import (
 )
 from lightning_pipe.engine.plans.checked_context import CHECK
 from tests.engine.within import within
+from tests.patience import HANG
 from tests.tiers import examples
 
-HANG = 60.0
 # The first one that trains in a steady state is the second; each more has every line of that once more.
 BATCHES = examples(3, 4)
 _FOLDER = str(Path(engine.__file__).parent)
