@@ -166,7 +166,7 @@ def test_parts_that_do_not_fit_into_the_time_are_left_without_a_result(
 
 def test_a_part_that_takes_more_than_its_own_time_fails(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    wait, open_ends = subprocess.Popen.wait, []
+    wait, open_ends = subprocess.Popen.wait, list[Any]()
 
     def time_is_up(process: Any, timeout: float | None = None) -> int:
         """The time ends once the program has begun to wait, however long its start takes."""
