@@ -35,7 +35,8 @@ class TokenCount:
     between ranks does not change the total.
 
     Args:
-        tokens: number of tokens of this rank's batch, >= 0: a number or a tensor with one element.
+        tokens: number of tokens of this rank's batch, or sum of their weights, >= 0: a number or a tensor with one
+            element.
         group: process group of the ranks whose gradients are averaged (default None: all ranks, in a process group
             reserved for the counts).
 
@@ -97,7 +98,7 @@ class TokenCount:
                 autograd graph.
         """
         total = self.total().to(loss_sum.device)
-        return loss_sum * (self.ranks / total.clamp(min=1.0)).to(loss_sum.dtype)
+        return loss_sum * (self.ranks / total.masked_fill(total == 0, 1.0)).to(loss_sum.dtype)
 
 
 def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tensor | float) -> torch.Tensor:
