@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.runtime.devices import current_stream
 
 # Kind that a rank sends for each parameter in addition to the gradient. The sum over ranks is 0 if no rank has a
 # gradient and NaN if any rank's gradient is sparse.
@@ -49,17 +52,24 @@ class DenseGradientReducer:
         bucket_bytes: size in bytes at which a bucket is closed (default 25 MiB). Larger buckets mean fewer all-reduces
             and less overlap with backward. A bucket has one dtype and device; all buckets together take as much memory
             as the gradients.
+        may_be_sparse: parameters that a rank may have a sparse gradient of, see :func:`sparse_parameters` (default
+            none). On a GPU, the host waits for the kinds of their gradients.
 
     Raises:
         SetupError: On every rank, if the parameters differ between ranks.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Parameter]], group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        group: dist.ProcessGroup,
+        bucket_bytes: int = 25 * 2**20,
+        may_be_sparse: Collection[Parameter] = (),
     ) -> None:
         self._parameters = list(parameters) if group.size() > 1 else []
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._may_be_sparse = frozenset(may_be_sparse)
         # None instead of an empty list, so that the ranks compare their parameters at least once.
         self._trained: list[str] | None = None
         self._buckets: list[_Bucket] = []
@@ -89,7 +99,8 @@ class DenseGradientReducer:
         """Wait for all averages and copy them to ``.grad``. No effect inside :meth:`no_sync`.
 
         Raises:
-            SetupError: On every rank, if a parameter has a sparse gradient on any rank.
+            SetupError: On every rank, if a parameter has a sparse gradient on any rank. On a GPU, a rank whose own
+                gradients are dense only learns of sparse ones of parameters in ``may_be_sparse``.
         """
         if not (self._armed or self._sync):
             return
@@ -163,7 +174,8 @@ class DenseGradientReducer:
         check_agreement(description, "list of trained dense parameters", self._group, error=SetupError)
         self._forget_buckets()
         self._trained = names
-        self._buckets = [_Bucket(part, self._group) for part in _cut(parameters, self._bucket_bytes)]
+        parts = _cut(parameters, self._bucket_bytes)
+        self._buckets = [_Bucket(part, self._group, self._may_be_sparse) for part in parts]
         for bucket in self._buckets:
             for name, parameter in bucket.parameters:
                 hook = partial(self._receive, bucket, name)
@@ -189,7 +201,7 @@ class DenseGradientReducer:
                     " block_backward_sync()), and use activation checkpoints with use_reentrant=False"
                 )
             if self._sync:
-                bucket.missing.discard(name)
+                bucket.arrived(name)
                 self._launch_full()
 
     def _launch_full(self) -> None:
@@ -220,7 +232,9 @@ class _Bucket:
         work: the all-reduce; None before launch.
     """
 
-    def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup, may_be_sparse: frozenset[Parameter]
+    ) -> None:
         self.parameters = parameters
         self._group = group
         _, first = parameters[0]
@@ -229,6 +243,10 @@ class _Bucket:
         *views, self._kinds = self._buffer.split([*sizes, len(sizes)])
         self._views = [view.view(parameter.shape) for view, (_, parameter) in zip(views, parameters, strict=True)]
         self._own_kinds: list[float] = []
+        self._device = first.device if first.is_cuda else None
+        self._reads_kinds = self._device is None or any(parameter in may_be_sparse for _, parameter in parameters)
+        # Streams that gradients of this step have arrived on: autograd runs a hook on a stream of the forward.
+        self._streams: set[Any] = set()
         self.work: dist.Work | None = None
         self.missing: set[str] = set()
         self.clear()
@@ -241,10 +259,21 @@ class _Bucket:
         """Reset for the next step."""
         self.work = None
         self.missing = {name for name, _ in self.parameters}
+        self._streams.clear()
+
+    def arrived(self, name: str) -> None:
+        """Mark a gradient as arrived on the current stream."""
+        self.missing.discard(name)
+        if self._device is not None:
+            self._streams.add(current_stream(self._device))
 
     @torch.no_grad()
     def launch(self) -> None:
         """Start the all-reduce of the current gradients, with zeros for missing ones."""
+        if self._device is not None:
+            stream = current_stream(self._device)
+            for other in self._streams - {stream}:
+                stream.wait_stream(other)
         self._own_kinds = []
         for (_, parameter), view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
@@ -273,8 +302,9 @@ class _Bucket:
         """
         self.wait()
         self._buffer.div_(self._group.size())
-        # Reading the reduced kinds synchronizes with the device. It is not needed if this rank has all gradients dense.
-        kinds = self._own_kinds if all(kind == _DENSE for kind in self._own_kinds) else self._kinds.tolist()
+        # Reading the reduced kinds from a GPU makes the host wait, which a step with dense gradients does without.
+        reads = self._reads_kinds or any(kind != _DENSE for kind in self._own_kinds)
+        kinds = self._kinds.tolist() if reads else self._own_kinds
         sparse = []
         for (name, parameter), view, kind in zip(self.parameters, self._views, kinds, strict=True):
             if kind != kind:
@@ -284,6 +314,12 @@ class _Bucket:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(view)
         return sparse
+
+
+def sparse_parameters(module: nn.Module) -> set[Parameter]:
+    """Parameters of modules with ``sparse=True``, such as ``nn.Embedding``."""
+    sparse = (child for child in module.modules() if getattr(child, "sparse", False) is True)
+    return {parameter for child in sparse for parameter in child.parameters(recurse=False)}
 
 
 def _cut(parameters: list[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:

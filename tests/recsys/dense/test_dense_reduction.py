@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -18,8 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.dense import dense_reduction
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer, sparse_parameters
 from tests.distributed import run_ranks
+from tests.engine.device_tensors import watched
+from tests.engine.fake_device import FakeDevice, FakeStream
 
 WIDTH = 6
 # Less than one layer has: each parameter is a bucket of its own, but for small biases.
@@ -321,6 +325,44 @@ def sparse_gradient(rank: int, group: dist.ProcessGroup) -> Any:
         return error_of(reducer.finalize)
 
 
+class Tied(nn.Module):
+    """The gradient of a sparse embedding is dense on the ranks that also multiply with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, multiplies: bool) -> torch.Tensor:
+        rows = self.embedding(torch.tensor([1, 2]))
+        return (rows @ self.embedding.weight.T).sum() if multiplies else rows.sum()
+
+
+def sparse_on_one_rank(rank: int, group: dist.ProcessGroup) -> Any:
+    """The error where rank 0's gradient is dense, on a CPU and on a watched device; and the device's host waits."""
+    found: list[Any] = []
+    for on_device in (False, True):
+        module = Tied()
+        marked = sparse_parameters(module) if on_device else ()
+        with watched() if on_device else nullcontext():
+            reducer = DenseGradientReducer(list(module.named_parameters()), group, may_be_sparse=marked)
+            reducer.prepare()
+            module(rank == 0).backward()
+            assert module.embedding.weight.grad is not None
+            found.append((module.embedding.weight.grad.is_sparse, error_of(reducer.finalize)))
+            reducer.close()
+    dense = Chain()
+    with watched() as device:
+        reducer = DenseGradientReducer(list(dense.named_parameters()), group, TINY)
+        reducer.prepare()
+        dense(batch(rank, 0), EVERYTHING).backward()
+        device.syncs.clear()
+        reducer.finalize()
+        found.append([str(sync) for sync in device.syncs])
+        reducer.close()
+    return found
+
+
 def frozen_then_trained(rank: int, group: dist.ProcessGroup) -> Any:
     module = Chain()
     uses = [0, 1]
@@ -400,6 +442,7 @@ CASES: list[Case] = [
     second_backward_after_one_without_sync,
     used_twice,
     sparse_gradient,
+    sparse_on_one_rank,
     frozen_then_trained,
     closed,
     other_parameters,
@@ -579,6 +622,19 @@ def test_a_sparse_gradient_of_one_rank_is_an_error_on_every_rank(results: Result
     assert "sparse=False" in texts[0]
 
 
+def test_a_gradient_that_is_dense_on_one_rank_and_sparse_on_another_is_an_error_on_both(results: Results) -> None:
+    first, second = results(sparse_on_one_rank)
+    for (layout_0, text_0), (layout_1, text_1) in zip(first[:2], second[:2], strict=True):
+        assert (layout_0, layout_1) == (False, True)
+        assert text_0 == text_1
+        assert text_0.startswith("the gradients of embedding.weight are sparse tensors")
+
+
+def test_the_host_does_not_wait_for_the_averages_of_a_device(results: Results) -> None:
+    for *_, waits in results(sparse_on_one_rank):
+        assert waits == []
+
+
 def test_parameters_may_be_frozen_and_trained_later(results: Results) -> None:
     ranks = results(frozen_then_trained)
     expected = mean([local for _, local, _ in ranks])
@@ -613,6 +669,46 @@ def test_averages_are_the_same_to_the_bit_on_every_rank_and_whenever_the_buckets
     for rank in ranks:
         for found in rank:
             assert_same(found, first)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class TwoRanks:
+    """A group whose collectives are recorded instead."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_bucket_is_filled_after_the_work_of_all_streams_that_its_gradients_came_on() -> None:
+    device = FakeDevice()
+    names = ["first", "second", "third"]
+    parameters = [(name, nn.Parameter(torch.ones(2))) for name in names]
+    launched: list[Any] = []
+
+    def on_stream_of_its_own(name: str, parameter: torch.Tensor) -> None:
+        """Stand for autograd, which runs a parameter's node and hooks on a stream of its forward."""
+        device._local.stream = FakeStream()
+        device.launch((name, 0))
+
+    def all_reduce(buffer: torch.Tensor, **_: Any) -> Any:
+        launched.append(device.current_stream().before)
+        return mock.Mock()
+
+    for name, parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(partial(on_stream_of_its_own, name))
+    with (
+        watched(),
+        mock.patch.object(dense_reduction, "current_stream", device.current_stream),
+        mock.patch.object(dense_reduction, "check_agreement"),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+    ):
+        reducer = DenseGradientReducer(parameters, cast(dist.ProcessGroup, TwoRanks()))
+        reducer.prepare()
+        sum((parameter.sum() for _, parameter in parameters), torch.zeros(())).backward()
+        reducer.close()
+    assert launched == [{(name, 0) for name in names}]
 
 
 # ---------------------------------------------------------------------- one rank
