@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,6 +69,79 @@ class FeatureForm:
         weights = "with weights" if self.weighted else "without weights"
         sizes = "one batch size" if self.inverse_keys is None else "a batch size per feature"
         return f"keys {sorted(self.keys)}, {weights}, {sizes}, dtypes {', '.join(map(str, self.dtypes))}"
+
+
+def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = False) -> None:
+    """Check that a batch's lengths fit its keys, ids and weights. TorchRec and FBGEMM would read or write other memory.
+
+    Features on a GPU are checked without a host wait, from what the host knows.
+
+    Args:
+        name: name of the sharded module, for messages.
+        features: the batch's features for the module.
+        every_length: also read every length and offset, and wait for the result on a GPU (default False).
+
+    Raises:
+        InputError: the number of lengths, their sums or the number of weights is wrong, or ``length_per_key`` or
+            ``offset_per_key`` differs from the lengths; with *every_length*, a single length or offset is wrong.
+    """
+    problem = _misfit(features, every_length)
+    if problem is None and every_length:
+        problem = _wrong_length(features)
+    if problem is not None:
+        raise InputError(
+            f"the features {features.keys()} of sharded module {name!r} {problem}. Correct the KeyedJaggedTensor where"
+            " the batch is made: a length is the number of ids of one feature in one sample, for all samples of the"
+            " first feature, then of the next."
+        )
+
+
+def _misfit(features: KeyedJaggedTensor, reads: bool) -> str | None:
+    keys, values, weights = features.keys(), features.values(), features.weights_or_none()
+    lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    if lengths is not None:
+        count = lengths.numel()
+    elif offsets is not None:
+        count = max(0, offsets.numel() - 1)
+    else:
+        return "have neither lengths nor offsets"
+    samples = features.stride_per_key()
+    if len(samples) != len(keys) or sum(samples) != count:
+        kind = "lengths" if lengths is not None else "offsets besides the first"
+        each = f"{samples} samples" if features.variable_stride_per_key() else f"{features.stride()} samples for each"
+        return f"have {count} {kind}, expected {sum(samples)} for {len(keys)} keys with {each}"
+    if weights is not None and weights.shape[:1] != values.shape[:1]:
+        return f"have {values.numel()} ids, but {weights.numel()} weights; expected a weight for each id"
+    stated = features.length_per_key_or_none()
+    summed = stated
+    if reads or (offsets if lengths is None else lengths).device.type == "cpu":
+        # Sums that the caller stated, or that an earlier batch left in the object, are computed again.
+        summed = (features if stated is None else with_tensors(features).unsync()).length_per_key()
+    if summed is None:
+        return None
+    if stated is not None and list(stated) != summed:
+        return f"have length_per_key {list(stated)}, but their lengths add up to {summed}"
+    if sum(summed) != values.numel():
+        return f"have {values.numel()} ids, but their lengths add up to {sum(summed)}"
+    if features.offset_per_key() != [0, *accumulate(summed)]:
+        return f"have offset_per_key {features.offset_per_key()}, but their lengths add up to {summed}"
+    return None
+
+
+def _wrong_length(features: KeyedJaggedTensor) -> str | None:
+    lengths, offsets = features.lengths().flatten(), features.offsets_or_none()
+    negative = lengths < 0
+    if bool(negative.any()):
+        position = int(negative.nonzero()[0])
+        ends = list(accumulate(features.stride_per_key()))
+        index = next(index for index, end in enumerate(ends) if position < end)
+        sample = position - ends[index] + features.stride_per_key()[index]
+        return f"have the length {int(lengths[position])} for key {features.keys()[index]!r} in sample {sample}"
+    if offsets is not None and offsets.numel() and bool(offsets[0] != 0):
+        return f"have offsets that begin with {int(offsets[0])}, expected 0"
+    if offsets is not None and offsets.numel() and not bool((offsets.diff() == lengths).all()):
+        return "have offsets that differ from the sums of their lengths"
+    return None
 
 
 def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
@@ -187,7 +261,7 @@ class TableRows:
 
 
 def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRows]) -> None:
-    """Raise InputError if an id is negative or beyond its table, or if lengths do not add up to the number of ids.
+    """Raise InputError if an id is negative or beyond its table. Features must have passed :func:`check_lengths`.
 
     Reads every id once, and waits for the result on a GPU.
 
@@ -197,12 +271,6 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     """
     values = features.values()
     keys = features.keys()
-    if sum(features.length_per_key()) != values.numel():
-        raise InputError(
-            f"the features {keys} of sharded module {name!r} have {values.numel()} ids, but their lengths add up to"
-            f" {sum(features.length_per_key())}. Correct the lengths, which are the number of ids per row, where the"
-            " batch is made."
-        )
     largest = torch.iinfo(values.dtype).max
     rows = torch.tensor([tables[key].rows if key in tables else largest for key in keys], device=values.device)
     counts = torch.tensor(features.length_per_key(), device=values.device)

@@ -44,7 +44,7 @@ from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, find_sharded
+from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, check_on_host, find_sharded
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 
 _ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
@@ -64,7 +64,7 @@ class ModelRewrite(ReplacedForwards):
         status_group: process group over all ranks that reports a batch that cannot be trained, and is not used for
             anything else. Needed if the input group is not over all ranks (default None, the input group).
         agree_group: process group over all ranks, for the resolution and the backward (default None, the input group).
-        validate_ids: check every id against its table before it is sent (default False).
+        validate_ids: check every id against its table, and every length, before they are sent (default False).
         ids_on_wire: integer type of the ids that pipelined modules send; see ``ids_on_wire.sends_int32``.
         split_backward: capture the calls of the lookups, so that ``tables_backward`` can stop before the kernels
             (default False). Always on if a row optimiser trains tables.
@@ -151,9 +151,11 @@ class ModelRewrite(ReplacedForwards):
         """Record that a batch was moved to the device: objects that it shares with the loader's are not released.
 
         Args:
-            before: the batch as the loader returned it.
+            before: the batch as the loader returned it. Features on the host are checked by ``check_lengths``.
             after: the batch on the device.
         """
+        if self._device.type != "cpu":  # on a CPU, ``prepare`` checks the features that modules get
+            check_on_host(self._sharded.values(), before)
         if self._early_release is not None:
             self._early_release.transferred(before, after)
 
@@ -180,7 +182,8 @@ class ModelRewrite(ReplacedForwards):
         try:
             if error is not None:
                 raise error
-            prepared = [self._arguments(entry, splits.inputs) for entry in pipelined]
+            checked: set[int] = set()
+            prepared = [self._arguments(entry, splits.inputs, checked) for entry in pipelined]
             if self._early_release is not None:
                 prepared = [own_objects(call) for call in prepared]
             with fusing():
@@ -367,14 +370,14 @@ class ModelRewrite(ReplacedForwards):
     def _inputs(self, batch: Any) -> Inputs:
         return Inputs(batch, PostprocessResults(self._postprocess_forwards))
 
-    def _arguments(self, entry: Sharded, inputs: Inputs) -> Arguments:
+    def _arguments(self, entry: Sharded, inputs: Inputs, checked: set[int]) -> Arguments:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
         record_use(call)
-        return self._prepare(entry, call)
+        return self._prepare(entry, call, checked)
 
-    def _prepare(self, entry: Sharded, call: Arguments) -> Arguments:
-        call = entry.prepare(call)
+    def _prepare(self, entry: Sharded, call: Arguments, checked: set[int] | None = None) -> Arguments:
+        call = entry.prepare(call, checked)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
                 f"sharded module {entry.name!r} got features with a batch size per feature, for which gradients of its"

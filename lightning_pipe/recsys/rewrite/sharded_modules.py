@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from lightning_pipe._compat.torchrec import (
     is_weighted,
     sharding_types,
     table_configs,
+    with_tensors,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
@@ -33,6 +36,7 @@ from lightning_pipe.recsys.modules.inputs import (
     TableRows,
     check_first,
     check_ids,
+    check_lengths,
     check_samples,
     conform,
     refuse_missing_weights,
@@ -82,6 +86,7 @@ class Sharded:
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
+        self._validates = validate_ids
         self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
         self._sends_int32 = sends_int32(name, table_configs(module), maps_ids, ids_on_wire)
 
@@ -98,17 +103,22 @@ class Sharded:
         """Process group that it was sharded over."""
         return group_of(self.module)
 
-    @property
+    @cached_property
     def features(self) -> list[str]:
         """Features that it looks up, in the order of its tables."""
         return list(_tables_by_feature(self.module))
 
-    def prepare(self, arguments: Arguments) -> Arguments:
+    def prepare(self, arguments: Arguments, checked: set[int] | None = None) -> Arguments:
         """Check a call's features and convert them to the form of the first batch.
 
+        Args:
+            arguments: arguments of the call.
+            checked: ids of the objects whose lengths were checked for other modules in the same batch; extended here
+                (default None: none).
+
         Raises:
-            InputError: ``conform``, ``check_ids``, ``check_samples`` or a check of weights fails; or the tables do not
-                support a batch size per feature.
+            InputError: ``check_lengths``, ``conform``, ``check_ids``, ``check_samples`` or a check of weights fails; or
+                the tables do not support a batch size per feature.
         """
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -121,6 +131,10 @@ class Sharded:
             )
         if not self.pipelinable:
             return arguments
+        if checked is None or id(features) not in checked:
+            check_lengths(self.name, features, self._validates)
+            if checked is not None:
+                checked.add(id(features))
         refuse_trained_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_samples(self.name, features)
@@ -240,6 +254,25 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
             if known is None or config.num_embeddings < known.rows:
                 tables[feature] = TableRows(config.name, config.num_embeddings)
     return tables
+
+
+def check_on_host(sharded: Collection[Sharded], batch: Any) -> None:
+    """Check the lengths of features before they are copied to a GPU, where the check would make the host wait.
+
+    Args:
+        sharded: the modules. Features that none of them looks up are not checked.
+        batch: the batch as the loader returned it.
+
+    Raises:
+        InputError: ``check_lengths`` fails.
+    """
+    for _, piece in walk(batch):
+        if isinstance(piece, KeyedJaggedTensor) and piece.values().device.type == "cpu":
+            keys = set(piece.keys())
+            name = next((entry.name for entry in sharded if keys.issuperset(entry.features or (None,))), None)
+            if name is not None:
+                # A copy, because the check caches sums, and the loader may change its own object later.
+                check_lengths(name, with_tensors(piece))
 
 
 def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:

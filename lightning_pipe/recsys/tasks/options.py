@@ -111,7 +111,8 @@ class CheckOptions:
     """Checks of batches and losses.
 
     Args:
-        validate_ids: check every id against its table before the lookup (default False). Costs a pass over the ids.
+        validate_ids: check every id against its table, and every length, before the lookup (default False). Costs a
+            pass over them. The number of lengths and their sums are always checked.
         detect_nan: check the loss on all ranks (default False). Costs a small all-reduce in each step and, on a GPU, a
             synchronisation.
 
