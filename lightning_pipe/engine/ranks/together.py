@@ -77,6 +77,20 @@ def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
     return [bool(flag) for flag in found.tolist()]
 
 
+def start_any_of(flag: bool, group: Group) -> Callable[[], bool]:
+    """Submit the all-reduce of :func:`any_of` for one flag. Call the result to wait for it."""
+    if group is None or is_alone(group):
+        return lambda: flag
+    found = torch.tensor([flag], dtype=torch.int32, device=communicating_device(group, torch.device("cpu")))
+    work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait() -> bool:
+        work.wait()
+        return bool(found.tolist()[0])
+
+    return wait
+
+
 # ---------------------------------------------------------------------- errors
 
 

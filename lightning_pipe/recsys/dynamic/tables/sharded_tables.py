@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.together import raise_together
+from lightning_pipe.engine.ranks.together import raise_gathered, start_any_of
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
@@ -124,8 +124,8 @@ class ShardedDynamicModule:
         With gradients enabled, the batch is counted, and its rows stay pinned until they are claimed with
         :meth:`claim_rows` and ended, or until the next such call.
 
-        Raises:
-            InputError: On every rank, if the rows of any rank could not be fetched.
+        If the rows of any rank could not be fetched, the wait for the output raises an InputError on every rank. The
+        ranks exchange that during the lookup and the output dist, which a rank without its rows takes part in.
         """
         if getattr(ctx, "rows", None) is None:
             self.prefetch(ctx, input)
@@ -137,13 +137,23 @@ class ShardedDynamicModule:
             end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
             self.rows.commit_due()
-        raise_together(_begun(rows, trains), "", self.rows.group, InputError)
-        assert rows.features is not None
-        record_use(rows.features)
-        slots = KJTList([rows.features])
-        output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
+        error = _begun(rows, trains)
+        any_failed = start_any_of(error is not None, self.rows.group)
+        slots = rows.features
+        if slots is None:
+            slots = with_tensors(input[0], values=torch.zeros_like(input[0].values()))
+        record_use(slots)
+        output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, KJTList([slots]))  # type: ignore[misc]
         if not trains:
             rows.end(trained=False)
+
+        def checked(found: Any) -> Any:
+            if any_failed():
+                end_step(self.claim_rows(), trained=False)
+                raise_gathered(error, "", self.rows.group, InputError)
+            return found
+
+        output.callbacks.append(checked)
         return output
 
     def claim_rows(self) -> list[BatchRows]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_pipe.engine import InputError, SetupError
@@ -413,6 +415,33 @@ def failing(rank: int, world_size: int, path: Path) -> str:
 def test_a_function_of_initial_values_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     for message in run_ranks(failing, 2, tmp_path):
         assert "no values today" in message
+
+
+def all_reduces(rank: int, world_size: int, path: Path) -> list[bool]:
+    """For each all-reduce of two steps with two modules: whether the caller waits for it at once."""
+    sharded = shard(Model(path), SGD)
+    dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=0.1)
+    pipeline = TrainPipeline(sharded, dense, CPU, "serial")
+    data = (batch(step, rank) for step in range(5))
+    for _ in range(3):
+        pipeline.progress(data)
+    waits: list[bool] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if tensor.dtype == torch.int32:  # the gradients' are not
+            waits.append(not named.get("async_op", False))
+        return all_reduce(tensor, *arguments, **named)
+
+    with mock.patch.object(dist, "all_reduce", recorded):
+        pipeline.progress(data)
+        pipeline.progress(data)
+    pipeline.close()
+    return waits
+
+
+def test_a_lookup_waits_for_no_other_rank_before_its_output_dist(tmp_path: Path) -> None:
+    assert run_ranks(all_reduces, 2, tmp_path) == [[False] * 4] * 2
 
 
 # ---------------------------------------------------------------------- bad input
