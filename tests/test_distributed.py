@@ -45,6 +45,7 @@ def test_values_come_in_rank_order_and_each_rank_has_arguments_of_its_own() -> N
 
 
 def leave_early(rank: int, world_size: int) -> None:
+    dist.barrier()  # all ranks are connected
     if rank == 0:
         dist.destroy_process_group()
 

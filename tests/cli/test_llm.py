@@ -165,8 +165,6 @@ def test_fields_of_option_groups_are_options_of_the_command(folder: Path, capsys
         ({"parallel": {"pp": 0}}, "lightning-pipe: parallel.pp is 0; expected a whole number, 1 or more\n"),
         ({"parallel": {"ppp": 2}}, "lightning-pipe: parallel has 'ppp'; expected only pp, "),
         ({"batching": {"length_buckets": [0]}}, "lightning-pipe: batching.length_buckets is [0]; expected "),
-        ({"max_length": 8}, "Give the same values as:\nbatching:\n  max_length: "),
-        ({"tensor_parallel_size": 2}, "Give the same values as:\nparallel:\n  tp: "),
     ],
     ids=str,
 )

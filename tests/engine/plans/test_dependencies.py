@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 
 from lightning_pipe.engine import Dependency, PipelineTask, State, required_dependencies
@@ -66,14 +65,6 @@ def test_a_dependency_abandoned_comes_back_over_one_iteration_more() -> None:
         Dependency("forward", "backward", 0),
         Dependency("backward", "forward", 2),
     }
-
-
-def test_the_old_name_of_the_argument_works_with_a_warning() -> None:
-    tasks = [task("forward", [TABLES]), task("backward", writes=[TABLES])]
-    abandoned = [Dependency("backward", "forward", 1)]
-    with pytest.warns(FutureWarning, match="'given_up' is now called 'abandoned'"):
-        found = required_dependencies(tasks, given_up=abandoned)  # type: ignore[call-arg]
-    assert found == required_dependencies(tasks, abandoned)
 
 
 def test_what_followed_from_a_dependency_abandoned_takes_its_place() -> None:

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
@@ -74,41 +73,6 @@ def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     options: dict[str, Any] = {name: "false"}
     with pytest.raises(SetupError, match=f"{shown} is 'false'; expected True or False"):
         recsys(**options)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sharding_plan", {"people": "row_wise"}),
-        ("constraints", {"people": {"sharding_types": ["row_wise"]}}),
-        ("topology", {"hbm_cap": 1000}),
-        ("replicas", 2),
-        ("sync_every", 2),
-        ("quantized_comms", {"forward": "bf16"}),
-        ("ids_on_wire", "int32"),
-        ("free_features_early", True),
-        ("validate_ids", True),
-        ("detect_nan", True),
-        ("exploration", {"rounds": 7}),
-        ("max_in_flight", 4),
-        ("save_plan", "plan.yaml"),
-        ("pipelined_evaluation", False),
-    ],
-)
-def test_an_argument_of_a_former_version_is_refused_with_yaml_that_does_the_same(name: str, value: Any) -> None:
-    with pytest.raises(SetupError, match=f"{name} is given, but the option groups") as caught:
-        RecsysPipelineStrategy("auto", **{name: value})
-    groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
-    ((options,),) = [[*group.values()] for group in groups.values()]
-    assert options == value
-    RecsysPipelineStrategy("auto", **groups)
-
-
-def test_former_arguments_of_one_group_are_refused_together() -> None:
-    with pytest.raises(SetupError, match="replicas, validate_ids, sync_every are given") as caught:
-        RecsysPipelineStrategy(replicas=2, validate_ids=True, sync_every=3)
-    groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
-    assert groups == {"sharding": {"replicas": 2, "sync_every": 3}, "checks": {"validate_ids": True}}
 
 
 def test_an_argument_that_nobody_takes_is_named() -> None:
