@@ -9,6 +9,7 @@ They hold the buffers for receiving tensors, so the least recently used are rele
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
-from lightning_pipe.llm.schedules.checks import fitting_schedule
+from lightning_pipe.llm.schedules.checks import describe_replacement, fitting_schedule
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
@@ -90,6 +91,7 @@ class PipelineRunner:
     failure: Exception | None = field(default=None, init=False)
     record_events: bool = field(default=False, init=False)
     _made: OrderedDict[Any, _Made] = field(default_factory=OrderedDict, init=False)
+    _replaced: bool = field(default=False, init=False)
 
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
         """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
@@ -173,7 +175,13 @@ class PipelineRunner:
     def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
         stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())]
         if train:
-            spec = fitting_schedule(self.spec, count, self.group.size(), len(stages))
+            numbers = count, self.group.size(), len(stages)
+            spec = fitting_schedule(self.spec, *numbers)
+            if spec != self.spec and not self._replaced:
+                self._replaced = True
+                replacement = describe_replacement(self.spec, *numbers)  # on every rank, so that all raise its errors
+                if dist.get_rank() == 0:
+                    warnings.warn(replacement, stacklevel=2)
             schedule = build_schedule(spec, stages, count, _output, overlap=self.overlap)
         else:
             schedule = build_evaluation(self.spec, stages, count, _output)

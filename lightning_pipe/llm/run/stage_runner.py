@@ -33,7 +33,8 @@ class StageRunner:
     All ranks of the initialized world group make the same calls in the same order. A call may have any number of
     micro-batches of any length; schedules are cached by both. The results equal those of
     :class:`~lightning_pipe.strategies.LLMPipelineStrategy`. If the schedule does not support a number of micro-batches,
-    they run under ``gpipe``, ``looped_bfs`` or ``zbv_zero_bubble``, with the same stages.
+    they run under ``gpipe``, ``looped_bfs`` or ``zbv_zero_bubble``, with the same stages, and rank 0 warns once of the
+    cost in memory.
 
     Args:
         hooks: model, loss and inputs; its ``model`` becomes this rank's part of the model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ from lightning_pipe.llm.schedules.named import (
     read_actions,
     wrong_places,
 )
-from lightning_pipe.llm.schedules.simulation import Actions, actions_of
+from lightning_pipe.llm.schedules.simulation import KINDS, Actions, actions_of, simulate
 
 Sharding = Literal["fsdp", "replicate", "ddp"]
 
@@ -46,46 +47,92 @@ def check_microbatches(
         SetupError: too few micro-batches, or a number that is not divisible as required; any error of a user's class; a
             file of actions that do not fit together.
     """
-    name, count = spec.name, num_microbatches
-    if count < 1:
-        raise SetupError(f"num_microbatches must be at least 1, got {count}")
+    if num_microbatches < 1:
+        raise SetupError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
+    unsupported = _unsupported_number(spec, num_microbatches, pp_size)
+    if unsupported is not None:
+        raise SetupError(unsupported[0])
     if spec.path is not None:
-        _check_file(spec, count, pp_size)
-    elif issubclass(spec.schedule_class, Schedule1F1B) and count < pp_size:
-        raise SetupError(
+        _check_file(spec.path, spec, pp_size, num_stages)
+    actions = actions_of(spec, pp_size, num_microbatches, stages_per_rank)
+    _check_places(spec, actions, pp_size, num_stages)
+    _check_last_stage(spec, actions, num_stages - 1)
+
+
+def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> tuple[str, int] | None:
+    """Reason for which a schedule does not run this number of micro-batches, and a number that it runs; else None."""
+    name = spec.name
+    if spec.path is not None:
+        rows = read_actions(spec.path).values()
+        of_file = 1 + max(a.microbatch_index or 0 for row in rows for b in row for a in b.sub_actions or (b,))
+        if count == of_file:
+            return None
+        return f"num_microbatches is {count}; the schedule in {spec.path} is for {of_file}. Use {of_file}", of_file
+    if issubclass(spec.schedule_class, Schedule1F1B) and count < pp_size:
+        return (
             f"num_microbatches is {count}; schedule {name} needs at least one for each of the {pp_size} stages. Use"
             f" {pp_size} or more, or schedule gpipe"
-        )
-    elif issubclass(spec.schedule_class, ScheduleDualPipeV) and count < 2 * pp_size:
-        raise SetupError(
+        ), pp_size
+    if issubclass(spec.schedule_class, ScheduleDualPipeV) and count < 2 * pp_size:
+        return (
             f"num_microbatches is {count}; schedule {name} needs at least one for each of the {2 * pp_size} stages. Use"
             f" {2 * pp_size} or more, or schedule zbv_zero_bubble"
-        )
-    elif issubclass(spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and not _in_rounds(
+        ), 2 * pp_size
+    if issubclass(spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and not _in_rounds(
         count, pp_size
     ):
         less = next(m for m in range(count, 0, -1) if _in_rounds(m, pp_size))
         more = next(m for m in range(count, 2 * count + pp_size) if _in_rounds(m, pp_size))
-        raise SetupError(
+        return (
             f"num_microbatches is {count}; schedule {name} needs a multiple of its rounds, {count // pp_size}, which is"
             f" {count} // {pp_size} ranks. Use {less} or {more}"
-        )
-    actions = actions_of(spec, pp_size, count, stages_per_rank)
-    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
-    _check_places(spec, actions, pp_size, num_stages)
-    _check_last_stage(spec, actions, num_stages - 1)
+        ), less
+    return None
 
 
 @cache
 def fitting_schedule(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> ScheduleSpec:
-    """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages."""
-    try:
-        check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
-        return spec
-    except SetupError:
-        return schedule_of_any_number(spec)
+    """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages.
+
+    Raises:
+        SetupError: see :func:`check_microbatches`, for any reason other than the number.
+    """
+    if _unsupported_number(spec, num_microbatches, pp_size) is not None:
+        spec = schedule_of_any_number(spec)
+    check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
+    return spec
+
+
+def describe_replacement(
+    spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
+) -> str:
+    """Reason for which :func:`fitting_schedule` replaces a schedule, and the cost in memory.
+
+    Raises:
+        SetupError: an error of a user's class.
+    """
+    unsupported = _unsupported_number(spec, num_microbatches, pp_size)
+    assert unsupported is not None
+    reason, supported = unsupported
+    other = schedule_of_any_number(spec)
+    live = [_live_microbatches(other, num_microbatches, pp_size, stages_per_rank)]
+    live.append(_live_microbatches(spec, supported, pp_size, stages_per_rank))
+    return (
+        f"{reason}. Steps with such a number run under {other.name}, with the same results. In this step the ranks hold"
+        f" the activations of up to {live[0]} micro-batches at a time, counted once for each stage; under {spec.name}"
+        f" with {supported} micro-batches they hold {live[1]}"
+    )
+
+
+def _live_microbatches(spec: ScheduleSpec, count: int, pp_size: int, stages_per_rank: int | None) -> list[int]:
+    """Maximum number of micro-batches whose activations each rank holds."""
+    actions = actions_of(spec, pp_size, count, stages_per_rank)
+    stages = {action.stage_index for row in actions.values() for action in row}
+    timeline = simulate(actions, dict.fromkeys(product(stages, KINDS.values()), 1.0))
+    return [timeline.peak_live(rank) for rank in sorted(actions)]
 
 
 def schedule_of_any_number(spec: ScheduleSpec) -> ScheduleSpec:
@@ -123,17 +170,10 @@ def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
         )
 
 
-def _check_file(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> None:
-    assert spec.path is not None
-    num_stages = pp_size * count_stages(spec, pp_size)
-    actions = read_actions(spec.path)
-    found = 1 + max(a.microbatch_index or 0 for row in actions.values() for b in row for a in b.sub_actions or (b,))
-    if found != num_microbatches:
-        raise SetupError(
-            f"num_microbatches is {num_microbatches}; the schedule in {spec.path} is for {found}. Use {found}"
-        )
+def _check_file(path: Path, spec: ScheduleSpec, pp_size: int, num_stages: int) -> None:
+    actions = read_actions(path)
     if any(not action.is_compute_op for row in actions.values() for action in row):
-        _check_messages(spec.path, actions, place_stages(spec.placement, pp_size, num_stages))
+        _check_messages(path, actions, place_stages(spec.placement, pp_size, num_stages))
 
 
 # For each receive: the neighbour's send, the offset of the neighbour's stage, and the computations that need it.

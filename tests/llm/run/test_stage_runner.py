@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -269,6 +270,49 @@ def test_what_each_rank_holds_is_printed_on_the_first(ranks: list[dict[str, Any]
     rows = [line.split()[:4] for line in shards.splitlines()[2:]]
     assert [row[:3] for row in rows] == [["0", "0", "1,555"], ["1", "0", "1,555"]]
     assert sum(int(row[3].replace(",", "")) for row in rows) == 4 * 1555
+
+
+# By schedule: numbers of micro-batches of an epoch's calls, of which the last are not supported on two ranks, and the
+# schedule that these run under.
+REPLACED = {
+    "1f1b": ([2, 1, 1], "gpipe"),
+    "interleaved_1f1b": ([4, 5, 7], "looped_bfs"),
+    "interleaved_zero_bubble": ([4, 5, 7], "looped_bfs"),
+    "dualpipev": ([4, 3, 2], "zbv_zero_bubble"),
+}
+
+
+def said_of(work: Callable[..., object], *args: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work(*args)
+    return [str(warning.message) for warning in caught if "num_microbatches" in str(warning.message)]
+
+
+def said_by_schedule(rank: int, world: int) -> dict[str, list[list[str]]]:
+    said = {}
+    for schedule, (numbers, _) in REPLACED.items():
+        runner, _ = make(None, schedule)
+        epoch = [[calls()[0][0]] * number for number in numbers]
+        evaluated = torch.no_grad()(runner.forward_backward)
+        said[schedule] = [said_of(evaluated, epoch[-1]), said_of(runner.forward_only, epoch[-1])]
+        said[schedule] += [said_of(runner.forward_backward, batch) for batch in epoch]
+    uneven = [*row_batches(1), {key: value[:2] for key, value in row_batches(2)[1].items()}]
+    said["strategy"] = [said_of(fit, Tiny(), llm("1f1b", 4), uneven)]
+    return said
+
+
+def test_a_schedule_that_replaces_another_for_a_number_of_micro_batches_is_named_once_on_the_first_rank() -> None:
+    first, second = run_ranks(said_by_schedule, 2)
+    for schedule, (numbers, other) in REPLACED.items():
+        *others, (said,), again = first[schedule]
+        assert others == [[], [], []]  # evaluations, and a call with a number that is supported
+        assert again == []
+        assert said.startswith(f"num_microbatches is {numbers[1]}; schedule {schedule} needs")
+        assert f"run under {other}, with the same results. In this step the ranks hold the activations of" in said
+        assert second[schedule] == [[]] * 5
+    # The strategy adds rows to its smaller last batch, and leaves out no micro-batch.
+    assert first["strategy"] == second["strategy"] == [[]]
 
 
 def settings_of_compiled_functions(rank: int, world: int) -> list[bool]:

@@ -24,6 +24,7 @@ from lightning_pipe.llm.schedules.checks import (
     Sharding,
     check_combination,
     check_microbatches,
+    describe_replacement,
     fitting_schedule,
     splits_backward,
 )
@@ -80,6 +81,25 @@ def test_a_number_that_a_schedule_does_not_take_runs_under_one_with_the_same_sta
         check_microbatches(used, m, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "other", "live", "usual", "usual_live"),
+    [
+        ("1f1b", 2, "gpipe", [2, 2, 2, 2], 4, [4, 3, 2, 1]),
+        ("dualpipev", 3, "zbv_zero_bubble", [4, 5, 6, 6], 8, [9, 9, 9, 9]),
+        ("interleaved_1f1b", 9, "looped_bfs", [18, 18, 18, 18], 8, [11, 9, 7, 5]),
+        ("interleaved_zero_bubble", 9, "looped_bfs", [18, 18, 18, 18], 8, [8, 8, 8, 8]),
+    ],
+)
+def test_the_cost_of_another_schedule_in_memory_is_said(
+    name: str, m: int, other: str, live: list[int], usual: int, usual_live: list[int]
+) -> None:
+    said = describe_replacement(SCHEDULES[name], m, 4)
+    assert said.startswith(f"num_microbatches is {m}; schedule {name} needs")
+    assert f"run under {other}, with the same results" in said
+    assert f"up to {live} micro-batches" in said
+    assert said.endswith(f"under {name} with {usual} micro-batches they hold {usual_live}")
+
+
 class Refuses(ScheduleGPipe):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("not on a Sunday")
@@ -128,6 +148,12 @@ def test_what_a_class_of_the_users_own_cannot_do_is_an_error(
         check_microbatches(find_schedule(given), 4, 2, stages_per_rank)
 
 
+@pytest.mark.parametrize(("given", "message"), [(Refuses, "not on a Sunday"), (Reversed, "forwards of the last stage")])
+def test_errors_for_reasons_other_than_the_number_of_microbatches_are_raised(given: type, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        fitting_schedule(find_schedule(given), 4, 2, 1)
+
+
 def write(path: Path, rows: list[list[str]]) -> Path:
     path.write_text("\n".join(map(",".join, rows)) + "\n")
     return path
@@ -156,6 +182,9 @@ def test_a_file_that_pytorch_wrote_is_taken(
     check_microbatches(spec, 4, 2)
     with pytest.raises(SetupError, match=r"num_microbatches is 8; the schedule in .* is for 4. Use 4"):
         check_microbatches(spec, 8, 2)
+    other = {"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]
+    assert fitting_schedule(spec, 8, 2).name == other
+    assert f"run under {other}" in describe_replacement(spec, 8, 2)
 
 
 def receive_the_last_first(row: list[str]) -> None:
@@ -190,6 +219,8 @@ def test_a_file_whose_messages_do_not_match_is_refused(tmp_path: Path, how: str)
     change(rows)
     with pytest.raises(SetupError, match=message):
         check_microbatches(find_schedule(write(tmp_path / "own.csv", rows)), 4, 2)
+    with pytest.raises(SetupError, match=message):
+        fitting_schedule(find_schedule(tmp_path / "own.csv"), 4, 2)
 
 
 def test_a_file_in_which_ranks_wait_for_each_other_is_refused(tmp_path: Path) -> None:
