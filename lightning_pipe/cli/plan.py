@@ -116,7 +116,7 @@ def _pipe_plans() -> list[PipelinePlan]:
     return pipe_plans(_PARTITIONS, (), nothing, nothing, nothing)
 
 
-def _same(batch: object) -> object:
+def _same(batch: object, *_: object) -> object:
     return batch
 
 

@@ -97,9 +97,10 @@ class BatchRuns:
     def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
         left, routers = step.cut.rows, []
-        for one, item, length in zip(step.micro_batches, step.cut.items, step.lengths, strict=True):
+        tokens = self.preparation.count_targets(step)
+        for one, item, length, count in zip(step.micro_batches, step.cut.items, step.lengths, tokens, strict=True):
             counted = self._router_tokens(one.target, left, length)
-            routers.append(RouterLosses(self.module.loss_tokens(one.target), counted=counted, scale=scale))
+            routers.append(RouterLosses(count, counted=counted, scale=scale))
             left -= self.preparation.keys.size(item)[0]
         micro_batches = [
             replace(one, contexts=(*one.contexts, partial(_same, losses)))

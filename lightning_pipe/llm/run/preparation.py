@@ -3,6 +3,7 @@
 Ranks exchange a few numbers of each batch while an earlier batch trains::
 
     begin    cut into micro-batches, count tokens, measure lengths ──► gather (rows, length, tokens) of all ranks
+             (counts and checks read the values on the host)
     finish   wait; compare; pad to the longest length of the pipeline's ranks; sum the tokens of all ranks
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.batching import Batching
+from lightning_pipe.llm.batches.host_values import HostCopies, values_on_host
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
@@ -38,6 +40,7 @@ class PreparedBatch:
 
     batch: Any
     cut: MicroBatches | None
+    on_host: MicroBatches | None
     error: Exception | None
     gathered: Tensor
     work: dist.Work
@@ -61,6 +64,7 @@ class StepInputs:
         micro_batches: inputs of the stages for each micro-batch.
         tokens: total number of loss tokens of all data-parallel ranks.
         cut: division of the batch into micro-batches, for joining outputs.
+        on_host: the same division of the batch's values on the host.
         length: length that all sequences are padded to, over all context ranks.
         lengths: length of each micro-batch before padding.
     """
@@ -68,6 +72,7 @@ class StepInputs:
     micro_batches: list[StageInputs]
     tokens: int
     cut: MicroBatches
+    on_host: MicroBatches
     length: int
     lengths: tuple[int, ...]
 
@@ -106,24 +111,29 @@ class BatchPreparation:
         """Keys of the values that are padded."""
         return self.batching.sequence_keys(self.hooks.ignore_index)
 
-    def begin(self, batch: Any, *, counts: bool = True) -> PreparedBatch:
+    def begin(self, batch: Any, copies: HostCopies | None = None, *, counts: bool = True) -> PreparedBatch:
         """Cut a batch and start gathering its numbers.
 
         Args:
             batch: batch of a loader.
+            copies: copies that were recorded when the batch was moved to the device (default None). The host waits for
+                the device once if the batch has other tensors there.
             counts: False to exclude its tokens from the total, for a batch of another pipeline (default True).
         """
-        cut, error = None, None
+        cut, on_host, error = None, None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
             count = _number(batch) if self.num_microbatches is None else self.num_microbatches
-            cut = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
-            tokens = sum(map(self._count, cut.items))
-            self._check_ids(cut)
-            self._check_added_rows(cut)
+            cut = on_host = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
+            values = values_on_host(batch, copies or HostCopies())
+            if values is not batch:
+                on_host = split_batch(values, count, self.keys)
+            tokens = sum(map(self._count, on_host.items))
+            self._check_ids(on_host)
+            self._check_added_rows(on_host)
             _check_replays(cut.items if isinstance(batch, Mapping) else batch)
-            sizes = [self.keys.size(item) for item in cut.items]
-            for item, (_, length) in zip(cut.items, sizes, strict=True):
+            sizes = [self.keys.size(item) for item in on_host.items]
+            for item, (_, length) in zip(on_host.items, sizes, strict=True):
                 check_routing(item, self.mixtures, self.keys.size(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
@@ -131,14 +141,14 @@ class BatchPreparation:
                     self.context.check(padded, self.keys)
                 elif self.documents is not None:
                     self.documents.check(padded)
-            digest = _digest(cut.items) if self.batching.compare_batches else 0
+            digest = _digest(on_host.items) if self.batching.compare_batches else 0
             longest = max(length for _, length in sizes)
             numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest, len(cut.items)]
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
         gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
         work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self.group, async_op=True)
-        return PreparedBatch(batch, cut, error, gathered, work, _contents(batch))
+        return PreparedBatch(batch, cut, on_host, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:
         tokens = self.hooks.loss_tokens(micro_batch)
@@ -210,7 +220,7 @@ class BatchPreparation:
                     " need the same batches in the same order. Let Lightning insert its distributed sampler, or shard"
                     " data with the strategy's distributed_sampler_kwargs"
                 )
-        assert prepared.cut is not None
+        assert prepared.cut is not None and prepared.on_host is not None
         longest = [max(table[rank][2] for rank in ranks) for ranks in self.pipelines]
         # For all pipelines, so that a sequence that is too long raises on every rank.
         limits = self.length_multiple, self.hooks.max_sequence_length
@@ -220,7 +230,14 @@ class BatchPreparation:
         inputs = [self._inputs(item) for item in padded]
         lengths = tuple(self.keys.size(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
-        return StepInputs(inputs, tokens, prepared.cut, length, lengths)
+        return StepInputs(inputs, tokens, prepared.cut, prepared.on_host, length, lengths)
+
+    def count_targets(self, step: StepInputs) -> list[int]:
+        """Number of loss tokens in this rank's part of each padded micro-batch."""
+        padded: list[Any] = [pad_microbatch(item, step.length, self.keys) for item in step.on_host.items]
+        if self.context is not None:
+            padded = [self.context.cut(item, self.keys)[0] for item in padded]
+        return [self.hooks.loss_tokens(take_routing(item)[0]) for item in padded]
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:

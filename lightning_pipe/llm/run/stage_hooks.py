@@ -123,6 +123,10 @@ class StageHooks:
 
         The default counts the ``labels`` that are not ``ignore_index``. It is 0 without labels, which prediction may
         omit.
+
+        Args:
+            micro_batch: as in :meth:`model_inputs`. In stages its tensors are on the CPU, so that the host does not
+                wait for the device.
         """
         labels = micro_batch.get("labels")
         return 0 if labels is None else count_tokens(labels, self.ignore_index)

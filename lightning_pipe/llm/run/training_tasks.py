@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule, TrainingContext
+from lightning_pipe.llm.batches.host_values import HostCopies
 
 if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
     from lightning_pipe.llm.run.preparation import PreparedBatch
@@ -25,15 +26,17 @@ class LLMContext(TrainingContext):
     """Context of an iteration over pipeline stages.
 
     Attributes:
+        copies: record of the copies that moved the batch to the device.
         prepared: batch cut into micro-batches, with the numbers that ranks exchange; None if the batch is None.
     """
 
+    copies: HostCopies
     prepared: PreparedBatch | None
 
 
 def llm_plan(
     transfer: Callable[[Any], Any],
-    prepare: Callable[[Any], Any],
+    prepare: Callable[[Any, HostCopies], Any],
     hand_over: Callable[[PreparedBatch | None], None] | None = None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
@@ -43,8 +46,8 @@ def llm_plan(
 
     Args:
         transfer: function that moves a batch to the device.
-        prepare: function that cuts a batch and starts the exchange between ranks; its result becomes the context's
-            ``prepared``.
+        prepare: function of a batch and of the copies that moved it, which cuts the batch and starts the exchange
+            between ranks; its result becomes the context's ``prepared``.
         hand_over: function called with the prepared batch before the training step, which runs that batch, and with
             None after the step (default None: not called).
     """
@@ -93,7 +96,9 @@ def llm_plan(
     return PipelinePlan({**_ahead(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
 
 
-def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any], name: str) -> PipelinePlan:
+def llm_evaluation_plan(
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostCopies], Any], name: str
+) -> PipelinePlan:
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward.
 
     Args:
@@ -110,25 +115,30 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
     return PipelinePlan({**_ahead(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
-def _ahead(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> dict[PipelineTask, TaskSchedule]:
+def _ahead(
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostCopies], Any]
+) -> dict[PipelineTask, TaskSchedule]:
     def copy(ctx: LLMContext) -> None:
-        ctx.batch = transfer(ctx.batch)
+        ctx.copies = HostCopies()
+        with ctx.copies:
+            ctx.batch = transfer(ctx.batch)
 
     def cut(ctx: LLMContext) -> None:
-        ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
+        copies = ctx.take("copies")
+        ctx.prepared = None if ctx.batch is None else prepare(ctx.batch, copies)
 
     move = PipelineTask(
         "H2D",
         copy,
         reads=("batch",),
-        writes=("batch",),
+        writes=("batch", "copies"),
         not_replayable="the loop counts the batches that are moved, and a replay moves no batch",
     )
     prepare_task = PipelineTask(
         "Prepare",
         cut,
-        reads=("batch",),
-        writes=("prepared",),
+        reads=("batch", "copies"),
+        writes=("copies", "prepared"),
         not_replayable="its exchange with the other ranks can only be waited for once",
     )
     return {move: TaskSchedule(stage=1, stream="memcpy"), prepare_task: TaskSchedule(stage=1)}

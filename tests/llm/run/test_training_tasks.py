@@ -18,7 +18,7 @@ def run(batches: list[Any], trained: set[int]) -> list[str]:
         happened.append(f"copy {batch}")
         return batch
 
-    def prepare(batch: Any) -> Any:
+    def prepare(batch: Any, copies: Any) -> Any:
         happened.append(f"prepare {batch}")
         return f"prepared {batch}"
 

@@ -63,7 +63,7 @@ KINDS = {
         llm_cases.Tiny,
         llm_cases.llm,
         {"dataset": llm_cases.row_batches(6), "batch_size": None},
-        tuple(llm_plan(lambda batch: batch, lambda batch: batch).tasks),
+        tuple(llm_plan(lambda batch: batch, lambda batch, copies: batch).tasks),
     ),
 }
 

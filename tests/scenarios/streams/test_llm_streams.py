@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.batches.microbatches import count_tokens
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import StageHooks
@@ -45,24 +43,23 @@ def moved(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Hooks(StageHooks):
-    def __init__(self, count: Callable[[Tensor], int]) -> None:
-        self.count = count
-
     def build_model(self) -> nn.Module:
         return nn.Identity()
 
-    def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
-        return self.count(micro_batch["labels"])
+
+def computed_there(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch whose values the host does not have, such as those of an augmentation on the device."""
+    return {name: value.clone() for name, value in moved(batch).items()}
 
 
-def train(batches: int = 6, count: Callable[[Tensor], int] = count_tokens) -> Accelerator:
+def train(batches: int = 6, transfer: Callable[[dict[str, Tensor]], dict[str, Tensor]] = moved) -> Accelerator:
     """Batches that are copied and prepared one ahead, as the strategy does it."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held: list[PreparedBatch | None] = [None]
     world = dist.group.WORLD
     assert world is not None
-    preparation = BatchPreparation(Hooks(count), Batching(pad_to_multiple_of=4), world, [[0]], 2)
+    preparation = BatchPreparation(Hooks(), Batching(pad_to_multiple_of=4), world, [[0]], 2, vocabulary=9)
 
     def step() -> None:
         prepared = held[0]
@@ -74,7 +71,7 @@ def train(batches: int = 6, count: Callable[[Tensor], int] = count_tokens) -> Ac
             nn.functional.cross_entropy(found.flatten(0, 1), target.flatten(), reduction="sum").backward()
 
     with watched() as accelerator:
-        plan = llm_plan(moved, preparation.begin, lambda prepared: held.__setitem__(0, prepared))
+        plan = llm_plan(transfer, preparation.begin, lambda prepared: held.__setitem__(0, prepared))
         made = TrainingProgram(
             SWPipeline(plan, CUDA), transfer="H2D", step="OptimStep", forward="ScheduleStep", backward="ScaleGradients"
         )
@@ -98,16 +95,23 @@ def test_batches_are_copied_and_prepared_ahead_without_a_race() -> None:
     assert accelerator.handler.seq_num > 200
 
 
-def test_a_preparation_that_does_not_wait_for_the_copy_is_found() -> None:
+@pytest.mark.parametrize(("transfer", "waits"), [(moved, 0), (computed_there, 6)], ids=["copied", "computed there"])
+def test_the_host_waits_for_none_of_the_numbers_of_a_copied_batch_and_once_for_those_of_another(
+    transfer: Callable[[dict[str, Tensor]], dict[str, Tensor]], waits: int
+) -> None:
+    # Two micro-batches a batch, each with a number of tokens and with ids that are compared with the vocabulary.
+    assert [one.site.task for one in train(6, transfer).syncs] == ["Prepare"] * waits
+
+
+def test_a_step_that_does_not_wait_for_the_copy_is_found() -> None:
     with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
         found = {(one.kind, one.first.task, one.second.task) for one in train().findings}
-    assert ("race", "H2D", "Prepare") in found
+    assert ("race", "H2D", "ScheduleStep") in found
 
 
 def test_a_batch_that_is_not_recorded_on_the_stream_of_the_step_is_found() -> None:
-    # Counting tokens makes the host wait for the step before, which hides the fault.
     with mock.patch.object(program, "record_use", left_out):
-        found = {(one.kind, one.first.task) for one in train(count=Tensor.numel).findings}
+        found = {(one.kind, one.first.task) for one in train().findings}
     assert found == {("reused too early", "H2D")}
 
 

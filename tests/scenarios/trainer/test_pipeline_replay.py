@@ -21,7 +21,7 @@ from tests.strategies.llm_cases import Tiny, llm, row_batches
 from tests.strategies.llm_cases import fit as fit_llm
 
 
-def same(batch: Any) -> Any:
+def same(batch: Any, *_: Any) -> Any:
     return batch
 
 

@@ -1,0 +1,83 @@
+"""Values of a batch on the host, where counts and checks read them without a wait for the device.
+
+    loader's batch ──copy──► batch on the device ──► micro-batches of the stages
+          └──────── recorded ────────┴──► the same values on the host ──► numbers of tokens, checks
+
+Only a copy that was recorded, and not changed since, stands for its source. Other tensors on the device, such as those
+that a transfer hook computes, are copied back, all with one wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipe.engine.runtime.devices import current_stream
+
+
+class _Copy(NamedTuple):
+    source: Tensor
+    source_version: int
+    result: Tensor
+    result_version: int
+
+
+class HostCopies(TorchFunctionMode):
+    """Records which tensor on a device is a copy of which tensor on the host, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, _Copy] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (Tensor.to, Tensor.cuda) and not _on_device(args[0]) and _on_device(result):
+            source = args[0]
+            # Tensors of inference mode do not count their changes.
+            if source.dtype == result.dtype and not (source.is_inference() or result.is_inference()):
+                self._copies[id(result)] = _Copy(source, source._version, result, result._version)
+        return result
+
+    def source(self, tensor: Tensor) -> Tensor | None:
+        """Tensor on the host with the values of a tensor on a device; None if it is unknown, or one has changed."""
+        copy = self._copies.get(id(tensor))
+        if copy is None or (copy.source._version, tensor._version) != (copy.source_version, copy.result_version):
+            return None
+        return copy.source
+
+
+def values_on_host(batch: Any, copies: HostCopies) -> Any:
+    """Return a batch with its tensors on the host, or the batch itself if none is on a device.
+
+    Args:
+        batch: a mapping, or a list or tuple of mappings. Other values are returned unchanged.
+        copies: recorded copies of its tensors.
+    """
+    parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
+    values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
+    there = {id(value): value for value in values if _on_device(value)}
+    if not there:
+        return batch
+    known = {key: copies.source(value) for key, value in there.items()}
+    streams = {}
+    for key, value in there.items():
+        if known[key] is None:
+            streams[value.device] = current_stream(value.device)
+            known[key] = value.to("cpu", non_blocking=streams[value.device] is not None)
+    for stream in streams.values():
+        if stream is not None:
+            stream.synchronize()
+    found = [
+        {key: known.get(id(value), value) for key, value in part.items()} if isinstance(part, Mapping) else part
+        for part in parts
+    ]
+    return found[0] if isinstance(batch, Mapping) else found
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
