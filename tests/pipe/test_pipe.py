@@ -277,6 +277,20 @@ def test_a_first_layer_may_change_its_input_in_place() -> None:
     first.close()
 
 
+def test_an_embedding_that_limits_its_norm_is_named_where_it_cannot_be_recomputed_and_the_fix_works() -> None:
+    layers = nn.Sequential(nn.Embedding(8, 6, max_norm=0.5), nn.Linear(6, 3))
+    whole, ids = copy.deepcopy(layers), torch.arange(8)
+    pipe = Pipe(copy.deepcopy(layers), 2, "always", ["cpu"] * 2, [1, 1])
+    with pytest.raises(SetupError, match=r"The Embedding in layer 0 has max_norm=0.5.*use checkpoint='never'"):
+        pipe(ids).sum().backward()
+    pipe.close()
+    pipe = Pipe(layers, 2, "never", ["cpu"] * 2, [1, 1])
+    pipe(ids).sum().backward()
+    whole_forward(whole, ids, 2).sum().backward()
+    assert different(pipe, whole) == []
+    pipe.close()
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

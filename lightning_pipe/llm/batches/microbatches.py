@@ -175,12 +175,15 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
     for key, value, dim in _with_dims(batch, keys):
         if keys.chunk_dims.get(key, 0) is None:
             continue
+        fix = f"Set its entry of batching.chunk_dims to None to give all of {key!r} to each micro-batch"
         if key in _OF_ONE_PACKED_ROW:
-            found = "which describes a packed row"
+            found, fix = "which describes a packed row", ""
         elif isinstance(value, Tensor):
             if dim is not None and value.shape[dim] == rows:
                 continue
             found = f"a tensor of shape {tuple(value.shape)}"
+            if rows in value.shape:
+                fix = f"Name the dimension of its rows in batching.chunk_dims, such as {value.shape.index(rows)}. {fix}"
         elif tuple(getattr(value, "shape", ()))[:1] == (rows,):  # such as an array, or a mask of flex attention
             found = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         elif any(True for _ in _tensors_in(value)):
@@ -189,9 +192,9 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
             continue
         raise InputError(
             f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; expected"
-            f" tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows. Name the dimension of"
-            " its rows in batching.chunk_dims, or None to give all of it to each micro-batch; or pass a list of"
-            f" {num_microbatches} micro-batches instead, each with its own value"
+            f" tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows."
+            f" {f'{fix}; or pass' if fix else 'Pass'} a list of {num_microbatches} micro-batches instead, each"
+            f" {'one packed row ' if not fix else ''}with its own {key!r}"
         )
 
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
 _REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
 
@@ -106,6 +108,8 @@ class StageShapes:
         return fake
 
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        results: list[tuple[nn.Module, Any]] = []
+        hook = register_module_forward_hook(lambda module, _, result: results.append((module, result)))
         try:
             # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
             eager = torch.compiler.set_stance("force_eager")
@@ -125,14 +129,22 @@ class StageShapes:
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
                 f" exchange: {block or 'it'} fails with {type(error).__name__}: {error}. {fix}"
             ) from error
+        finally:
+            hook.remove()
         if index == len(self._stages) - 1:
             # The last stage's output is not sent, so it may have any type.
             return tuple(filter(_is_tensor, tree_leaves(output)))
         outputs = output if isinstance(output, tuple) else (output,)
         if not all(map(_is_tensor, outputs)):
+            kind = type(output).__name__
+            if isinstance(output, tuple):
+                kinds = ["Tensor" if _is_tensor(value) else type(value).__name__ for value in output]
+                kind += f" of ({', '.join(kinds)})"
             raise SetupError(
-                f"stage {index} gave a {type(output).__name__}; expected a tensor, or a tuple of tensors, which the"
-                " next stage takes as its arguments"
+                f"stage {index} gave a {kind}{_origin(stage, results, output)}; expected a tensor, or a tuple of"
+                " tensors, which the next stage takes as its arguments. Let the layers of the model pass tensors only:"
+                " make other values attributes of the layers, or keyword arguments of the model (model_inputs), which"
+                " every stage gets"
             )
         return outputs
 
@@ -152,6 +164,20 @@ def pass_on_without_data(layer: Any, slot: nn.Module) -> None:
             return slot(*args, **kwargs)
 
     layer.forward = passing
+
+
+def _origin(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: Any) -> str:
+    """Part of a message with the first module that returned a stage's output; empty if no module did."""
+
+    def items(value: Any) -> list[int]:
+        return list(map(id, value if isinstance(value, tuple) else (value,)))
+
+    model = next((one.module for one in stage.modules() if isinstance(one, StageModule)), stage)
+    names = {id(module): name for name, module in model.named_modules() if name}
+    for module, result in results:
+        if id(module) in names and not isinstance(module, PassThrough) and items(result) == items(output):
+            return f", which {names[id(module)]!r} ({type(module).__name__}) returned"
+    return ""
 
 
 def block_of(error: Exception, model: nn.Module) -> str | None:

@@ -221,8 +221,9 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
     except Exception as error:
         failure = error
     reason = "changes its input" if failure is None else f"fails with {type(failure).__name__}: {failure}"
+    ends = [", ".join(config.input_fqns + config.output_fqns)] if config.input_fqns + config.output_fqns else []
     raise SetupError(
-        f"{type(model).__name__} cannot be cut: with {', '.join(config.input_fqns + config.output_fqns)} and its layers"
+        f"{type(model).__name__} cannot be cut: with {' and '.join([*ends, 'its layers'])}"
         f" passing through, its forward {reason}; expected a forward that then returns the hidden states unchanged."
         " Move its other operations on them, such as a sum of two embeddings or a dropout, into one of those modules."
         " If layers take and return several tensors, set layer_outputs in the config to their number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from typing import Any
 
@@ -130,6 +131,45 @@ def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
     for dims in ({"bias": 1}, {"bias": 3}):
         with pytest.raises(InputError, match=r"'bias', a tensor of shape \(4, 3\), .* dimension [13] is the batch"):
             split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, SequenceKeys(chunk_dims=dims))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("cu_seq_lens_q", torch.tensor([0, 1, 2, 3])), ("max_length_k", 3)],
+)
+def test_a_description_of_a_packed_row_is_refused_with_a_list_as_the_only_fix(key: str, value: Any) -> None:
+    batch = {"input_ids": torch.ones(4, 3), key: value}
+    for dims in ({}, {key: 0}):
+        with pytest.raises(
+            InputError, match=r"rows\. Pass a list of 4 micro-batches instead, each one packed row with"
+        ):
+            split_batch(batch, 4, SequenceKeys(chunk_dims=dims))
+    rows = [{"input_ids": torch.ones(1, 3), key: value} for _ in range(4)]
+    assert all(item[key] is value for item in split_batch(rows, 4).items)
+
+
+@pytest.mark.parametrize(
+    ("value", "dim"),
+    [
+        (torch.zeros(2, 3, 4), 2),
+        (torch.zeros(2, 3), None),
+        (torch.tensor(1.0), None),
+        (np.zeros((4, 2)), None),
+        ([torch.zeros(4)], None),
+        ({"inner": torch.zeros(4)}, None),
+    ],
+)
+def test_the_named_entry_of_chunk_dims_lets_the_value_be_cut(value: Any, dim: int | None) -> None:
+    batch = {"input_ids": torch.ones(4, 3), "extra": value}
+    with pytest.raises(InputError) as caught:
+        split_batch(batch, 2)
+    named = re.search(r"Name the dimension of its rows in batching.chunk_dims, such as (\d)", str(caught.value))
+    assert (named and int(named[1])) == dim
+    assert "batching.chunk_dims to None to give all of 'extra' to each micro-batch" in str(caught.value)
+    assert split_batch(batch, 2, SequenceKeys(chunk_dims={"extra": None})).items[1]["extra"] is value
+    if dim is not None:
+        item = split_batch(batch, 2, SequenceKeys(chunk_dims={"extra": dim})).items[1]
+        assert item["extra"].shape[dim] == 2
 
 
 def test_an_array_of_the_batchs_rows_is_refused() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
+from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
 
 WIDTH, VOCABULARY = 6, 11
 
@@ -108,6 +110,60 @@ def test_a_forward_that_reads_values_is_refused_with_the_stage_and_the_fix() -> 
 def test_a_stage_that_gives_no_tensors_is_refused() -> None:
     with pytest.raises(SetupError, match=r"stage 0 gave a dict; expected a tensor, or a tuple"):
         shapes_of(first=Mapped)[0].of((ids(),), {})
+
+
+class Passing(nn.Module):
+    """A layer that takes and returns a tuple of its input and of other values."""
+
+    def __init__(self, *others: Any) -> None:
+        super().__init__()
+        self.others = others
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        return (self.linear(given[0] if isinstance(given, tuple) else given), *self.others)
+
+
+class KeepingAttributes(Passing):
+    """The same layer, with the other values as attributes."""
+
+    def forward(self, given: Any) -> Any:
+        return super().forward(given)[0]
+
+
+class TakingKeywords(nn.Module):
+    """The same model, with the other values as keyword arguments of every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Any = None, factor: int = 1) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * factor if mask is None else x
+
+
+def stages_of(model: nn.Module, config: ModuleConfig) -> StageShapes:
+    fake, mode = fake_copy(model)
+    return StageShapes([make_stage(shallow_copy(fake), config, [config.layer(i)], i, 2) for i in range(2)], mode)
+
+
+@pytest.mark.parametrize(
+    ("others", "kinds"), [((None,), "Tensor, NoneType"), ((None, 3, True), "Tensor, NoneType, int, bool")]
+)
+def test_a_layer_that_passes_other_values_than_tensors_is_named_with_their_types_and_the_fixes_work(
+    others: tuple[Any, ...], kinds: str
+) -> None:
+    hidden, config = torch.zeros(2, 5, WIDTH), ModuleConfig(2, "")
+    with pytest.raises(SetupError) as caught:
+        stages_of(nn.Sequential(Passing(*others), Passing(*others)), config).of((hidden,), {})
+    assert f"stage 0 gave a tuple of ({kinds}), which '0' (Passing) returned; expected a tensor" in str(caught.value)
+    fixed = stages_of(nn.Sequential(KeepingAttributes(*others), KeepingAttributes(*others)), config)
+    keywords = dict(zip(("mask", "factor"), others, strict=False))
+    by_keyword = stages_of(TakingKeywords(), ModuleConfig(2, "layers")).of((hidden,), keywords)
+    for shapes in (fixed.of((hidden,), {}), by_keyword):
+        assert [tuple(one.shape) for one in shapes[0].outputs] == [(2, 5, WIDTH)]
 
 
 def test_a_stage_may_give_several_tensors_of_which_some_have_gradients() -> None:

@@ -429,6 +429,23 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
         run_empty(Scaled(), derive_config(model), hidden, mask=None)
 
 
+def test_a_model_of_layers_alone_is_named_without_other_modules() -> None:
+    class LayersAlone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x * factor
+
+    hidden = torch.rand(2, LENGTH, WIDTH)
+    run_empty(LayersAlone(), ModuleConfig(2, "layers"), hidden)
+    with pytest.raises(SetupError, match="LayersAlone cannot be cut: with its layers passing through, its forward"):
+        run_empty(LayersAlone(), ModuleConfig(2, "layers"), hidden, factor=2.0)
+
+
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_trying_a_model_sees_a_buffer_on_the_hidden_states(multiplies: bool) -> None:
     class Buffered(Transformer):
