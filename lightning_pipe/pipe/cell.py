@@ -244,6 +244,11 @@ class Cell:
             if node in seen:
                 continue
             seen.add(node)
+            if node.name() == "CheckpointFunctionBackward":
+                raise SetupError(
+                    f"a layer of {partition.name} calls torch.utils.checkpoint with use_reentrant=True, which cannot"
+                    " compute the gradients of a partition. Use use_reentrant=False, or the pipe's checkpoint"
+                )
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in mine:
                 raise SetupError(

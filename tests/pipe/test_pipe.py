@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint as recompute
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
@@ -287,6 +288,35 @@ def test_an_embedding_that_limits_its_norm_is_named_where_it_cannot_be_recompute
     pipe = Pipe(layers, 2, "never", ["cpu"] * 2, [1, 1])
     pipe(ids).sum().backward()
     whole_forward(whole, ids, 2).sum().backward()
+    assert different(pipe, whole) == []
+    pipe.close()
+
+
+class Recomputed(nn.Linear):
+    """A layer that recomputes itself by PyTorch's function."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(6, 6)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = recompute(super().forward, input, use_reentrant=self.use_reentrant)
+        return output
+
+
+def test_a_reentrant_checkpoint_in_a_layer_is_refused_and_the_fix_works() -> None:
+    def layers(use_reentrant: bool) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), Recomputed(use_reentrant))
+
+    inputs = batch(8)[0]
+    pipe = Pipe(layers(True), 2, "never", ["cpu"] * 2, [1, 1])
+    with pytest.raises(SetupError, match=r"a layer of partition 1 .* use_reentrant=True.* Use use_reentrant=False"):
+        pipe(inputs).sum().backward()
+    pipe.close()
+    pipe, whole = Pipe(layers(False), 2, "never", ["cpu"] * 2, [1, 1]), layers(False)
+    pipe(inputs).sum().backward()
+    whole_forward(whole, inputs, 2).sum().backward()
     assert different(pipe, whole) == []
     pipe.close()
 

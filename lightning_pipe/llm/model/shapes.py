@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
@@ -65,6 +67,7 @@ class StageShapes:
         self._mode = mode
         self._check = check if len(self._stages) > 1 else None
         self._known: OrderedDict[Any, list[StageShape]] = OrderedDict()
+        self._training_checked = False
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
         """Shapes of all stages for one micro-batch.
@@ -97,8 +100,46 @@ class StageShapes:
                 sent = tuple(map(_some_values, outputs))
                 self._check(sent[0] if len(sent) == 1 else sent, tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
-            inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+            inputs = _received(outputs)
         return found
+
+    def refuse_reentrant_checkpoints(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], schedule: str) -> None:
+        """Refuse layers that recompute with ``use_reentrant=True``, for a schedule with backwards in two parts.
+
+        PyTorch would fail in the backward, on the rank of the layer alone. The first stage is not checked: its backward
+        is whole. Stages run in training mode here, and only once, on the first call.
+
+        Args:
+            args: see :meth:`of`, also for *kwargs*.
+            schedule: name of the schedule.
+
+        Raises:
+            SetupError: a layer of a stage after the first one does.
+        """
+        if self._training_checked:
+            return
+        self._training_checked = True
+        with self._mode:
+            inputs, fakes = tree_map_only((Tensor, BlockMask), self._without_data, (args, dict(kwargs)))
+        for index, stage in enumerate(self._stages):
+            if index > 0:
+                self._refuse_reentrant(index, stage.train(), inputs, fakes, schedule)
+            inputs = _received(self._run(index, stage.eval(), inputs, fakes))
+
+    def _refuse_reentrant(
+        self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], schedule: str
+    ) -> None:
+        try:
+            with patch.object(torch.utils.checkpoint, "CheckpointFunction", _Reentrant):
+                self._call(stage, inputs, kwargs)
+        except _ReentrantError as error:
+            raise SetupError(
+                f"{block_of(error, _model_of(stage)) or 'the model'} of stage {index} calls torch.utils.checkpoint with"
+                f" use_reentrant=True, which schedule {schedule} cannot run, since its backwards run in two parts."
+                " Use use_reentrant=False, the strategy's activation_checkpoint, or schedule 1f1b or interleaved_1f1b"
+            ) from None
+        except Exception:  # any other exception: training itself will show it
+            return
 
     def _without_data(self, value: Tensor | BlockMask) -> Any:
         if isinstance(value, Tensor):
@@ -107,14 +148,17 @@ class StageShapes:
         vars(fake).update(tree_map_only(Tensor, self._mode.from_tensor, vars(value)))
         return fake
 
+    def _call(self, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, NoConditions():
+            return stage(*inputs, **kwargs)
+
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results: list[tuple[nn.Module, Any]] = []
         hook = register_module_forward_hook(lambda module, _, result: results.append((module, result)))
         try:
-            # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
-            eager = torch.compiler.set_stance("force_eager")
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, NoConditions():
-                output = stage(*inputs, **kwargs)
+            output = self._call(stage, inputs, kwargs)
         except (InputError, SetupError):
             raise
         except Exception as error:
@@ -172,12 +216,30 @@ def _origin(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: 
     def items(value: Any) -> list[int]:
         return list(map(id, value if isinstance(value, tuple) else (value,)))
 
-    model = next((one.module for one in stage.modules() if isinstance(one, StageModule)), stage)
-    names = {id(module): name for name, module in model.named_modules() if name}
+    names = {id(module): name for name, module in _model_of(stage).named_modules() if name}
     for module, result in results:
         if id(module) in names and not isinstance(module, PassThrough) and items(result) == items(output):
             return f", which {names[id(module)]!r} ({type(module).__name__}) returned"
     return ""
+
+
+def _model_of(stage: nn.Module) -> nn.Module:
+    """Model with the names that the user knows."""
+    return next((one.module for one in stage.modules() if isinstance(one, StageModule)), stage)
+
+
+def _received(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+
+
+class _ReentrantError(Exception):
+    """Raised in place of a reentrant checkpoint."""
+
+
+class _Reentrant:
+    @staticmethod
+    def apply(*args: Any) -> Any:
+        raise _ReentrantError
 
 
 def block_of(error: Exception, model: nn.Module) -> str | None:

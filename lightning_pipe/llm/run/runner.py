@@ -24,7 +24,7 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
-from lightning_pipe.llm.schedules.checks import describe_replacement, fitting_schedule
+from lightning_pipe.llm.schedules.checks import describe_replacement, fitting_schedule, splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
@@ -167,6 +167,8 @@ class PipelineRunner:
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
+        if train and splits_backward(self.spec):
+            self.shapes.refuse_reentrant_checkpoints(first.args, first.kwargs, self.spec.name)
         made = self._made[key] = self._make(shapes, len(micro_batches), train)
         while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self.cache_bytes:
             self._made.popitem(last=False)
