@@ -13,7 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.run.stage_runner import StageHooks, StageRunner
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import SEED, Block, TinyLM, differing, microbatches_of, row_batches
+from tests.strategies.llm_cases import (
+    SEED,
+    Block,
+    TinyHF,
+    TinyLM,
+    differing,
+    hf_config,
+    microbatches_of,
+    row_batches,
+)
 
 
 class Recomputed(Block):
@@ -45,18 +54,27 @@ class OfLayers(StageHooks):
         return model
 
 
+class HuggingFace(StageHooks):
+    def build_model(self) -> nn.Module:
+        model: Any = TinyHF(hf_config("llama")).build_model()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return nn.Module.train(model)
+
+
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 
 def recomputing(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     batch = microbatches_of(row_batches(1)[0], 4)
-    for schedule in ZERO_BUBBLE:
-        runner = StageRunner(OfLayers(Recomputed), schedule)
+    refused: dict[str, StageHooks] = dict.fromkeys(ZERO_BUBBLE, OfLayers(Recomputed))
+    for name, hooks in (refused | {"Hugging Face's": HuggingFace()}).items():
+        schedule = name if name in ZERO_BUBBLE else "zbv_zero_bubble"
+        runner = StageRunner(hooks, schedule)
         runner.forward_only(batch)
         with pytest.raises(SetupError) as caught:
             runner.forward_backward(batch)
-        found[schedule] = str(caught.value)
+        found[name] = str(caught.value)
     cases: dict[str, tuple[type[Block], str, dict[str, Any]]] = {
         "plain": (Block, "zbv_zero_bubble", {}),
         "not reentrant": (RecomputedOnce, "zbv_zero_bubble", {}),
@@ -81,6 +99,7 @@ def test_reentrant_checkpoints_are_refused_on_every_rank_where_backwards_are_in_
                 rf" schedule {schedule} cannot run",
                 found[schedule],
             )
+        assert re.match(r"model\.layers\.\d.* of stage \d calls .* use_reentrant=True", found["Hugging Face's"])
         for case in ("not reentrant", "activation_checkpoint"):
             assert differing(found[case], found["plain"]) == []
         assert differing(found["reentrant under 1f1b"], found["1f1b"]) == []
