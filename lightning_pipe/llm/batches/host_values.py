@@ -25,7 +25,7 @@ class _Copy(NamedTuple):
     result_version: int
 
 
-class HostCopies(TorchFunctionMode):
+class RecordedCopies(TorchFunctionMode):
     """Records which tensor on a device is a copy of which tensor on the host, while it is entered."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class HostCopies(TorchFunctionMode):
         return copy.source
 
 
-def values_on_host(batch: Any, copies: HostCopies) -> Any:
+def values_on_host(batch: Any, copies: RecordedCopies) -> Any:
     """Return a batch with its tensors on the host, or the batch itself if none is on a device.
 
     Args:
@@ -72,11 +72,11 @@ def values_on_host(batch: Any, copies: HostCopies) -> Any:
     for stream in streams.values():
         if stream is not None:
             stream.synchronize()
-    found = [
+    on_host = [
         {key: known.get(id(value), value) for key, value in part.items()} if isinstance(part, Mapping) else part
         for part in parts
     ]
-    return found[0] if isinstance(batch, Mapping) else found
+    return on_host[0] if isinstance(batch, Mapping) else on_host
 
 
 def _on_device(value: Any) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.batches.host_values import HostCopies, values_on_host
+from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_host
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
@@ -111,7 +111,7 @@ class BatchPreparation:
         """Keys of the values that are padded."""
         return self.batching.sequence_keys(self.hooks.ignore_index)
 
-    def begin(self, batch: Any, copies: HostCopies | None = None, *, counts: bool = True) -> PreparedBatch:
+    def begin(self, batch: Any, copies: RecordedCopies | None = None, *, counts: bool = True) -> PreparedBatch:
         """Cut a batch and start gathering its numbers.
 
         Args:
@@ -125,7 +125,7 @@ class BatchPreparation:
         try:
             count = _number(batch) if self.num_microbatches is None else self.num_microbatches
             cut = on_host = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
-            values = values_on_host(batch, copies or HostCopies())
+            values = values_on_host(batch, copies or RecordedCopies())
             if values is not batch:
                 on_host = split_batch(values, count, self.keys)
             tokens = sum(map(self._count, on_host.items))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.llm.batches.host_values import HostCopies
+from lightning_pipe.llm.batches.host_values import RecordedCopies
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.run.optimizer_refusals import refuse_sharded
@@ -158,7 +158,7 @@ class StageRunner:
     def _begin(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
         # A mapping is refused on every rank, in the preparation.
         given = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
-        copies = HostCopies()
+        copies = RecordedCopies()
         with copies:
             batch: Any = tree_map_only(Tensor, lambda one: one.to(self.device), given)
         return batch, self._preparation.begin(batch, copies)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule, TrainingContext
-from lightning_pipe.llm.batches.host_values import HostCopies
+from lightning_pipe.llm.batches.host_values import RecordedCopies
 
 if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
     from lightning_pipe.llm.run.preparation import PreparedBatch
@@ -30,13 +30,13 @@ class LLMContext(TrainingContext):
         prepared: batch cut into micro-batches, with the numbers that ranks exchange; None if the batch is None.
     """
 
-    copies: HostCopies
+    copies: RecordedCopies
     prepared: PreparedBatch | None
 
 
 def llm_plan(
     transfer: Callable[[Any], Any],
-    prepare: Callable[[Any, HostCopies], Any],
+    prepare: Callable[[Any, RecordedCopies], Any],
     hand_over: Callable[[PreparedBatch | None], None] | None = None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
@@ -97,7 +97,7 @@ def llm_plan(
 
 
 def llm_evaluation_plan(
-    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostCopies], Any], name: str
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any], name: str
 ) -> PipelinePlan:
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward.
 
@@ -116,10 +116,10 @@ def llm_evaluation_plan(
 
 
 def _ahead(
-    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostCopies], Any]
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any]
 ) -> dict[PipelineTask, TaskSchedule]:
     def copy(ctx: LLMContext) -> None:
-        ctx.copies = HostCopies()
+        ctx.copies = RecordedCopies()
         with ctx.copies:
             ctx.batch = transfer(ctx.batch)
 
