@@ -20,6 +20,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pipe._compat.lightning import AutomaticOptimization, ResultCollection, ResultMetric, TrainingEpochLoop
@@ -173,7 +174,27 @@ def end_batch(loop: TrainingEpochLoop) -> None:
 
 
 class _QuickResults(ResultCollection):
-    """Lightning's logged values, without moves of accumulators that are already on the device of the value."""
+    """Lightning's logged values, without moves of accumulators that are already on the device of the value.
+
+    Attributes:
+        restored: keys of values that came from a checkpoint.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.restored: set[str] = set()
+
+    @torch.compiler.disable
+    def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().log(fx, name, *args, **kwargs)
+        except MisconfigurationException:
+            if (key := f"{fx}.{name}") not in self.restored:
+                raise
+            # The run that wrote the checkpoint has logged the value with other arguments.
+            self.restored.remove(key)
+            del self[key]
+            super().log(fx, name, *args, **kwargs)
 
     def __setitem__(self, key: str, metric: ResultMetric) -> None:
         super().__setitem__(

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
+from lightning_pipe._compat.logged_values import end_epoch, pack, restore, values_of_rank
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
@@ -25,7 +25,7 @@ from lightning_pipe.loops.data.resumable_loader import (
     resumable,
     share_samplers,
 )
-from lightning_pipe.loops.data.resume import ResumePoint, read_on_all_ranks
+from lightning_pipe.loops.data.resume import ResumePoint, are_equal, read_on_all_ranks
 from lightning_pipe.loops.data.shared_order import of_other_ranks
 from lightning_pipe.loops.data.stateful_loaders import watch
 
@@ -46,6 +46,9 @@ class PipelineFitLoop(FitLoop):
     _loaded_in: int | None = None
     # Resume point at which the loaders have been placed.
     _placed: ResumePoint | None = None
+    # Logged values of a loaded checkpoint for this rank, until the run continues with them.
+    _logged: dict[str, Any] | None = None
+    _has_logged = False
     # Of each loader of the current epoch, whether this package made it resumable.
     _made_resumable: Sequence[bool] = ()
     # During setup_data: the loaders that are replaced.
@@ -81,12 +84,28 @@ class PipelineFitLoop(FitLoop):
         finished = current.ready == current.started == current.processed
         Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
 
+    def run(self) -> None:
+        """Train, with the logged values of the checkpoint if the run continues from one.
+
+        Raises:
+            SetupError: the checkpoint's logged values are damaged. Raised on every rank.
+        """
+        logged, self._logged = self._logged, None
+        self._has_logged = logged is not None
+        if logged is not None:
+            # Lightning resets the values after the sanity check.
+            read_on_all_ranks(self._named("logged values"), partial(restore, self.epoch_loop, logged))
+        super().run()
+
     def on_run_start(self) -> None:
         # Lightning does this unless max_steps is given.
         self.epoch_progress.current.completed = self.epoch_progress.current.processed  # type: ignore[attr-defined]
         super().on_run_start()
 
     def reset(self) -> None:
+        epochs: Any = self.epoch_progress.current
+        if self._has_logged and epochs.completed < epochs.processed == epochs.started == epochs.ready:
+            end_epoch(self.epoch_loop)  # the checkpoint was written before
         self.update_restart_stage()
         # Lightning counts an epoch as ended once its last batch has ended; this loop first runs the end of the epoch.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
@@ -119,6 +138,12 @@ class PipelineFitLoop(FitLoop):
             # Reloaded loaders and hooks draw the same random numbers as in the previous run.
             set_states(point.common, self.trainer.strategy.root_device)
         super().on_advance_start()
+
+    def on_advance_end(self) -> None:
+        if self._has_logged:
+            # Lightning would not update schedulers that monitor a value at the end of a resumed epoch.
+            self.restarting = False
+        super().on_advance_end()
 
     def teardown(self) -> None:
         """Keep the last position for later checkpoints, and release the dataloaders' iterators."""
@@ -250,7 +275,7 @@ class PipelineFitLoop(FitLoop):
         if point is None:
             # Before the first epoch: the loaders start from the beginning.
             if (before := self._before_data) is not None:
-                state[_KEY] = {"ranks": gather_to_first(ResumePoint([], before).packed(), dist.group.WORLD)}
+                state[_KEY] = {"ranks": self._of_ranks(ResumePoint([], before))}
             return state
         progress = self.epoch_loop.batch_progress.current
         if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
@@ -270,11 +295,16 @@ class PipelineFitLoop(FitLoop):
         if due is not None:
             point = replace(point, common=due)
         state[_KEY] = {
-            "ranks": gather_to_first(point.packed(), dist.group.WORLD),
+            "ranks": self._of_ranks(point),
             "validation_due": due is not None or self.epoch_loop.validation_due,  # type: ignore[attr-defined]
             "loaded_in": self._last_train_dl_reload_epoch,
+            "ended_batches": self.epoch_loop.ended_batches,  # type: ignore[attr-defined]
         }
         return state
+
+    def _of_ranks(self, point: ResumePoint) -> list[dict[str, Any]]:
+        """States of all ranks on the first rank, and of this rank on the others."""
+        return gather_to_first({**point.packed(), "logged": pack(self.epoch_loop)}, dist.group.WORLD)
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Load the positions of the loops from a checkpoint.
@@ -314,6 +344,8 @@ class PipelineFitLoop(FitLoop):
         if not isinstance(own, dict):
             raise TypeError(f"expected a dict with the states of the ranks, got {shown(own)}")
         ranks, loaded_in = own.get("ranks"), own.get("loaded_in")
+        self.epoch_loop.ended_batches = own.get("ended_batches")  # type: ignore[attr-defined]
+        self._logged = None
         if ranks is None:
             return
         if not isinstance(ranks, list) or not ranks or not isinstance(loaded_in, int | None):
@@ -324,10 +356,11 @@ class PipelineFitLoop(FitLoop):
         if len(ranks) != world:
             first = ranks[0]
             if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
-                _are_equal(one["loaders"], first["loaders"]) for one in ranks
+                are_equal(one["loaders"], first["loaders"]) for one in ranks
             ):
                 # All ranks read the same batches, in the previous run and in this one.
                 ranks, world, rank = [first], 1, 0
+        self._logged = values_of_rank(rank, world, [state["logged"] for state in ranks if "logged" in state])
         if len(ranks) != world:
             elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
             if elsewhere is not None:
@@ -341,20 +374,6 @@ class PipelineFitLoop(FitLoop):
             )
             return
         self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return True if two loader states are equal. States of the user's loaders may hold tensors and arrays."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    same: Any = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_pipe._compat import logged_values
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop, accumulates
 from lightning_pipe._compat.quick_lightning import (
     call_callback_hooks,
@@ -75,6 +76,12 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._completes = False
         # True if the loaded checkpoint was written during a validation that has not been restarted yet.
         self.validation_due = False
+        # True if the run that wrote the loaded checkpoint was to stop after the work that is due.
+        self.stop_due = False
+        # Total number of batches at the last end of a batch, after which schedulers that monitor a value are updated.
+        self.ended_batches: int | None = None
+        # Logged values before the current batch, which a run that resumes within the batch trains again.
+        self.values_before_batch: logged_values.Accumulated = []
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -177,6 +184,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             super().reset()
         if self._completes or in_batch:
             self._batches_that_stepped = stepped  # incremented when the batch is completed
+        if self.batch_progress.current.ready:
+            logged_values.continue_epoch(self)
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
         """Begin an epoch. The first epoch builds the program.
@@ -220,9 +229,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         Raises:
             StopIteration: the epoch is over, or a hook skips the rest of it.
         """
+        self.values_before_batch = logged_values.accumulated(self._results)
+        self.trainer.should_stop |= self.stop_due
+        self.stop_due = False
         if self._completes:
             self._completes = False
             self.val_loop.restarting = False
+            end_batch(self)
         elif isinstance(data_fetcher, DataLoaderIterDataFetcher):
             # The user's step fetches batches itself, so no batch can be moved ahead.
             super().advance(data_fetcher)
@@ -320,8 +333,16 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             interval: "step" or "epoch".
             update_plateau_schedulers: True to update only schedulers that monitor a value, False to update the others.
         """
-        if self.trainer.strategy.lr_scheduler_configs:
+        at_batch_end = interval == "step" and update_plateau_schedulers
+        if self.trainer.strategy.lr_scheduler_configs and not (at_batch_end and self._has_ended):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if at_batch_end:
+            self.ended_batches = self.batch_progress.total.ready
+
+    @property
+    def _has_ended(self) -> bool:
+        """True after the last batch, its validation, and the update of schedulers that monitor a value."""
+        return self.ended_batches == self.batch_progress.total.ready
 
     def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
         trainer, program = self.trainer, self._program
@@ -352,7 +373,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if self.restarting and self.batch_progress.current.ready and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
-            if self.restarted_on_last:
+            if self.restarted_on_last and not self._has_ended:
                 self._skip_next_val = True
                 return True
             # The call makes iterators, which draw. The finished validation already drew before the checkpoint, so the

@@ -136,3 +136,17 @@ def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
             ) from error
 
     on_all_ranks(checked, f"{what} cannot be read", dist.group.WORLD)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two loader states are equal. States of the user's loaders may hold tensors and arrays."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    same: Any = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)

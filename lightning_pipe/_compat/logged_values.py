@@ -1,0 +1,216 @@
+"""Values logged with ``self.log``, as plain data for a checkpoint. Lightning's checkpoints do not contain them.
+
+A run that continues from a checkpoint needs them for work that was due when the checkpoint was written: schedulers and
+callbacks that monitor a value, and the means of the current epoch.
+
+Tested in ``tests/scenarios/checkpoints/test_logged_values.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultMetric, Sync, TrainingEpochLoop
+
+# Attributes of Lightning's logger connector.
+_LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# Arguments of `self.log` that Lightning compares with those of the previous call, apart from those of the reduction.
+_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+              "dataloader_idx", "metric_attribute")  # fmt: skip
+_REDUCTIONS: dict[str, Any] = {"torch.mean": torch.mean, "torch.max": torch.max, "torch.min": torch.min,
+                               "torch.sum": torch.sum, "max": max, "min": min, "sum": sum}  # fmt: skip
+
+# Of each logged value: accumulated value, number of rows or None, value of the last step, True if it was reset.
+Accumulated = list[tuple[ResultMetric, Any, Any, Any, bool]]
+
+
+def accumulated(results: ResultCollection) -> Accumulated:
+    """Return the present values of *results* without copies: Lightning does not change their tensors in place."""
+    return [
+        (metric, metric.value, getattr(metric, "cumulated_batch_size", None), metric._forward_cache, metric.has_reset)
+        for metric in results.values()
+    ]
+
+
+def pack(loop: Any) -> dict[str, Any]:
+    """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU.
+
+    Args:
+        loop: this project's training epoch loop.
+    """
+    trainer: pl.Trainer = loop.trainer
+    connector = trainer._logger_connector
+    latest = {
+        name: {key: _plain(value) for key, value in getattr(connector, name).items() if _is_plain(value)}
+        for name in _LATEST
+    }
+    again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
+    values = loop.values_before_batch if again else accumulated(loop._results)
+    entries = [_packed(again, *value) for value in values]
+    reasons = {stopping.stopping_reason for stopping in _early_stopping(trainer)} - {EarlyStoppingReason.NOT_STOPPED}
+    return {
+        "latest": latest,
+        "epoch": [entry for entry in entries if entry is not None],
+        "stopped": loop.stop_due or (trainer.should_stop and bool(reasons)),
+    }
+
+
+def _early_stopping(trainer: pl.Trainer) -> Sequence[Any]:
+    return trainer.early_stopping_callbacks
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor | float | int)
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool) -> Any:
+    meta = metric.meta
+    if has_reset or meta.sync.group is not None:
+        return None
+    packed: dict[str, Any] = {
+        "arguments": {name: getattr(meta, name) for name in _ARGUMENTS},
+        "reduction": next(name for name, reduction in _REDUCTIONS.items() if reduction is meta.reduce_fx),
+        "sync_dist": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "last": _plain(last) if _is_plain(last) else None,
+    }
+    if metric.is_tensor:
+        return {**packed, "value": _plain(value), "rows": _plain(rows)}
+    parts = _parts(value)
+    states = {name: _states(part) for name, part in parts.items()}
+    # torchmetrics changes states in place, so those before the batch are unknown. Lists grow with the epoch.
+    if again or not all(isinstance(state, Tensor) for of_part in states.values() for state in of_part.values()):
+        return None
+    packed["states"] = {part: {name: _plain(state) for name, state in of.items()} for part, of in states.items()}
+    packed["updates"] = {name: part._update_count for name, part in parts.items()}
+    return packed
+
+
+def _parts(metric: Metric) -> dict[str, Metric]:
+    """Metrics that *metric* consists of, itself included."""
+    return {name: part for name, part in metric.named_modules() if isinstance(part, Metric)}
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the logged values for a rank, or None if the checkpoint has none, as those of Lightning's loop.
+
+    If another number of ranks wrote the checkpoint, each rank gets an equal share of what they have accumulated.
+
+    Args:
+        rank: this rank.
+        rank_count: number of ranks of this run.
+        ranks: results of :func:`pack` on the ranks that wrote the checkpoint.
+    """
+    if not ranks:
+        return None
+    stopped = any(packed["stopped"] for packed in ranks)
+    if len(ranks) == rank_count:
+        return {**ranks[rank], "stopped": stopped}
+    shares = []
+    for entry in ranks[0]["epoch"]:
+        same = [other for packed in ranks for other in packed["epoch"] if other["arguments"] == entry["arguments"]]
+        if "value" not in entry or len(same) < len(ranks):
+            continue
+        values = torch.stack([other["value"] for other in same])
+        reduction = entry["reduction"].removeprefix("torch.")
+        value = getattr(values, f"a{reduction}")(0) if reduction in ("max", "min") else values.sum(0) / rank_count
+        rows = None if entry["rows"] is None else sum(other["rows"] for other in same) / rank_count
+        shares.append({**entry, "value": value, "rows": rows})
+    return {**ranks[0], "epoch": shares, "stopped": stopped}
+
+
+def restore(loop: Any, packed: dict[str, Any]) -> None:
+    """Restore the result of :func:`pack`.
+
+    Args:
+        loop: this project's training epoch loop.
+        packed: values for this rank.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: *packed* is damaged.
+    """
+    trainer: pl.Trainer = loop.trainer
+    device = trainer.strategy.root_device
+    for name in _LATEST:
+        if not all(isinstance(key, str) and _is_plain(value) for key, value in packed["latest"][name].items()):
+            raise TypeError(f"expected numbers and tensors by name in {name}")
+        getattr(trainer._logger_connector, name).update(_on(device, packed["latest"][name]))
+    for entry in packed["epoch"]:
+        _restore(loop._results, entry, trainer, device)
+    loop.values_before_batch = accumulated(loop._results)
+    stops = bool(packed["stopped"] and _early_stopping(trainer))
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    finished = epochs.ready == epochs.processed
+    trainer.should_stop, loop.stop_due = stops and finished, stops and not finished
+
+
+def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _restore(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: torch.device) -> None:
+    meta = Metadata(
+        **{name: entry["arguments"][name] for name in _ARGUMENTS}, reduce_fx=_REDUCTIONS[entry["reduction"]]
+    )
+    meta.sync = Sync(_should=entry["sync_dist"], fn=trainer.strategy.reduce, rank_zero_only=entry["rank_zero_only"])
+    if "states" in entry:
+        value = _restored_metric(trainer.lightning_module, meta.metric_attribute or "", entry, device)
+        if value is None:
+            return  # the module has changed since
+    else:
+        value = entry["value"].to(device)
+    key = f"{meta.fx}.{meta.name}"
+    results[key] = ResultMetric(meta, is_tensor="states" not in entry)
+    metric = results[key]  # the collection may replace it
+    metric.value = value
+    if entry.get("rows") is not None:
+        metric.cumulated_batch_size = entry["rows"].to(device)
+    metric._forward_cache, metric._update_count = _on(device, {"last": entry["last"]})["last"], 1
+    if hasattr(results, "restored"):
+        results.restored.add(key)
+
+
+def _restored_metric(module: Any, attribute: str, entry: dict[str, Any], device: torch.device) -> Metric | None:
+    """Metric of the module with the states of the checkpoint, or None if the module has another metric there."""
+    metric = dict(module.named_modules()).get(attribute)
+    parts = _parts(metric) if isinstance(metric, Metric) else {}
+    names = {part: set(_states(of)) for part, of in parts.items()}
+    if names != {part: set(states) for part, states in entry["states"].items()}:
+        return None
+    for part, of in parts.items():
+        for name, state in _on(device, entry["states"][part]).items():
+            setattr(of, name, state)
+        of._update_count, of._computed = entry["updates"][part], None
+    return metric
+
+
+def continue_epoch(loop: TrainingEpochLoop) -> None:
+    """Make the values of the next batch of *loop* add to those of the epoch. Lightning resets them at a first batch."""
+    loop.trainer._logger_connector._first_loop_iter = False
+
+
+def end_epoch(loop: TrainingEpochLoop) -> None:
+    """Do the work that Lightning does after the hooks at the end of an epoch, apart from logging."""
+    trainer, connector = loop.trainer, loop.trainer._logger_connector
+    connector.on_epoch_end()
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    # A value that the module logs in `on_train_epoch_end` is missing if a callback has saved before that hook.
+    monitored = {config.monitor for config in plateaus if config.interval == "epoch"}
+    if loop._num_ready_batches_reached() and monitored <= trainer.callback_metrics.keys():
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    connector.reset_results()
