@@ -174,13 +174,16 @@ def _restore(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: t
             return  # the module has changed since
     else:
         value = entry["value"].to(device)
+    last = entry["last"]
+    if not (isinstance(meta.fx, str) and isinstance(meta.name, str) and (last is None or _is_plain(last))):
+        raise TypeError(f"expected a name and a last value, got {meta.fx!r}, {meta.name!r} and {last!r}")
     key = f"{meta.fx}.{meta.name}"
     results[key] = ResultMetric(meta, is_tensor="states" not in entry)
     metric = results[key]  # the collection may replace it
     metric.value = value
     if entry.get("rows") is not None:
         metric.cumulated_batch_size = entry["rows"].to(device)
-    metric._forward_cache, metric._update_count = _on(device, {"last": entry["last"]})["last"], 1
+    metric._forward_cache, metric._update_count = _on(device, {"last": last})["last"], 1
     if hasattr(results, "restored"):
         results.restored.add(key)
 
