@@ -42,6 +42,15 @@ SETTINGS = [
         saving={"monitor": "val_loss", "filename": "{step}-{val_loss}"},
         frequency=2,
     ),
+    Setting("best by validation of each step", validates=2, saving={"monitor": "val_loss", **EACH_STEP}),
+    Setting(
+        "plateau by step of two batches",
+        "step",
+        "followed_step",
+        validates=2,
+        saving=AFTER_VALIDATION,
+        options={"accumulate_grad_batches": 2},
+    ),
 ]
 
 
@@ -184,15 +193,15 @@ def test_due_steps_of_a_scheduler_are_done_once_if_the_resumed_run_saves_before_
         assert fitted(start=path, **options).rates == whole.rates[6:]
 
 
-@pytest.mark.parametrize("batches", [2, 3])
-def test_a_scheduler_steps_once_after_the_batch_that_a_termination_ends(batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_a_scheduler_steps_once_after_the_batch_that_a_termination_ends(hook: str, tmp_path: Path) -> None:
     def tell(used: pl.Trainer) -> None:
         used._signal_connector.received_sigterm = True
 
     whole = fitted(**EVERY_OTHER)
     keeps = OnExceptionCheckpoint(tmp_path, "a")
     with pytest.raises(SIGTERMException):
-        fitted(At("on_train_batch_end", batches, tell), keeps, enable_checkpointing=True, **EVERY_OTHER)
+        fitted(At(hook, 2, tell), keeps, enable_checkpointing=True, **EVERY_OTHER)
     rest = fitted(start=tmp_path / "a.ckpt", **EVERY_OTHER)
     assert len(rest.rates) >= 12
     assert rest.rates == whole.rates[-len(rest.rates) :]
