@@ -2,8 +2,6 @@
 
 A run that continues from a checkpoint needs them for work that was due when the checkpoint was written: schedulers and
 callbacks that monitor a value, and the means of the current epoch.
-
-Tested in ``tests/scenarios/checkpoints/test_logged_values.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Names of values that differ between a checkpoint and a module only in ``torch.compile``.
 
 ``torch.compile(module)`` inserts a level into the names of the module's values. ``module.compile()`` does not.
-
-Tested in ``tests/scenarios/checkpoints/test_compiled_modules.py``.
 """
 
 from __future__ import annotations

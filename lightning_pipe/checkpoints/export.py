@@ -15,15 +15,12 @@ import torch
 
 from lightning_pipe.checkpoints.folder_reading import (
     EXPORTED_FROM,
-    check_stages,
     read_metadata,
     read_rest,
     read_whole,
 )
-from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, META
-from lightning_pipe.checkpoints.inert_values import _Refused, described
+from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
-from lightning_pipe.checkpoints.safe_reading import file_named
 from lightning_pipe.checkpoints.stage_layout import (
     MODEL,
     OPTIMIZERS,
@@ -54,8 +51,8 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     Args:
         folder: checkpoint folder, or its URL, that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
         file: path of the file to write. An existing file is replaced after everything has been written.
-        weights_only: False to allow any class among the values that are not tensors (default None: only tensors, NumPy
-            arrays, plain types and allowed classes). The code of these classes then runs.
+        weights_only: False to allow any class among the values that are not tensors (default None: only tensors, plain
+            types and allowed classes). The code of these classes then runs.
 
     Raises:
         SetupError: the folder does not exist, is damaged, or holds a class that is not allowed.
@@ -69,14 +66,11 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)
-    if of_stages:
-        check_stages(source, checkpoint)
     # The temporary folder is private to the user, as is the file until it is complete.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         whole = read_whole(source, saved, weights_only, None if of_stages else _SHARDED_MODEL, Path(beside))
         if of_stages:
-            with file_named(source / ".metadata"):
-                _put_stages(checkpoint, whole)
+            _put_stages(checkpoint, whole)
         else:
             if isinstance(checkpoint.get(DYNAMIC_ROWS), dict):
                 names = ", ".join(map(str, checkpoint[DYNAMIC_ROWS]))
@@ -97,22 +91,11 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
 
 def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
     """Add the states of the model and of the optimisers to *checkpoint*, with parameters numbered as on one device."""
-    tied = checkpoint.pop(TIED, {})
-    absent = sorted(set(tied.values()) - whole[MODEL].keys())
-    if absent:
-        raise _Refused(f"state_dict_metadata has no {described(absent[0])}, which {META} lists as a tied parameter")
-    checkpoint[MODEL] = with_other_names(whole[MODEL], tied)
+    checkpoint[MODEL] = with_other_names(whole[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
         states = whole.get(optimizer_part(number), {}).get("state", {})
-        if not isinstance(states, dict):
-            raise _Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict keyed by parameter")
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
-        unknown = sorted(map(str, states.keys() - index.keys()))
-        if unknown:
-            raise _Refused(
-                f"{optimizer_part(number)} has a state for {described(unknown[0])}, which is in no group of {META}"
-            )
         checkpoint[OPTIMIZERS][number] = {
             "state": {index[name]: state for name, state in states.items()},
             "param_groups": [

@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.checkpoints.folder_writing import META, reasons
-from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.checkpoints.remote_folder import Folder
-from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
-from lightning_pipe.checkpoints.stage_layout import OPTIMIZERS, TIED
+from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object, opened
 from lightning_pipe.checkpoints.whole_folder import restore_replaced
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
 
 # Key of an exported file for the name of its source folder. It is shown if the file is given in place of the folder.
@@ -66,7 +65,8 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
 def _exported_from(file: Folder) -> str | None:
     """Name of the folder that a file was exported from, or None if the file is no readable export."""
     try:
-        found = load_object(file, None, values=False)
+        with opened(file) as stream:
+            found = torch.load(stream, map_location="meta", weights_only=True)  # without reading the tensors
     except SetupError:  # not an exported file
         return None
     source = found.get(EXPORTED_FROM) if isinstance(found, dict) else None
@@ -74,42 +74,12 @@ def _exported_from(file: Folder) -> str | None:
 
 
 def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
-    """Read the values that rank 0 stored in addition to the tensors.
-
-    Args:
-        folder: checkpoint folder.
-        weights_only: False to allow any class; see :func:`~lightning_pipe.checkpoints.safe_reading.load_object`.
-
-    Raises:
-        SetupError: the file is damaged, or holds a class that is not allowed.
-    """
+    """Values that rank 0 stored in addition to the tensors, as ``load_object`` reads them."""
     rest = load_object(folder / META, weights_only)
     with file_named(folder / META):
         if not isinstance(rest, dict):
-            raise _Refused(f"it holds {described(rest)}, expected a dict")
+            raise ValueError(f"expected a dict, got {shown(rest)}")
     return rest
-
-
-def check_stages(folder: Folder, rest: Mapping[str, Any]) -> None:
-    """Check the names of tied parameters and of parameter groups in the result of :func:`read_rest` for stages.
-
-    Raises:
-        SetupError: a field is missing or does not have the type that a save writes.
-    """
-    with file_named(folder / META):
-        tied = rest.get(TIED, {})
-        if not isinstance(tied, dict) or not all(isinstance(one, str) for pair in tied.items() for one in pair):
-            raise _Refused(f"its field {TIED!r} has the wrong type, expected a dict from names to names")
-        if not isinstance(rest.get(OPTIMIZERS, []), list):
-            raise _Refused(f"its field {OPTIMIZERS!r} is {described(rest[OPTIMIZERS])}, expected a list")
-        for number, stored in enumerate(rest.get(OPTIMIZERS, ())):
-            groups = stored.get("param_groups") if isinstance(stored, dict) else None
-            for group in groups if isinstance(groups, list) else [None]:
-                names = group.get("params") if isinstance(group, dict) else None
-                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    raise _Refused(
-                        f"its field {OPTIMIZERS!r} has no list of parameter names for a group of optimiser {number}"
-                    )
 
 
 def fill_from_folder(

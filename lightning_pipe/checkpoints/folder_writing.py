@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_pipe._compat.torch import fsspec_writer
 from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopies
 from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, place_of
-from lightning_pipe.checkpoints.safe_reading import SafeReader, unsafe_names
+from lightning_pipe.checkpoints.safe_reading import SafeReader, with_checksum
 from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
@@ -137,14 +137,16 @@ def _write_part(part: CheckpointPart, beside: Folder) -> None:
 
 
 def _finish(folder: Folder, beside: Folder, begun: Any, packed: bytes) -> None:
+    metadata = beside / ".metadata"
+    metadata.write_bytes(with_checksum(metadata.read_bytes()))
+    (beside / META).write_bytes(packed)
     if isinstance(folder, Path):
-        assert isinstance(beside, Path)
-        (beside / META).write_bytes(packed)
         finish_folder(folder, begun)
     else:
         assert not isinstance(beside, Path)
-        (beside / META).write(packed)
-        SafeReader(beside).read_metadata()  # another job may have removed files
+        files = {info.relative_path for info in SafeReader(beside).read_metadata().storage_data.values()}
+        if missing := sorted(files - beside.sizes().keys()):
+            raise SetupError(f"another job has removed {missing[0]!r} from {str(beside)!r}")
         finish_remote(folder, begun)
 
 
@@ -197,7 +199,7 @@ def _pack(rest: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     packed = buffer.getvalue()
-    names = unsafe_names(packed)
+    names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed)))
     if names:
         # Warn when the checkpoint is written, not when a run has to resume from it.
         warnings.warn(

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from fsspec.core import has_magic, url_to_fs
 
@@ -116,7 +116,7 @@ class RemotePath:
             return [one for one in self.fs.ls(self._path, detail=True) if one["type"] == kind]
         return []
 
-    def open(self) -> IO[bytes]:
+    def open(self, mode: Literal["rb"]) -> IO[bytes]:
         """Open the file for reading. Bytes are requested in large blocks."""
         with self.errors():
             return _Stream(self.fs.open(self._path, "rb", block_size=_BLOCK, cache_type="readahead"), self)
@@ -126,7 +126,11 @@ class RemotePath:
         with self.errors():
             return bytes(self.fs.cat_file(self._path, start=0, end=size)) if self.fs.size(self._path) else b""
 
-    def write(self, content: bytes) -> None:
+    def read_bytes(self) -> bytes:
+        with self.errors():
+            return bytes(self.fs.cat_file(self._path))
+
+    def write_bytes(self, content: bytes) -> None:
         """Write the file in one request, so that it is complete or absent."""
         with self.errors():
             self.fs.pipe_file(self._path, content)
@@ -264,7 +268,7 @@ def begin_remote(place: RemotePath) -> str:
 
 def finish_remote(place: RemotePath, written: str) -> None:
     """Make the URL lead to the written folder, and then remove the old one. Called on one rank."""
-    place.write(json.dumps({_FIELD: 1, "folder": written}).encode())
+    place.write_bytes(json.dumps({_FIELD: 1, "folder": written}).encode())
     with _warned(place):
         _remove_folders(place, but=written)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import inspect
 import os
-import pickle
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +23,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe.checkpoints.safe_reading import check_checksums, file_named
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -37,36 +38,15 @@ from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.strategies.processes import check_nodes, own_processes, started_by_torchrun
 
 
-@contextmanager
-def reading_plain_types(path: str | Path) -> Iterator[None]:
-    """Context that converts errors from reading a checkpoint of tensors and plain types to :class:`SetupError`.
-
-    Args:
-        path: path of the checkpoint, for messages.
-
-    Raises:
-        SetupError: the checkpoint holds other types, or it is damaged.
-    """
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise SetupError(
-            f"the checkpoint {str(path)!r} holds more than tensors and plain types, or is damaged"
-            f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust its"
-            " author, call Trainer.fit(..., weights_only=False), or allow the class with"
-            " torch.serialization.add_safe_globals([...])"
-        ) from error
-    except (*_DAMAGED, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise  # the file is missing or unreadable, not damaged
-        raise SetupError(
-            f"the checkpoint {str(path)!r} cannot be read ({type(error).__name__}: {error}). The file is damaged or is"
-            " not a checkpoint; use another checkpoint"
-        ) from error
-
-
-# Errors from reading a damaged file, in addition to UnpicklingError and OSError.
-_DAMAGED = (AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+def read_checkpoint_file(read: Callable[..., Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """Checkpoint that Lightning's method *read* reads. A damaged or foreign file is one SetupError that names it."""
+    with file_named(path):
+        if "://" not in str(path) and zipfile.is_zipfile(path):
+            check_checksums(Path(path))
+        checkpoint = read(path, weights_only=weights_only is not False)
+        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+            raise ValueError(f"expected a dict with the key 'pytorch-lightning_version', got {shown(checkpoint)}")
+    return dict(checkpoint)
 
 
 # True if the last call of a Trainer in this process completed.

@@ -28,8 +28,7 @@ from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
 from lightning_pipe.pipe.recorder import PartitionRecorder
-from lightning_pipe.strategies.base import reading_plain_types
-from lightning_pipe.strategies.checkpoint_contents import checked_contents
+from lightning_pipe.strategies.base import read_checkpoint_file
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
 from lightning_pipe.strategies.running_work import Running
@@ -300,9 +299,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; see :meth:`lightning_pipe.strategies.PipelineStrategy.load_checkpoint`."""
-        with reading_plain_types(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
-        return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
+        return read_checkpoint_file(super().load_checkpoint, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's values. Names may differ by ``torch.compile``."""

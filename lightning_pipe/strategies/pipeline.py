@@ -14,15 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
-from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.default_program import TRAIN, TRANSFER, default_evaluation, default_plan
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
-from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
-from lightning_pipe.strategies.checkpoint_contents import checked_contents
+from lightning_pipe.strategies.base import DistributedStrategy, read_checkpoint_file
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 
 # Key of the gradient order in a checkpoint.
@@ -98,16 +96,9 @@ class PipelineStrategy(DistributedStrategy):
             weights_only: None (default) and True refuse types other than tensors and plain types. False reads any
                 type, and can therefore run code from the checkpoint.
         """
-        with reading_plain_types(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
-        order = checkpoint.get(_GRADIENT_ORDER)
-        if order is not None and not (isinstance(order, list) and all(isinstance(name, str) for name in order)):
-            raise SetupError(
-                f"the order of gradients in the checkpoint {str(checkpoint_path)!r} is damaged: expected a list of"
-                f" parameter names, got {shown(order)}. Resume from another checkpoint"
-            )
-        self._order_at_save = order
-        return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
+        checkpoint = read_checkpoint_file(super().load_checkpoint, checkpoint_path, weights_only)
+        self._order_at_save = checkpoint.get(_GRADIENT_ORDER)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's values. Names may differ by ``torch.compile``."""

@@ -42,7 +42,7 @@ def place(url: str = URL) -> RemotePath:
 def saved(content: bytes, url: str = URL) -> str:
     to = place(url)
     written = begin_remote(to)
-    (to.parent / written / "meta.pt").write(content)
+    (to.parent / written / "meta.pt").write_bytes(content)
     finish_remote(to, written)
     return written
 
@@ -50,7 +50,7 @@ def saved(content: bytes, url: str = URL) -> str:
 def content_at(url: str = URL) -> bytes:
     folder = open_folder(place(url))
     assert isinstance(folder, RemotePath)
-    with (folder / "meta.pt").open() as stream:
+    with (folder / "meta.pt").open("rb") as stream:
         return stream.read()
 
 
@@ -61,7 +61,7 @@ def names() -> list[str]:
 def test_it_is_there_once_it_is_finished_and_not_before() -> None:
     to = place()
     written = begin_remote(to)
-    (to.parent / written / "meta.pt").write(b"one")
+    (to.parent / written / "meta.pt").write_bytes(b"one")
     assert not to.exists()
     finish_remote(to, written)
     assert to.is_file()
@@ -72,7 +72,7 @@ def test_a_new_one_replaces_the_old_one_in_one_step_and_nothing_is_left_of_it() 
     first = saved(b"one")
     to = place()
     written = begin_remote(to)
-    (to.parent / written / "meta.pt").write(b"two")
+    (to.parent / written / "meta.pt").write_bytes(b"two")
     assert content_at() == b"one"
     finish_remote(to, written)
     assert content_at() == b"two"
@@ -83,7 +83,7 @@ def test_what_an_interrupted_save_has_left_is_ignored_and_removed_by_the_next() 
     saved(b"one")
     to = place()
     left = begin_remote(to)
-    (to.parent / left / "meta.pt").write(b"half")
+    (to.parent / left / "meta.pt").write_bytes(b"half")
     assert content_at() == b"one"
     saved(b"two")
     assert content_at() == b"two"
@@ -93,7 +93,7 @@ def test_what_an_interrupted_save_has_left_is_ignored_and_removed_by_the_next() 
 def test_folders_of_others_stay() -> None:
     saved(b"one", "memory://runs/last.ckpt")
     saved(b"two", "memory://runs/last.ckpt.old")
-    place("memory://runs/.last.ckpt.mine/x").write(b"mine")
+    place("memory://runs/.last.ckpt.mine/x").write_bytes(b"mine")
     saved(b"three", "memory://runs/last.ckpt")
     assert content_at("memory://runs/last.ckpt.old") == b"two"
     assert "/runs/.last.ckpt.mine/x" in names()
@@ -114,7 +114,7 @@ def test_one_that_is_not_there_can_be_removed() -> None:
 
 def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
     """It is a local checkpoint that was uploaded."""
-    place(f"{URL}/meta.pt").write(b"by hand")
+    place(f"{URL}/meta.pt").write_bytes(b"by hand")
     assert content_at() == b"by hand"
     with pytest.raises(SetupError, match="is a folder, which cannot be replaced"):
         begin_remote(place())
@@ -137,7 +137,7 @@ def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
     ],
 )
 def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
-    place().write(marker)
+    place().write_bytes(marker)
     assert str(open_folder(place())) == URL
 
 
@@ -215,8 +215,8 @@ def test_errors_of_any_kind_are_those_of_files() -> None:
 
 
 def test_a_file_is_read_in_parts() -> None:
-    place().write(bytes(range(100)))
-    with place().open() as stream:
+    place().write_bytes(bytes(range(100)))
+    with place().open("rb") as stream:
         assert stream.seek(-10, 2) == 90
         assert stream.read() == bytes(range(90, 100))
         stream.seek(5)
@@ -231,7 +231,7 @@ def test_old_files_that_cannot_be_removed_are_a_warning(monkeypatch: pytest.Monk
 
     to = place()
     written = begin_remote(to)
-    (to.parent / written / "meta.pt").write(b"two")
+    (to.parent / written / "meta.pt").write_bytes(b"two")
     monkeypatch.setattr(RemotePath, "remove", forbidden)
     with pytest.warns(UserWarning, match="could not be removed: Access Denied"):
         finish_remote(to, written)

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 from tests.distributed import run_ranks
 from tests.loops.models import FEATURES, Net, Rows, trainer
@@ -112,16 +111,8 @@ def several_fits(rank: int, world: int, folder: Path) -> dict[str, Any]:
     evaluated.validate(Trained(), ckpt_path=folder / "first_ended.ckpt", weights_only=True, verbose=False)
     evaluated.fit(Trained())
 
-    checkpoint = torch.load(folder / "first_ended.ckpt", weights_only=True)
-    checkpoint["lightning_pipe_gradient_order"] = [3]
-    torch.save(checkpoint, folder / f"damaged_{rank}.ckpt")
-    try:
-        trainer(**options).fit(Trained(), ckpt_path=folder / f"damaged_{rank}.ckpt", weights_only=True)
-        said = "nothing"
-    except SetupError as error:
-        said = str(error)
     found = {path.stem: torch.load(path, weights_only=True) for path in folder.glob("*_[beo]*.ckpt")}
-    return {"said": said} | {name: one.get("lightning_pipe_gradient_order") for name, one in found.items()}
+    return {name: one.get("lightning_pipe_gradient_order") for name, one in found.items()}
 
 
 def test_checkpoints_have_the_order_of_their_own_run(tmp_path: Path) -> None:
@@ -133,8 +124,6 @@ def test_checkpoints_have_the_order_of_their_own_run(tmp_path: Path) -> None:
         assert found["continued_begun"] == order
         without = {name for name, one in found.items() if one is None}
         assert without == {"first_begun", "again_begun", "evaluated_begun"}
-        assert "order of gradients in the checkpoint" in found["said"]
-        assert "is damaged" in found["said"]
 
 
 def test_a_continued_process_has_the_order_and_the_gradients_of_the_one_before() -> None:

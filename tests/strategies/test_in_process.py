@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) ->
         "nothing": b"",
     }
     path.write_bytes(spoiled[damage])
-    with pytest.raises(SetupError, match=r"the checkpoint '.*kept\.ckpt' (cannot be read|holds more than tensors)"):
+    with pytest.raises(SetupError, match=r"kept\.ckpt' (cannot be read|holds more than tensors)"):
         trainer(max_epochs=2).fit(Model(), data(), ckpt_path=str(path))
 
 

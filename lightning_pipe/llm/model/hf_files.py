@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from lightning_pipe.checkpoints.inert_values import described
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.safe_text import shown
 
 # Limits of an index: its size in bytes, enough for about 180,000 tensors, and its number of names and values.
 _INDEX, _ENTRIES = 2**24, 500_000
@@ -41,19 +41,19 @@ def read_index(path: Path) -> dict[str, str]:
     files = _parsed(path, raw).get("weight_map")
     if not isinstance(files, dict):
         raise SetupError(
-            f"{str(path)!r} is not an index of weights: expected a dict as weight_map, got {described(files)}. Copy or"
+            f"{str(path)!r} is not an index of weights: expected a dict as weight_map, got {shown(files)}. Copy or"
             " download it again"
         )
     for name, file in files.items():
-        field = f"weight_map[{described(name)}]"
+        field = f"weight_map[{shown(name)}]"
         if not isinstance(file, str):
             raise SetupError(
                 f"{str(path)!r} is not an index of weights: expected the name of a file as {field}, got"
-                f" {described(file)}. Copy or download it again"
+                f" {shown(file)}. Copy or download it again"
             )
         if Path(file).name != file or not file or "\0" in file or len(file) > 255:
             raise SetupError(
-                f"{str(path)!r} cannot be used: expected a file in its folder as {field}, got {described(file)}. Copy"
+                f"{str(path)!r} cannot be used: expected a file in its folder as {field}, got {shown(file)}. Copy"
                 " or download the folder again"
             )
     return files
@@ -94,13 +94,12 @@ def _check_numbers(path: Path, name: str, value: Any, levels: int) -> None:
         most = _COUNT if name.startswith((*_COUNTS, "attention_types")) or "layers" in name else _NUMBER
         if isinstance(value, int) and not -_NUMBER <= value <= most:
             raise SetupError(
-                f"{str(path)!r} cannot be used: {described(name)} is {described(value)}, expected at most {most:,}."
+                f"{str(path)!r} cannot be used: {shown(name)} is {shown(value)}, expected at most {most:,}."
                 " Correct the value"
             )
     elif value is not None and name.startswith(_COUNTS):
         raise SetupError(
-            f"{str(path)!r} cannot be used: {described(name)} is {described(value)}, expected a number. Correct the"
-            " value"
+            f"{str(path)!r} cannot be used: {shown(name)} is {shown(value)}, expected a number. Correct the value"
         )
 
 
@@ -157,6 +156,6 @@ def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(found, dict):
         raise SetupError(
-            f"{str(path)!r} cannot be read: expected a dict, got {described(found)}. Copy or download it again"
+            f"{str(path)!r} cannot be read: expected a dict, got {shown(found)}. Copy or download it again"
         )
     return found

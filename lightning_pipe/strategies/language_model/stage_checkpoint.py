@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
-    check_stages,
     fill_from_folder,
     misfits,
     read_metadata,
@@ -126,9 +125,7 @@ def load_stage_checkpoint(
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
         found = open_folder(place_of(path))
-        metadata, others = read_metadata(found, (MODEL,), KIND), read_rest(found, weights_only)
-        check_stages(found, others)
-        return found, metadata, others
+        return found, read_metadata(found, (MODEL,), KIND), read_rest(found, weights_only)
 
     folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     for key in (TIED, ADAPTER):

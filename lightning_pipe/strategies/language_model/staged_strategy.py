@@ -25,7 +25,6 @@ from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
-from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
@@ -222,8 +221,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else None
         strict, weights_only = module.strict_loading, self._allowed(weights_only)
-        found = load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
-        return checked_contents(found, checkpoint_path, module)
+        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
 
     def teardown(self) -> None:
         if self._restore_buffers is not None:

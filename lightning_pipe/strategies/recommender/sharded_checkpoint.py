@@ -29,7 +29,6 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
-from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
 from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start
@@ -285,7 +284,7 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
             schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
         initial_values_set(module)
-        return checked_contents(checkpoint, checkpoint_path, module)
+        return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())

@@ -362,7 +362,7 @@ def test_a_folder_is_keyed_by_the_unsplit_model_s_names(ranks: list[dict[str, An
         ("a file", "is a file, expected a folder"),
         ("no checkpoint", r"is a folder without meta\.pt"),
         ("of another kind", "other' is a folder of another kind"),
-        ("unreadable", r"broken/\.metadata' cannot be read: "),
+        ("unreadable", r"broken/\.metadata' cannot be read "),
         ("missing", r"missing in it: model\.layers\.4\.mlp\.0\.bias, .*, model\.layers\.5\..*\. Build the module"),
         ("unexpected", r"unexpected in it: model\.layers\.2\.mlp\.0\.bias"),
         ("sizes", r"of another size: model\.layers\.0\.mlp\.0\.bias \(\[8\], expected \[9\]\), .*layers\.3\.mlp"),
