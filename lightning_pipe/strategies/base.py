@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipe.checkpoints.safe_reading import check_checksums, file_named
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
-from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
 from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
 from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
