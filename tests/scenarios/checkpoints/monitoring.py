@@ -20,10 +20,6 @@ from torchmetrics import MeanMetric
 from tests.scenarios.checkpoints.resuming import EPOCHS, FAMILIES, Data
 from tests.scenarios.checkpoints.resuming import Setting as Loaded
 
-# How many values in a row a scheduler lets pass that are not the lowest, before it halves the rate. At the end of an
-# epoch it always does.
-PATIENCE = {"step": 0, "epoch": -1}
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -96,8 +92,10 @@ def monitored(family: str, setting: Setting) -> Any:
                 optimizer = optimizer["optimizer"]
             if setting.interval is None:
                 return optimizer
+            # Halves the rate after a step with a higher loss than before, and after each validation or epoch.
+            patience = 0 if setting.plateau == "followed_step" else -1
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, factor=0.5, patience=PATIENCE[setting.interval], threshold=0.0
+                optimizer, factor=0.5, patience=patience, threshold=0.0
             )
             rule = {"interval": setting.interval, "monitor": setting.plateau, "frequency": setting.frequency}
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **rule}}
