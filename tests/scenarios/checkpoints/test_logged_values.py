@@ -118,7 +118,7 @@ class Plateau(Net):
         self.rates: list[float] = []
         self.means: list[float] = []
 
-    def log(self, name: str, value: Any, **options: Any) -> None:
+    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]
         super().log(name, value, **options, **(self.logs if name == "train_loss" else {}))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -251,12 +251,12 @@ def test_damaged_logged_values_are_an_error_in_words(tmp_path: Path) -> None:
     (packed,) = checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]["ranks"]
     logged = packed["logged"]
     entry = logged["epoch"][0]
-    for damage in (
-        *(3, {}, {**logged, "latest": 3}, {**logged, "epoch": 3}, {**logged, "epoch": [3]}),
-        {**logged, "latest": {**logged["latest"], "_callback_metrics": {"loss": "a"}}},
-        *({**logged, "epoch": [{**entry, **wrong}]} for wrong in ({"value": "a"}, {"reduction": "a"}, {"last": []})),
-        *({**logged, "epoch": [{**entry, "arguments": wrong}]} for wrong in ({}, 3, {**entry["arguments"], "fx": 3})),
-    ):
+    wrong: list[Any] = [{"value": "a"}, {"reduction": "a"}, {"last": []}]
+    wrong += [{"arguments": arguments} for arguments in ({}, 3, {**entry["arguments"], "fx": 3})]
+    damages: list[Any] = [3, {}, {**logged, "latest": 3}, {**logged, "epoch": 3}, {**logged, "epoch": [3]}]
+    damages += [{**logged, "latest": {**logged["latest"], "_callback_metrics": {"loss": "a"}}}]
+    damages += [{**logged, "epoch": [{**entry, **field}]} for field in wrong]
+    for damage in damages:
         packed["logged"] = damage
         torch.save(checkpoint, tmp_path / "b.ckpt")
         with pytest.raises(SetupError, match=r"state of rank 0's .* in the checkpoint '.*b\.ckpt' is damaged"):
