@@ -37,7 +37,9 @@ def test_metadata_are_those_that_pytorch_reads(early: bool, tmp_path: Path, monk
     assert metadata == expected
 
 
-@pytest.mark.parametrize("value", [print, dcp.load, 3, {"storage_data": {}}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [print, dcp.load, 3, {"storage_data": {}}], ids=["builtin", "function", "number", "dict"]
+)
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(pickle.UnpicklingError, match="it holds"):
         load_metadata(io.BytesIO(pickle.dumps(value)))
