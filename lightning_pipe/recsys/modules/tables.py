@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
@@ -116,6 +117,20 @@ class Table:
         return replace(self, optimizer=optimizer, sharding_type=sharding_type)
 
 
+def check_data_type(table: Table, device: torch.device) -> None:
+    """Check that FBGEMM can train a table of this type on a device.
+
+    Raises:
+        SetupError: names the table, its type and the types that it can have.
+    """
+    types = ["FP32", "FP16"] if device.type == "cpu" else ["FP32", "FP16", "NFP8"]  # of SplitTableBatchedEmbeddingBags
+    if table.config.data_type.name not in types:
+        raise SetupError(
+            f"table {table.name} has the data_type {table.config.data_type.name}, which FBGEMM cannot train on the"
+            f" device {device.type}. Use DataType.{' or DataType.'.join(types)}."
+        )
+
+
 def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
@@ -182,6 +197,14 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
                     " sharding would only replace the first. Hold it under one name, and call it by that name."
                 )
     holders = {table.holder_name for table, _ in found}
+    memory = _memory((table.name, parameter) for table, parameter in found)
+    for (first, values), (second, others) in _overlaps(memory, memory):
+        if first < second and values is not others:
+            raise SetupError(
+                f"tables {first} and {second} share memory, but sharding gives each table memory of its own. Give each"
+                " table separate values, for example weight.data = other.weight.data.clone()."
+            )
+    dense: list[tuple[str, torch.Tensor]] = []
     for name, child in module.named_modules():
         if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):
             continue
@@ -191,6 +214,42 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
                     f"table {names[id(parameter)]} and parameter {_join(name, own)} are the same tensor, but a sharded"
                     " table cannot be shared with a dense layer. Give that layer a separate parameter."
                 )
+        own_tensors = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
+        dense += ((_join(name, own), tensor) for own, tensor in own_tensors)
+    for (table_name, _), (other_name, _) in _overlaps(memory, _memory(dense)):
+        raise SetupError(
+            f"table {table_name} and {other_name} share memory, but a sharded table cannot be shared with a dense"
+            " layer, which would silently keep a copy. Give that layer separate values, for example"
+            " weight.data = table.weight.data.clone()."
+        )
+
+
+_Memory = dict[int, list[tuple[str, torch.Tensor]]]
+
+
+def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
+    """Group named tensors by the address of their storage. Tensors without a storage of their own are left out."""
+    grouped: _Memory = {}
+    for name, tensor in tensors:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if plain and not tensor.is_meta and tensor.numel():
+            grouped.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    return grouped
+
+
+def _overlaps(first: _Memory, second: _Memory) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+    """Yield the pairs of a tensor of *first* and a tensor of *second* that share elements."""
+    for address in first.keys() & second.keys():
+        for one in first[address]:
+            for other in second[address]:
+                if _span(one[1])[0] < _span(other[1])[1] and _span(other[1])[0] < _span(one[1])[1]:
+                    yield one, other
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor, and the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Parameter]]:
@@ -219,6 +278,12 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
         parameter = parts[config.name].weight
         assert isinstance(parameter, nn.Parameter)
         table = Table(_join(prefix, kind, config.name, "weight"), name, type(module), config)
+        shape = config.num_embeddings, config.embedding_dim
+        if parameter.shape != shape:
+            raise SetupError(
+                f"table {table.name} must have the shape of its config, {list(shape)} (num_embeddings, embedding_dim),"
+                f" got weights of the shape {list(parameter.shape)}. Correct the config, or the weights."
+            )
         if getattr(config, "pooling", None) == PoolingType.MEAN and holder.is_weighted():
             raise SetupError(
                 f"table {table.name} is pooled by mean and its features are weighted, but neither PyTorch's kernel nor"

@@ -8,8 +8,8 @@ before the first collective, and raised on all ranks. Sharding itself is done by
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,16 @@ from lightning_pipe.recsys.dynamic.tables.opening import in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.modules.tables import Table, find_tables
+from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.sharding.planning import check_plan, make_plan
 from lightning_pipe.recsys.sharding.replicas import REFUSED_TYPES, ReplicaGroups, check_replicated, place_on_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
-from lightning_pipe.recsys.sharding.table_values import copy_values, fill_with_init_fn, pieces_of, release
+from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_values, fill_with_init_fn, pieces_of, release
+
+# Optimiser of tables that are only evaluated. It has no state.
+_NO_STEP = SparseOptimizer(torch.optim.SGD, {"lr": 0.0})
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class _Unsharded:
     dense: list[str]
     comms: QuantizedComms
     replicas: ReplicaGroups | None
+    untrained: list[str]
 
     def signature(self) -> list[str]:
         """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
@@ -75,6 +79,7 @@ def shard_model(
     quantized_comms: QuantizedComms | Mapping[str, Any] | None = None,
     seed: int | None = None,
     replicas: ReplicaGroups | None = None,
+    trains: bool = True,
 ) -> ShardedModel:
     """Shard the TorchRec modules inside a module, in place. Every rank of the group calls this function.
 
@@ -100,6 +105,8 @@ def shard_model(
         replicas: groups of ranks that each shard all tables and average them with each other; see
             ``replicas.make_replica_groups``. The plan and the topology are then those of one replica, while ``group``
             still has all ranks. By default all ranks shard the tables.
+        trains: False to evaluate only (default True). Tables then need no optimiser and may be frozen, and those that
+            have none, or are frozen, cannot be trained later.
 
     Raises:
         SetupError: the module cannot be sharded or trained as requested on some rank; raised on every rank.
@@ -109,7 +116,7 @@ def shard_model(
     def look() -> _Unsharded:
         comms = _look_at_comms(quantized_comms, sharders)
         with per_node():
-            return _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
+            return _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
 
     found = on_all_ranks(look, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
@@ -138,7 +145,8 @@ def shard_model(
         for parameter, table in zip(found.parameters, tables, strict=True):
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
             set_optimizer_in_backward(parameter, told.optimizer_class, told.fused_arguments())
-        with warnings.catch_warnings(), per_node():
+        fixed = [table for table in tables if not table.is_dynamic]
+        with warnings.catch_warnings(), per_node(), _initial_values_left_out(fixed):
             warnings.simplefilter("ignore", FutureWarning)  # from torch, about TorchRec's calls
             dmp = DistributedModelParallel(
                 module,
@@ -150,7 +158,7 @@ def shard_model(
                 init_parameters=False,
             )
         dmp.to(device)
-        model = ShardedModel(dmp, tables, group, device, replicas)
+        model = ShardedModel(dmp, tables, group, device, replicas, found.untrained)
         held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
     model.id_maps.take_over(ids)
@@ -175,6 +183,7 @@ def _look(
     topology: Mapping[str, Any] | Topology | None,
     comms: QuantizedComms,
     replicas: ReplicaGroups | None,
+    trains: bool,
 ) -> _Unsharded:
     """Read and check everything that may be wrong on one rank only, without communication."""
     pairs = find_tables(module)
@@ -182,12 +191,14 @@ def _look(
     optimizers: list[TableOptimizer] = []
     without: list[str] = []
     for table, parameter in pairs:
+        check_data_type(table, device)
         optimizer = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
         if optimizer is None:
             without.append(table.name)
-        else:
-            optimizers.append(optimizer)
-    if without:
+            optimizer = resolve_table_optimizer(table.name, parameter, _NO_STEP, device, table.is_dynamic)
+            assert optimizer is not None
+        optimizers.append(optimizer)
+    if without and trains:
         raise SetupError(
             f"{'table' if len(without) == 1 else 'tables'} {', '.join(without)} must have an optimiser, got none, and"
             " TorchRec would silently train with SGD. Call torchrec.optim.apply_optimizer_in_backward on the"
@@ -195,7 +206,7 @@ def _look(
             " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
         )
     frozen = [table.name for table, parameter in pairs if not parameter.requires_grad]
-    if frozen:
+    if frozen and trains:
         raise SetupError(
             f"{'table' if len(frozen) == 1 else 'tables'} {', '.join(frozen)} must not be trained (requires_grad is"
             " False), but the optimiser fused into a lookup trains all rows that it looks up. Set requires_grad to"
@@ -230,6 +241,7 @@ def _look(
         dense,
         comms,
         replicas,
+        [*without, *frozen],
     )
 
 
@@ -271,6 +283,7 @@ def _fill(
 ) -> None:
     """Fill every table with its values on rank 0, or from its ``init_fn`` if rank 0 has none."""
     states = {name: sharded.state_dict() for name, sharded in model.sharded_modules.items()}
+    empty: list[tuple[Table, torch.dtype, list[LocalShard]]] = []
     for table, original, is_held in zip(model.tables.values(), originals, held, strict=True):
         if table.is_dynamic:
             continue  # a cache of rows, each made when it is first seen
@@ -279,7 +292,34 @@ def _fill(
             shape = (table.config.num_embeddings, table.config.embedding_dim)
             copy_values(original.detach(), shape, original.dtype, pieces, device, group)
         else:
-            fill_with_init_fn(table, original.dtype, pieces, seed)
+            empty.append((table, original.dtype, pieces))
+
+    def fill() -> None:
+        for table, dtype, pieces in empty:
+            fill_with_init_fn(table, dtype, pieces, seed)
+
+    # The init_fn of a table is only called on ranks that hold a part of it.
+    on_all_ranks(fill, "tables on the meta device cannot be filled", group)
+
+
+@contextmanager
+def _initial_values_left_out(tables: Sequence[Table]) -> Iterator[None]:
+    """Context in which TorchRec does not call the ``init_fn`` of tables, which ``_fill`` fills.
+
+    TorchRec calls it on the parts of a table that a rank holds, whose shapes a function of the whole table rejects.
+    """
+    functions = [(table.config, table.config.init_fn) for table in tables]
+    try:
+        for config, _ in functions:
+            config.init_fn = _leave
+        yield
+    finally:
+        for config, function in functions:
+            config.init_fn = function
+
+
+def _leave(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]:

@@ -29,6 +29,7 @@ from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
+from lightning_pipe.recsys.sharding.table_parameter import refuse_freezing
 from lightning_pipe.recsys.sharding.table_values import full_tensor, pieces_of
 
 
@@ -53,8 +54,10 @@ class ShardedModel:
         group: dist.ProcessGroup,
         device: torch.device,
         replicas: ReplicaGroups | None = None,
+        untrained: Sequence[str] = (),
     ) -> None:
         self.dmp = dmp
+        self._untrained = untrained
         self.module: nn.Module = dmp.module
         self.tables = {table.name: table for table in tables}
         self.sharded_modules = dict(_outermost_sharded(self.module))
@@ -67,6 +70,7 @@ class ShardedModel:
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
         for name in self.tables:
+            refuse_freezing(name, parameters[name])
             self._table_parameters.add_sharded(name, parameters[name])
         optimizers = {table.name: table.known_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
@@ -84,6 +88,19 @@ class ShardedModel:
         self._kernels = dict(_leaves("", self.fused_optimizer))
         self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
         self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
+
+    def refuse_untrained(self) -> None:
+        """Check that all tables can be trained.
+
+        Raises:
+            SetupError: the module was sharded for evaluation only, with tables that are frozen or have no optimiser.
+        """
+        if self._untrained:
+            raise SetupError(
+                f"the module was sharded for an evaluation, without an optimiser for, or with frozen,"
+                f" {', '.join(self._untrained)}, so these tables cannot be trained. Create a new module to train, whose"
+                " tables have an optimiser and are not frozen."
+            )
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all parameters except tables, with their names in the module. Includes feature processors."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe._compat.torch import ShardedTensor
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
 
@@ -106,6 +107,9 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
 
     ``init_fn`` is called on CPU, for blocks of whole rows of at most 64 MiB, each with a different seed, so a rank only
     draws the blocks that overlap with its pieces. Changes the global random state, which the caller must restore.
+
+    Raises:
+        SetupError: ``init_fn`` raised an error; possibly on this rank only.
     """
     config = table.config
     for index, (begin, end) in enumerate(_blocks(config.num_embeddings, config.embedding_dim, dtype)):
@@ -117,7 +121,14 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
         if config.init_fn is None:
             block.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
         else:
-            config.init_fn(block)
+            try:
+                config.init_fn(block)
+            except Exception as error:  # any exception of the user's function
+                raise SetupError(
+                    f"the init_fn of table {table.name}, which is on the meta device, must fill any block of whole"
+                    f" rows in place, but raised {type(error).__name__}: {error} for a block of the shape"
+                    f" {list(block.shape)}. Correct it, or create the table with its values on a real device."
+                ) from error
         _copy_rows(block, begin, pieces)
 
 

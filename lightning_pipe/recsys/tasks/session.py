@@ -107,9 +107,13 @@ class RecsysSession:
         Args:
             bring_rates: copies the current learning rates into the tables' optimisers; None if they are copied
                 elsewhere.
+
+        Raises:
+            SetupError: the model was sharded for evaluation only.
         """
         self._bring_rates = bring_rates
         if self._sharded is not None:
+            self._sharded.refuse_untrained()
             # Not the input group: the input dists of later batches overlap with the reduction of gradients.
             self.reducer = DenseGradientReducer(
                 self._sharded.dense_parameters(),

@@ -45,6 +45,7 @@ def shard_once(
     device: torch.device,
     ranks_per_node: int,
     init_from: WarmStart | None = None,
+    trains: bool = True,
 ) -> ShardedModel:
     """Shard a module in place unless it is already sharded. Every rank calls this function.
 
@@ -56,6 +57,7 @@ def shard_once(
         device: device of tables and dense parameters.
         ranks_per_node: number of ranks per node, from the trainer.
         init_from: checkpoint to read initial values from after sharding; see :func:`pending_start`.
+        trains: False to evaluate only, for which tables need no optimiser.
 
     Raises:
         SetupError: on every rank, if the module cannot be sharded or trained as requested, or it is already sharded in
@@ -67,7 +69,7 @@ def shard_once(
     asked = {**own, **vars(sharding)}
     held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
     if held is None:
-        arguments = {**asked, "sharding_plan": sharding.plan}
+        arguments = {**asked, "sharding_plan": sharding.plan, "trains": trains}
         del arguments["plan"], arguments["init_from"]
         replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None))
         groups = [new_group()]

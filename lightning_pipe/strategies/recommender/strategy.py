@@ -247,6 +247,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             device=self.root_device,
             ranks_per_node=self.num_processes,
             init_from=self._init_from,
+            trains=fitting,
         )
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
@@ -22,7 +23,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.modules.tables import find_tables
+from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
 from tests.recsys.sharding_cases import HISTORY, MOVIES, USERS, Model, Processed, pooled_tables
 
 
@@ -116,6 +117,56 @@ def test_two_tables_that_are_one_parameter_are_refused() -> None:
     model.pooled.embedding_bags["movies"].weight = model.pooled.embedding_bags["users"].weight
     with pytest.raises(SetupError, match=rf"tables {USERS} and {MOVIES} are one parameter"):
         find_tables(model)
+
+
+def test_a_table_in_the_memory_of_a_dense_layer_is_refused() -> None:
+    model = Model()
+    model.top = nn.Linear(8, 24)
+    model.top.weight.data = model.pooled.embedding_bags["users"].weight.data
+    with pytest.raises(SetupError, match=rf"table {USERS} and top\.weight share memory.*clone"):
+        find_tables(model)
+
+
+def test_a_table_in_the_memory_of_a_buffer_or_of_another_table_is_refused() -> None:
+    model = Model()
+    model.register_buffer("shown", model.pooled.embedding_bags["users"].weight.data[3:5, 2:])
+    with pytest.raises(SetupError, match=rf"table {USERS} and shown share memory"):
+        find_tables(model)
+    model = Model()
+    model.pooled.embedding_bags["movies"].weight.data = model.pooled.embedding_bags["users"].weight.data
+    with pytest.raises(SetupError, match=rf"tables {MOVIES} and {USERS} share memory"):
+        find_tables(model)
+
+
+def test_tensors_in_separate_parts_of_one_storage_share_nothing() -> None:
+    model = Model()
+    together = torch.rand(2, 24, 8)
+    model.top = nn.Linear(8, 24)
+    model.pooled.embedding_bags["users"].weight.data, model.top.weight.data = together
+    assert len(find_tables(model)) == 3
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (20, 8), (24, 4), (192,)])
+def test_weights_of_another_shape_than_the_config_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    model = Model()
+    model.sequence.embeddings["history"].weight.data = torch.randn(shape)
+    said = rf"table {HISTORY} must have the shape of its config, \[24, 8\].*got weights of the shape \[{shape[0]}"
+    with pytest.raises(SetupError, match=said):
+        find_tables(model)
+
+
+@pytest.mark.parametrize(("device", "types"), [("cpu", "FP32 FP16"), ("cuda", "FP32 FP16 NFP8")])
+def test_a_type_without_a_kernel_is_refused_with_the_table(device: str, types: str) -> None:
+    for data_type in DataType:
+        config = EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=4, feature_names=["f"], data_type=data_type
+        )
+        table = Table("bags.embedding_bags.t.weight", "bags", EmbeddingBagCollection, config)
+        if data_type.name in types.split():
+            check_data_type(table, torch.device(device))
+        else:
+            with pytest.raises(SetupError, match=rf"table {table.name} has the data_type {data_type.name},.*{device}"):
+                check_data_type(table, torch.device(device))
 
 
 def test_one_module_at_two_places_is_found_once() -> None:

@@ -206,6 +206,10 @@ def initial_values(rank: int, world_size: int) -> dict[str, Any]:
         found[pooled] = {name: meta.full_table(name) for name in meta.tables}
         found[f"{pooled} dense"] = dict(meta.dense_parameters())["dense.weight"].detach()
     found["random state kept"] = torch.equal(random_before, torch.get_rng_state())
+    for pooled in PRETRAINED_TYPES:
+        model = pretrained()
+        sharded = shard(model, constraints={"t": {"sharding_types": [pooled], "min_partition": 4}})
+        found[f"pretrained {pooled}"] = torch.equal(sharded.full_table("t"), MATRIX)
     return found
 
 
@@ -213,6 +217,27 @@ def test_tables_and_dense_parameters_start_with_the_values_that_the_first_rank_h
     initial: list[dict[str, Any]],
 ) -> None:
     assert [(found["held"], found["dense"]) for found in initial] == [(True, True)] * 2
+
+
+PRETRAINED_TYPES = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+MATRIX = torch.arange(21.0 * 8).view(21, 8)
+
+
+def pretrained(device: str = "cpu", matrix: torch.Tensor = MATRIX) -> nn.Module:
+    """A table whose ``init_fn`` only accepts the whole table."""
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=21,
+        embedding_dim=8,
+        feature_names=["f"],
+        init_fn=lambda weight: weight.data.copy_(matrix),
+    )
+    return nn.Sequential(EmbeddingBagCollection([config], device=torch.device(device)))
+
+
+@pytest.mark.parametrize("pooled", PRETRAINED_TYPES)
+def test_an_init_fn_is_not_called_again_for_values_that_are_kept(initial: list[dict[str, Any]], pooled: str) -> None:
+    assert [found[f"pretrained {pooled}"] for found in initial] == [True, True]
 
 
 def test_sharding_leaves_the_global_random_state_alone(initial: list[dict[str, Any]]) -> None:
@@ -313,6 +338,9 @@ def errors_on_ranks(rank: int, world_size: int) -> dict[str, str]:
         "no plan": error_of(topology={"ddr_cap": 1000}),
         "another model": error_of(model=nn.Sequential(make_model()) if rank == 1 else None),
         "another rate": error_of(sparse_optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1 + rank}}),
+        "init_fn": error_of(
+            model=pretrained("meta", MATRIX[:5]), constraints={"t": {"sharding_types": ["table_wise"]}}
+        ),
         "a plan without tables": error_of(sharding_plan=_empty_plan() if rank == 0 else None),
         **{name: error_of(model=_one_table(**(given if rank == 1 else {}))) for name, given in OTHER_TABLES.items()},
     }
@@ -330,6 +358,13 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(errors: list[dict[str, str
     assert "holds no TorchRec embedding module" in errors[1]["one rank alone"]
     assert "rank 1: " in errors[0]["one rank alone"]
     assert "strategy='pipeline'" in errors[0]["one rank alone"]
+
+
+def test_an_init_fn_that_fails_on_the_rank_of_the_table_is_an_error_on_every_rank(
+    errors: list[dict[str, str]],
+) -> None:
+    for found in errors:
+        assert "the init_fn of table 0.embedding_bags.t.weight" in found["init_fn"]
 
 
 def test_a_planner_without_a_plan_is_an_error_on_every_rank(errors: list[dict[str, str]]) -> None:
@@ -373,6 +408,23 @@ def test_tables_without_an_optimiser_are_named() -> None:
     assert HISTORY in message
     assert MOVIES not in message
     assert "sparse_optimizer" in message
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tables_of_a_type_without_a_kernel_are_refused_before_sharding() -> None:
+    assert "has the data_type BF16" in error_of(model=_one_table(data_type=DataType.BF16))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tables_that_are_only_evaluated_need_no_optimiser_and_cannot_be_trained_later() -> None:
+    model = make_model()
+    tables_of(model)[MOVIES].requires_grad_(False)
+    values = {name: parameter.clone() for name, parameter in tables_of(model).items()}
+    sharded = shard(model, sparse_optimizer=None, trains=False)
+    assert all(torch.equal(sharded.full_table(name), value) for name, value in values.items())
+    with pytest.raises(SetupError, match=rf"sharded for an evaluation.*{USERS}.*{MOVIES}.*cannot be trained"):
+        sharded.refuse_untrained()
+    shard(make_model(), trains=False).refuse_untrained()  # these have an optimiser
 
 
 @pytest.mark.usefixtures("one_rank")

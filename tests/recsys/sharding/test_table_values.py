@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding import table_values
 from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_values, fill_with_init_fn, release
@@ -99,6 +100,13 @@ def test_the_configured_init_fn_and_torchrec_s_default_range_are_used() -> None:
     fill_with_init_fn(without, torch.float32, [whole], seed=0)
     assert whole.values.min() >= 2.0
     assert whole.values.max() <= 3.0
+
+
+def test_an_init_fn_of_another_shape_is_an_error_that_names_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_values, "BLOCK_BYTES", 4 * COLUMNS * 4)
+    matrix = torch.rand(ROWS, COLUMNS)
+    with pytest.raises(SetupError, match=r"init_fn of table ebc\.embedding_bags\.users\.weight.*\[4, 4\]"):
+        fill_with_init_fn(table(init_fn=lambda block: block.copy_(matrix)), torch.float32, [piece(0, 0, 2, 4)], 1)
 
 
 def test_a_released_parameter_keeps_neither_values_nor_optimisers() -> None:

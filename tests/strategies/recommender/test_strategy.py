@@ -137,6 +137,62 @@ def test_tables_without_an_optimiser_are_named() -> None:
         fit(Clicks(), recsys(optimizer=None))
 
 
+def evaluated(optimizer: Any, checkpoint: Path) -> dict[str, Any]:
+    validated, tested, predicted = (trainer(recsys(optimizer=optimizer)) for _ in range(3))
+    predictions: Any = predicted.predict(Clicks(), loader(), ckpt_path=checkpoint)
+    return {
+        "validated": validated.validate(Clicks(), loader(), ckpt_path=checkpoint, verbose=False),
+        "tested": tested.test(Clicks(), loader(), ckpt_path=checkpoint, verbose=False),
+        "predicted": [part.tolist() for part in predictions],
+    }
+
+
+def test_a_checkpoint_is_evaluated_without_an_optimiser_of_its_tables(tmp_path: Path) -> None:
+    fit(Clicks(), recsys(optimizer=ADAGRAD)).save_checkpoint(tmp_path / "trained")
+    assert evaluated(None, tmp_path / "trained") == evaluated(ADAGRAD, tmp_path / "trained")
+
+
+def test_a_module_sharded_for_an_evaluation_without_an_optimiser_is_not_trained() -> None:
+    module = Clicks()
+    trainer(recsys(optimizer=None)).validate(module, loader(), verbose=False)
+    with pytest.raises(SetupError, match=f"sharded for an evaluation.*{PEOPLE}, {THINGS}.*cannot be trained"):
+        fit(module, recsys(optimizer=None))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_outputs_that_are_detached_from_an_epoch_on_leave_tables_unchanged(plan: str) -> None:
+    class Later(Pooled):
+        frozen = False
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            found = self.bags(batch.sparse).values()
+            return self.over(torch.cat([batch.dense, found.detach() if self.frozen else found], dim=1))[:, 0]
+
+    class Freeze(Callback):
+        before: dict[str, torch.Tensor]
+
+        def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            assert isinstance(module.network, Later)
+            module.network.frozen = trainer.current_epoch == 1
+            if module.network.frozen:
+                tables = strategy_of(trainer).sharded_model
+                self.before = {name: tables.full_table(name) for name in tables.tables}
+
+    freeze = Freeze()
+    tables = strategy_of(fit(Clicks(Later), recsys(plan, optimizer=ADAGRAD), callbacks=[freeze])).sharded_model
+    assert set(freeze.before) == {PEOPLE, THINGS}
+    assert all(torch.equal(tables.full_table(name), values) for name, values in freeze.before.items())
+
+
+def test_freezing_tables_in_a_hook_is_refused_by_name() -> None:
+    class Frozen(Clicks):
+        def on_train_epoch_start(self) -> None:
+            self.network.bags.requires_grad_(False)
+
+    with pytest.raises(SetupError, match=rf"table {PEOPLE} cannot be frozen after sharding.*\.detach\(\)"):
+        fit(Frozen(), recsys())
+
+
 def test_a_table_keeps_the_optimiser_it_names_in_torchrecs_way() -> None:
     sharded = strategy_of(fit(Clicks(in_backward=SGD), recsys(optimizer=ADAGRAD))).sharded_model
     assert {table.known_optimizer.name for table in sharded.tables.values()} == {"torch.optim.SGD"}
