@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.train_pipeline import tracing
 from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.distributed.types import Awaitable
@@ -119,6 +120,28 @@ def fast_kernel_of(lookup: Any) -> Any:
     """FBGEMM kernel of a ``GroupedPooledEmbeddingsLookup``; None with several kernels or a feature processor."""
     alone = len(lookup._emb_modules) == 1 and lookup._feature_processor is None
     return lookup._emb_modules[0].emb_module if alone else None
+
+
+def newest_lookup(kernel: Any) -> dict[str, Any]:
+    """What an FBGEMM kernel with ``prefetch_pipeline`` keeps of its newest lookup, which its backward hook reads."""
+    names = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
+    return {name: getattr(kernel, name) for name in names if hasattr(kernel, name)}
+
+
+def restore_lookup(kernel: Any, newest: dict[str, Any]) -> None:
+    """Undo the effect of later lookups on :func:`newest_lookup`."""
+    for name, value in newest.items():
+        setattr(kernel, name, value)
+
+
+def cached_tables(model: nn.Module) -> list[str]:
+    """Names of the tables of sharded modules that have a cache of rows, in the order of the modules."""
+    return [
+        name
+        for child in model.modules()
+        for name, sharding in getattr(child, "module_sharding_plan", {}).items()
+        if sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    ]
 
 
 # ---------------------------------------------------------------------- input dists

@@ -73,7 +73,8 @@ _ON_GPU = ("PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 _CACHE = (
-    "FBGEMM must protect the cached rows of batches in flight (prefetch_pipeline). EmbPrefetch does not declare that it"
+    "FBGEMM must protect the cached rows of batches in flight (prefetch_pipeline, which the tables are made with)."
+    " EmbPrefetch does not declare that it"
     " writes tables, although it moves rows between cache and host. If only the plans that prefetch ahead differ,"
     " look at the order of EmbPrefetch and EmbBackward and at their streams; if TorchRec's pipeline differs too, look"
     " at FBGEMM."
@@ -185,7 +186,9 @@ def parts(dry: bool) -> list[Part]:
         commands.append(program("training", "serial", "semi_sync", file="cpu.pt", on="cpu"))
     fits = ("serial", "prefetch", "prefetch:resumed")
     types = [f"{plan}:{one}" for one in precisions for plan in ("serial", "prefetch")]
-    cached = ("serial", "base", "prefetch", "early_prefetch", "PrefetchTrainPipelineSparseDist")
+    evaluated = tuple(f"{plan}:evaluated" for plan in ("serial", "prefetch", "fused_sparse_dist"))
+    cached = ("serial", *_EXACT, *evaluated, "PrefetchTrainPipelineSparseDist")
+    clipped = tuple(f"{plan}:clipped" for plan in ("serial", *_EXACT))
     three = ("base", "prefetch", "fused_sparse_dist")
     tiny = ("--steps", "3", "--batch", "16")
     figures = ("--json", "{folder}/figures.json")
@@ -224,10 +227,15 @@ def parts(dry: bool) -> list[Part]:
             Part(
                 f"recsys_{name}",
                 f"tables in {where}",
-                (program("training", *cached, size=(*sizes, "--kernel", kernel)),),
-                (Rule("serial", cached[1:]),),
+                (program("training", *cached, *clipped, size=(*sizes, "--kernel", kernel)),),
+                (
+                    Rule("serial", cached[1:]),
+                    Rule("serial:clipped", clipped[1:]),
+                    Rule("serial", ("serial:clipped",), "different"),
+                ),
                 ("gpu", "torchrec"),
                 look_at=_CACHE,
+                seconds=150,
             )
             for name, where, kernel in (
                 ("cached", "unified memory with a cache on the GPU (managed caching)", "fused_uvm_caching"),

@@ -1,6 +1,7 @@
 """Train a small recommender under plans and TorchRec's train pipelines, and save all values of each.
 
-A way is the name of a plan or of a class of TorchRec, with ``:pageable`` for batches that are not pinned. All ways
+A way is the name of a plan or of a class of TorchRec, with ``:pageable`` for batches that are not pinned. A plan may
+have ``:clipped`` (gradients), or ``:evaluated`` (an evaluation after every third batch, which changes nothing). All ways
 train the same model on the same batches with the same sharding. Losses, tables, dense parameters and the states of
 their optimizers are saved after each way, and so are the caching allocator's peak and the error of a way that failed.
 """
@@ -21,6 +22,7 @@ from torchrec.distributed.types import CacheParams
 
 from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
 from lightning_pipe.recsys import TrainPipeline
+from lightning_pipe.recsys.kernels.fused import cached_kernels
 from lightning_pipe.recsys.plans.named import PLANS
 from scripts.gpu.devices import connect, parser, peak_bytes, recorded_kernels, save, tensors
 
@@ -31,7 +33,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {"TrainPipelineSemiSync": {"start_batch"
 
 
 def sharding(options: argparse.Namespace, device: torch.device, kernel: str | None) -> tuple[Any, Any]:
-    """Plan of the tables for all ways, and sharders of modules with a cache (None otherwise)."""
+    """Plan of the tables for all ways, and TorchRec's sharders of modules with a cache (None otherwise)."""
     if kernel is None:
         return theirs(options, device)[0].plan, None
     cached = ParameterConstraints(
@@ -64,10 +66,15 @@ def trained(
     given = batches(options, dist.get_rank(), pin)
     data: list[Batch] = [given[index % len(given)] for index in range(steps)]
     if name in PLANS:
-        sharded, optimizer = ours(options, device, plan, sharders=sharders)
+        sharded, optimizer = ours(options, device, plan)
         model = sharded.dmp
+        if not all(kernel.prefetch_pipeline for kernel in cached_kernels(sharded.sharded_modules.values())):
+            raise AssertionError("tables with a cache are made without prefetch_pipeline")
         # TorchRec's pipelines do not record the first batch, after which semi_sync looks up the second with new values.
-        pipeline: Any = TrainPipeline(sharded, optimizer, device, plan=name, options={"rewrite": {"method": "direct"}})
+        more: dict[str, Any] = {"options": {"rewrite": {"method": "direct"}}}
+        if variant == "clipped":
+            more["max_norm"] = 1e-3
+        pipeline: Any = TrainPipeline(sharded, optimizer, device, plan=name, **more)
     else:
         model, optimizer = theirs(options, device, plan, sharders=sharders)
         pipeline = getattr(train_pipelines, name)(model, optimizer, device, **_ARGUMENTS.get(name, {}))
@@ -80,6 +87,8 @@ def trained(
                 losses.append(pipeline.progress(feed)[0])
             except StopIteration:
                 break
+            if variant == "evaluated" and len(losses) % 3 == 0:
+                list(pipeline.evaluate(iter(given)))
     if name in PLANS:
         pipeline.close()
     for module in model.modules():

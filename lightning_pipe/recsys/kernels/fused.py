@@ -13,7 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-from lightning_pipe._compat.torchrec import lookups_of
+from lightning_pipe._compat.torchrec import lookups_of, newest_lookup, restore_lookup
 
 # Attribute of a kernel for the optimiser that trains its tables in place of its own.
 ROW_OPTIMIZER = "_lightning_pipe_row_optimizer"
@@ -60,6 +60,36 @@ def count_lookups(module: torch.nn.Module, change: int) -> None:
         if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted an earlier lookup
             kernel.iter_cpu.add_(change)
             kernel.iter.add_(change)
+
+
+def cached_kernels(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Return the fused kernels with a cache of rows on a GPU, whose tables are in the host's memory."""
+    return [kernel for kernel in _kernels_of(modules) if kernel.lxu_cache_weights.numel()]
+
+
+def clear_prefetches(modules: Iterable[torch.nn.Module]) -> None:
+    """Drop all prefetches of rows, and let the caches replace all rows. No batch may be in flight."""
+    for kernel in cached_kernels(modules):
+        kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
+        kernel.lxu_cache_locking_counter.zero_()
+
+
+@contextmanager
+def caches_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Context for lookups without a backward, between the lookup of a training batch and its backward.
+
+    A kernel whose rows are prefetched keeps the ids of its newest lookup for the backward of that lookup, which also
+    releases the cached rows that the lookup protects.
+    """
+    states = [
+        (kernel, newest_lookup(kernel), kernel.lxu_cache_locking_counter.clone()) for kernel in cached_kernels(modules)
+    ]
+    try:
+        yield
+    finally:
+        for kernel, newest, protected in states:
+            restore_lookup(kernel, newest)
+            kernel.lxu_cache_locking_counter.copy_(protected)
 
 
 def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:

@@ -231,6 +231,16 @@ def looks_ahead(plan: PipelinePlan | PlanSpec) -> bool:
     return plan.schedule.get("EmbForward", TaskSchedule()).stage > 0
 
 
+def suits_caches(plan: PipelinePlan) -> bool:
+    """Return True if *plan* trains tables with a cache on the GPU (``fused_uvm_caching``) to the serial values.
+
+    Rows are prefetched at most one batch ahead, and looked up after the backward of the previous batch.
+    """
+    prefetch = plan.schedule.get("EmbPrefetch", TaskSchedule())
+    stale = {(edge.upstream, edge.downstream) for edge in plan.stale}
+    return prefetch.stage <= 1 and ("EmbBackward", "EmbForward") not in stale
+
+
 # Tasks that an evaluation runs.
 _EVALUATION = (*_LOOKUP, "DenseForward")
 

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_suspended
+from lightning_pipe.recsys.kernels.fused import caches_restored, evaluating, prefetches_suspended
 from lightning_pipe.recsys.modules.call_arguments import Arguments
 from lightning_pipe.recsys.modules.inputs import FeatureForm
 from lightning_pipe.recsys.modules.output_order import wait_output
@@ -26,6 +26,11 @@ Announced = tuple[str, Arguments]
 def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
     """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
     return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+
+
+def _caches_of_training(modules: list[Any]) -> AbstractContextManager[None]:
+    """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
+    return nullcontext() if torch.is_grad_enabled() else caches_restored(modules)
 
 
 def call_now(
@@ -52,7 +57,7 @@ def call_now(
             call = prepare()
             announce((entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
         positional, named = call
-        with entry.lock, prefetches_suspended([entry.module]):
+        with entry.lock, prefetches_suspended([entry.module]), _caches_of_training([entry.module]):
             return wait_output(entry.forward(*positional, **named))
 
 
@@ -65,7 +70,8 @@ def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
         device: device of the empty features.
     """
     positional, named = tree_map_only(FeatureForm, lambda form: form.empty(device), forms)
-    with lookup_mode(entry.module), entry.lock, prefetches_suspended([entry.module]):
+    modules = [entry.module]
+    with lookup_mode(*modules), entry.lock, prefetches_suspended(modules), _caches_of_training(modules):
         wait_output(entry.forward(*positional, **named))
 
 

@@ -13,7 +13,7 @@ All state of a batch is in the objects that the methods return. The rewrite only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -252,7 +252,7 @@ class ModelRewrite(ReplacedForwards):
             release_sent(tensors)
             features = distributed[name] = tensors.wait()
             record_use([features, inputs.contexts[name]])
-            self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on)
+            self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)
         return Features(inputs, distributed, requests.error)
 
     def lookup(self, features: Features) -> Embeddings:
@@ -327,7 +327,10 @@ class ModelRewrite(ReplacedForwards):
             agree_unused: True to leave out modules whose output no rank used (default False; one small collective).
                 For optimisers that change a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
         """
-        self.tables_backward.run(embeddings, scale, agree_unused)
+        with ExitStack() as prefetches:
+            for entry in self._sharded.values():
+                prefetches.enter_context(entry.without_prefetch())
+            self.tables_backward.run(embeddings, scale, agree_unused)
 
     def _called(self, entry: Sharded, /, *positional: Any, **named: Any) -> Any:
         embeddings, call = self._serving, (positional, named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_pipe._compat.torchrec import (
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
+from lightning_pipe.recsys.kernels.fused import cached_kernels
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.inputs import (
@@ -83,6 +85,7 @@ class Sharded:
         self.form: FeatureForm | None = None
         # A worker may prefetch rows during calls of the module; the lock serialises the two.
         self.lock = threading.Lock()
+        self._caches = cached_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
@@ -183,12 +186,34 @@ class Sharded:
                 " batch the same structure."
             ) from error
 
-    def prefetch(self, features: Any, context: Any, forward_stream: torch.Stream | None) -> None:
-        """Let cached tables prefetch the rows of distributed ``features``, if the module supports it."""
+    def prefetch(
+        self, features: Any, context: Any, forward_stream: torch.Stream | None, splits_backward: bool = False
+    ) -> None:
+        """Let cached tables prefetch the rows of distributed ``features``. Otherwise the lookup loads them.
+
+        Args:
+            features: features of a batch after the input dist.
+            context: the module's context of the batch.
+            forward_stream: stream of the lookup; None for the current one.
+            splits_backward: True if the backward stops before the kernels. FBGEMM then releases cached rows at the
+                stop, before the kernels write to them, so no other rows may be loaded (default False).
+        """
         if type(self.module).prefetch is ShardedModule.prefetch:
             return
+        if not isinstance(self.module, ShardedDynamicModule):
+            # Without prefetch_pipeline, a prefetch may replace rows that a batch in flight still trains.
+            unsafe = splits_backward or not all(kernel.prefetch_pipeline for kernel in self._caches)
+            if self.device.type == "cpu" or (self._caches and unsafe):
+                return
         with self.lock:
             self.module.prefetch(dist_input=features, ctx=context, forward_stream=forward_stream)
+
+    def without_prefetch(self) -> AbstractContextManager[Any]:
+        """Context of a backward: a worker does not submit the prefetch of a module with a cache meanwhile.
+
+        FBGEMM orders the two on the device if neither is submitted in the middle of the other.
+        """
+        return self.lock if self._caches else nullcontext()
 
     def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
         """Prepare its input dists, which its first call has built, to send their splits together with other modules'.

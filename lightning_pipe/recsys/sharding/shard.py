@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingEnv, ShardingPlan
 
 from lightning_pipe._compat.managed_collision import id_maps_in
 from lightning_pipe._compat.torch import set_optimizer_in_backward
@@ -32,6 +32,7 @@ from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicMo
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
+from lightning_pipe.recsys.sharding.cached_tables import read_fused_params, with_cache_params
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.sharding.planning import check_plan, make_plan
 from lightning_pipe.recsys.sharding.replicas import REFUSED_TYPES, ReplicaGroups, check_replicated, place_on_ranks
@@ -57,6 +58,7 @@ class _Unsharded:
     comms: QuantizedComms
     replicas: ReplicaGroups | None
     untrained: list[str]
+    cache: Mapping[str, CacheParams] = field(default_factory=dict)
 
     def signature(self) -> list[str]:
         """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
@@ -80,6 +82,7 @@ def shard_model(
     seed: int | None = None,
     replicas: ReplicaGroups | None = None,
     trains: bool = True,
+    fused_params: Mapping[str, Any] | None = None,
 ) -> ShardedModel:
     """Shard the TorchRec modules inside a module, in place. Every rank of the group calls this function.
 
@@ -107,6 +110,8 @@ def shard_model(
             still has all ranks. By default all ranks shard the tables.
         trains: False to evaluate only (default True). Tables then need no optimiser and may be frozen, and those that
             have none, or are frozen, cannot be trained later.
+        fused_params: arguments of tables with a cache of rows; see ``cached_tables.read_fused_params``. Not with
+            *sharders*, which bring their own.
 
     Raises:
         SetupError: the module cannot be sharded or trained as requested on some rank; raised on every rank.
@@ -116,7 +121,8 @@ def shard_model(
     def look() -> _Unsharded:
         comms = _look_at_comms(quantized_comms, sharders)
         with per_node():
-            return _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
+            found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
+            return replace(found, cache=_look_at_caches(fused_params, sharders, found))
 
     found = on_all_ranks(look, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
@@ -129,6 +135,8 @@ def shard_model(
         sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
     types = check_plan(sharding_plan, found.tables)
     comms.check_plan(sharding_plan, found.tables)
+    if sharders is None:
+        sharding_plan = with_cache_params(sharding_plan, found.tables, found.cache)
     if replicas is not None:
         sharding_plan = place_on_ranks(sharding_plan, found.tables, replicas)
     tables = [
@@ -271,6 +279,22 @@ def _look_at_comms(
             " qcomm_codecs_registry to the sharders, or remove sharders."
         )
     return comms
+
+
+def _look_at_caches(
+    fused_params: Mapping[str, Any] | None, sharders: Sequence[ModuleSharder[nn.Module]] | None, found: _Unsharded
+) -> dict[str, CacheParams]:
+    """Read arguments of tables with a cache, and add them to the constraints, for the planner's estimates."""
+    if fused_params is not None and sharders is not None:
+        raise SetupError(
+            f"both sharders and fused_params={fused_params!r} are set, but sharders bring their own fused_params. Pass"
+            " them to the sharders, or remove sharders."
+        )
+    cache = read_fused_params(fused_params, found.tables, found.constraints)
+    for name, params in cache.items():
+        known = found.constraints.get(name, ParameterConstraints())
+        found.constraints[name] = replace(known, cache_params=params)
+    return cache
 
 
 def _fill(

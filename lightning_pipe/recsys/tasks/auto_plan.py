@@ -14,7 +14,7 @@ from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
-from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_tables, recsys_plan
+from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_tables, recsys_plan, suits_caches
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
@@ -159,6 +159,7 @@ def propose_plans(
     peers: bool,
     device: torch.device,
     keep: int,
+    cached: bool = False,
 ) -> list[PipelinePlan]:
     """Return the plans with the shortest predicted iterations, best first.
 
@@ -168,10 +169,12 @@ def propose_plans(
         beside: time of an iteration outside of the tasks (seconds).
         max_in_flight: largest number of batches in flight.
         keep: largest number of plans.
+        cached: True if tables have a cache on the GPU (default False), which not every plan suits.
     """
     costs = recsys_costs(own, peers=peers, device=device)
     replicated = any(task.name == AVERAGING for task in tasks)
     limits = recsys_limits(max_in_flight, device, replicated=replicated)
     machine = recsys_machine(device, beside)
     hand_written = hand_written_plans(tasks)
-    return [one.plan for one in find_plans(tasks, costs, limits, machine, hand_written=hand_written, keep=keep)]
+    proposed = find_plans(tasks, costs, limits, machine, hand_written=hand_written, keep=keep)
+    return [one.plan for one in proposed if not cached or suits_caches(one.plan)]

@@ -21,6 +21,10 @@ class ShardingOptions:
             fields of ``ParameterConstraints`` (default None).
         topology: topology of the planner: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and other arguments of
             ``Topology`` (default None).
+        fused_params: arguments of FBGEMM's kernels for tables in unified memory with a cache of rows on the GPU
+            (``fused_uvm_caching``): ``cache_load_factor``, ``cache_precision``, ``cache_reserved_memory``,
+            ``cache_algorithm``, and ``prefetch_pipeline`` (default True; False with ``cache_algorithm: LFU``: rows are
+            then loaded by the lookup, not ahead). Those of a single table go under its name (default None).
         replicas: number of groups of neighbouring ranks that each shard all tables, or 2D parallelism (default 1).
             An all-to-all then takes place inside a group. Tables and the states of their optimisers are averaged over
             groups. Refused with dynamic tables, with gradient clipping, and with tables sharded ``table_row_wise``,
@@ -33,6 +37,7 @@ class ShardingOptions:
     plan: Any = None
     constraints: Mapping[str, Any] | None = None
     topology: Mapping[str, Any] | None = None
+    fused_params: Mapping[str, Any] | None = None
     replicas: int | None = None
     sync_every: int | None = None
 

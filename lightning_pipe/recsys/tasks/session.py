@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
@@ -27,8 +28,8 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer, sparse_parameters
-from lightning_pipe.recsys.kernels.fused import fused_kernels, prefetches_suspended
-from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group
+from lightning_pipe.recsys.kernels.fused import caches_restored, clear_prefetches, fused_kernels, prefetches_suspended
+from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group, suits_caches
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
@@ -150,6 +151,8 @@ class RecsysSession:
         ahead = self._plan is None or looks_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
+        self._refuse_wrong_caches(self.rewrite)
+        clear_prefetches(self.rewrite.modules.values())  # of an earlier training that ended with batches in flight
         if accumulates:
             self._refuse_caches(self.rewrite)
             self.window = TableWindow(self.rewrite.modules)
@@ -161,6 +164,21 @@ class RecsysSession:
         )
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
+    def _refuse_wrong_caches(self, rewrite: ModelRewrite) -> None:
+        """Refuse tables with a cache under a plan for which FBGEMM's cache may give old values.
+
+        After a prefetch, it corrects the backward of one lookup, the newest. A prefetch two batches ahead, or a lookup
+        before the previous batch's backward, requires more.
+        """
+        tables = [name for module in rewrite.modules.values() for name in cached_tables(module)]
+        if not tables or self._plan is None or suits_caches(self._plan):
+            return
+        raise SetupError(
+            f"plan {self._plan.name!r} looks up a batch before the backward of the previous batch, or prefetches two"
+            f" batches ahead, but tables {', '.join(tables)} have the compute kernel fused_uvm_caching, whose cache"
+            " would give old values. Use another plan such as 'prefetch', or the compute kernel fused or fused_uvm."
+        )
+
     def _refuse_caches(self, rewrite: ModelRewrite) -> None:
         """Refuse windows of tables with a cache: their repeated lookups would move rows that are prefetched already."""
         kernels = (kernel for module in rewrite.modules.values() for kernel in fused_kernels(module))
@@ -171,9 +189,14 @@ class RecsysSession:
             )
 
     def abandon(self, contexts: Any) -> None:
-        """Undo the lookups of batches that will not be trained."""
+        """Undo the lookups and prefetches of all batches in flight, which will not be trained.
+
+        The workers have finished their tasks.
+        """
         if self._actions is not None:
             self._actions.abandon(contexts)
+        if self.rewrite is not None:
+            clear_prefetches(self.rewrite.modules.values())
 
     def end_training(self) -> None:
         """Restore the model. The process groups and the reducer stay for another training."""
@@ -195,7 +218,7 @@ class RecsysSession:
             pipeline.settle()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
         sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
-        with prefetches_suspended(sharded.values()):
+        with prefetches_suspended(sharded.values()), caches_restored(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:

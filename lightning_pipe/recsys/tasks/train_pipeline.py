@@ -293,6 +293,7 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Abandon the batches in flight; :meth:`progress` then starts afresh. All ranks call this at the same batch."""
+        self.pipeline.settle()
         self._session.abandon(self.pipeline.in_flight)
         self.pipeline.abandon()
 

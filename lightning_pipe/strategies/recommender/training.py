@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import accumulates
+from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import TrainingProgram
@@ -121,16 +122,18 @@ class TableTraining:
             "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
             "alone": lambda: self.pipeline is not None and starts_alone(rewrite, self.pipeline.plan),
             "on_close": self._end,
-            "on_abandon": session.abandon,
+            "on_abandon": self._abandon,
         }
         if self._plan != AUTO:
             pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self.program = TrainingProgram(pipeline, **arguments)
             return self.program
         exploration = self._auto.search
+        cached = any(cached_tables(module) for module in rewrite.modules.values())
         propose = partial(
             propose_plans,
             tasks,
+            cached=cached,
             max_in_flight=self._auto.max_in_flight,
             peers=self._trainer.world_size > 1,
             device=session.device,
@@ -144,6 +147,11 @@ class TableTraining:
 
     def _batch_in_training(self) -> Any:
         return None if self.program is None else self.program.current
+
+    def _abandon(self, contexts: Sequence[Any]) -> None:
+        assert self.pipeline is not None
+        self.pipeline.settle()  # a worker may still prefetch rows
+        self._session.abandon(contexts)
 
     def _end(self) -> None:
         self._session.end_training()

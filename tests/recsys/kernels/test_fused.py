@@ -8,7 +8,13 @@ import pytest
 import torch
 import torchrec
 
-from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient, prefetches_suspended
+from lightning_pipe.recsys.kernels.fused import (
+    caches_restored,
+    clear_prefetches,
+    fused_kernels,
+    moves_rows_at_zero_gradient,
+    prefetches_suspended,
+)
 from tests.recsys.rewrite_cases import Bags, batches, shard, table_values
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -46,6 +52,36 @@ def test_replicated_tables_have_no_fused_kernel() -> None:
     model = shard(Bags(), "data_parallel")
     assert fused_kernels(model.module.a) == []
     assert not moves_rows_at_zero_gradient(model.module.a)
+
+
+def filled(model: Any) -> Any:
+    """A kernel with a cache; only kernels on a GPU have one, and fill it."""
+    (kernel,) = fused_kernels(model.module.a)
+    kernel.lxu_cache_weights = torch.ones(2, 8)
+    kernel.lxu_cache_locking_counter = torch.tensor([[1, 0]], dtype=torch.int32)
+    kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
+    return kernel
+
+
+def test_lookups_without_a_backward_leave_what_the_backward_of_another_needs() -> None:
+    model = shard(Bags(), optimizer=torch.optim.SGD)
+    kernel = filled(model)
+    ids = kernel._indices = torch.tensor([3, 4])
+    with caches_restored([model.module.a, model.module.b]):
+        kernel._indices = torch.tensor([5])
+        kernel.lxu_cache_locations = torch.tensor([1])
+        kernel.lxu_cache_locking_counter += 1
+    assert kernel._indices is ids
+    assert kernel.lxu_cache_locking_counter.tolist() == [[1, 0]]
+    assert kernel.lxu_cache_locations.tolist() != [1]
+
+
+def test_prefetches_of_abandoned_batches_are_dropped() -> None:
+    model = shard(Bags(), optimizer=torch.optim.SGD)
+    kernel = filled(model)
+    clear_prefetches([model.module.a, model.module.b])
+    assert (kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) == ([], [])
+    assert not kernel.lxu_cache_locking_counter.any()
 
 
 def test_a_lookup_between_a_prefetch_and_its_own_leaves_what_was_prefetched() -> None:

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
     FEATURES,
@@ -458,3 +459,74 @@ def test_a_model_without_sharded_modules_and_a_tower_are_refused() -> None:
         ModelRewrite(nn.Linear(1, 1))
     with pytest.raises(SetupError, match="'0' is a Tower, whose interaction layers"):
         ModelRewrite(nn.Sequential(Tower()))
+
+
+# Tables with a cache of rows on a GPU. Only there do kernels have one, so it is put in by hand.
+
+
+class Prefetches:
+    """Calls of a sharded module's ``prefetch``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefetch_pipeline: bool, has_cache: bool = True) -> None:
+        self.count = 0
+        module: Any = shard(Bags()).module.a
+        (kernel,) = fused_kernels(module)
+        kernel.prefetch_pipeline = prefetch_pipeline
+        if has_cache:
+            kernel.lxu_cache_weights = torch.ones(2, 8)
+
+        def prefetch(_: Any, **arguments: Any) -> None:
+            self.count += 1
+
+        monkeypatch.setattr(type(module), "prefetch", prefetch)
+        monkeypatch.setattr(Sharded, "device", torch.device("cuda"))
+        self.entry = Sharded("a", module, False, "auto")
+
+    def called(self, splits_backward: bool = False) -> int:
+        self.entry.prefetch(None, None, None, splits_backward)
+        return self.count
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rows_are_prefetched_only_into_a_cache_that_keeps_those_of_batches_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Prefetches(monkeypatch, prefetch_pipeline=True).called() == 1
+    assert Prefetches(monkeypatch, prefetch_pipeline=False).called() == 0
+    assert Prefetches(monkeypatch, prefetch_pipeline=False, has_cache=False).called() == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_lookup_loads_cached_rows_if_the_backward_stops_before_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Prefetches(monkeypatch, prefetch_pipeline=True).called(splits_backward=True) == 0
+    assert Prefetches(monkeypatch, prefetch_pipeline=True, has_cache=False).called(splits_backward=True) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_worker_submits_no_prefetch_in_the_middle_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Prefetches(monkeypatch, prefetch_pipeline=True).entry
+    with entry.without_prefetch():
+        assert entry.lock.locked()
+    assert not entry.lock.locked()
+    with Prefetches(monkeypatch, prefetch_pipeline=True, has_cache=False).entry.without_prefetch():
+        pass
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_backward_holds_the_prefetches_of_modules_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shard(Bags())
+    (kernel,) = fused_kernels(model.module.a)
+    kernel.lxu_cache_weights = torch.ones(2, 8)
+    rewrite = ModelRewrite(model)
+    kernel.lxu_cache_weights = torch.ones(0, 0)
+    locked: list[bool] = []
+    run = rewrite.tables_backward.run
+
+    def observed(*arguments: Any) -> None:
+        locked.extend(entry.lock.locked() for entry in rewrite._sharded.values())
+        run(*arguments)
+
+    monkeypatch.setattr(rewrite.tables_backward, "run", observed)
+    pipelined_losses(rewrite, model, batches(2))
+    assert locked == [True, False] * 2
+    rewrite.restore()
