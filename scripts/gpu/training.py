@@ -1,8 +1,8 @@
 """Train a small recommender under plans and TorchRec's train pipelines, and save all values of each.
 
 A way is the name of a plan or of a class of TorchRec, with ``:pageable`` for batches that are not pinned. A plan may
-have ``:clipped`` (gradients), or ``:evaluated`` (an evaluation after every third batch, which changes nothing). All ways
-train the same model on the same batches with the same sharding. Losses, tables, dense parameters and the states of
+have ``:clipped`` (gradients), or ``:evaluated`` (an evaluation after every third batch, which changes nothing). All
+ways train the same model on the same batches with the same sharding. Losses, tables, dense parameters and the states of
 their optimizers are saved after each way, and so are the caching allocator's peak and the error of a way that failed.
 """
 

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
@@ -47,6 +52,13 @@ def sharded(sharder: Any, module: nn.Module, world: int) -> Any:
     return sharder.shard(module, plan, ShardingEnv.from_process_group(group), CPU, "model.tables")
 
 
+def with_cache(module: Any) -> nn.Module:
+    """The module, with the name of the kernel in its plan changed."""
+    assert compat.cached_tables(module) == []
+    module.module_sharding_plan["t"].compute_kernel = "fused_uvm_caching"
+    return nn.ModuleDict({"tables": module})
+
+
 def contracts(rank: int, world: int) -> dict[str, Any]:
     module, group = sharded(EmbeddingBagCollectionSharder(), bags(), world), dist.group.WORLD
     assert group is not None
@@ -55,6 +67,7 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
         "name": compat.module_name(module),
         "tables": [table.name for table in compat.table_configs(module)],
         "types": compat.sharding_types(module),
+        "cached": compat.cached_tables(with_cache(sharded(EmbeddingBagCollectionSharder(), bags(), world))),
         "weighted": compat.is_weighted(module),
         "divides": module._has_mean_pooling_callback,
         "columns": compat.take_over_means(module),
@@ -98,6 +111,7 @@ def test_a_sharded_module_says_what_it_is(ranks: list[dict[str, Any]]) -> None:
         assert found["group"], "a sharded module does not keep its environment in _env"
         assert found["name"] == "model.tables", "a sharded module does not keep its name in _module_fqn"
         assert found["tables"] == ["t"], "a sharded module does not keep its tables in _embedding_bag_configs"
+        assert found["cached"] == ["t"], "a sharded module does not keep the kernels in module_sharding_plan"
         assert found["types"] == {"row_wise"}, "a sharded module does not keep its kinds in _sharding_types"
         assert found["weighted"] is False, "ShardedEmbeddingBagCollection has no _is_weighted"
         assert found["divides"], "_has_mean_pooling_callback does not say that means of row-wise tables are divided"
@@ -147,3 +161,14 @@ def test_tensors_of_features_can_be_replaced() -> None:
 def test_a_trace_does_not_enter_leaf_modules() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     assert compat.leaf_module_names(model) == [], "_get_leaf_module_names takes a module of PyTorch's for a leaf"
+
+
+def test_a_kernel_keeps_its_newest_lookup_under_the_names_that_its_backward_hook_reads() -> None:
+    table = 8, 4, EmbeddingLocation.HOST, ComputeDevice.CPU
+    kernel: Any = SplitTableBatchedEmbeddingBagsCodegen([table], device=CPU)
+    newest = compat.newest_lookup(kernel)
+    read = set(type(kernel)._update_cache_counter_and_locations.__code__.co_names)
+    assert {"lxu_cache_locations", "_indices", "_offsets"} <= set(newest) <= read
+    kernel._indices = torch.ones(1)
+    compat.restore_lookup(kernel, newest)
+    assert kernel._indices is newest["_indices"]
