@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.figures import Figure, add_options, quartiles, save
 from benchmarks.quiet import QuietRuns
-from lightning_pipe.engine import PipelinePlan, SWPipeline, TaskProfiler, TaskSchedule
-from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine import PipelinePlan, SWPipeline, TaskProfiler
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
@@ -58,8 +57,7 @@ def main() -> None:
     found: dict[str, list[list[Error]]] = {"serial": [], "auto_1": []}
     for seed in range(given.first, given.first + given.graphs):
         graph = random_graph(seed, kernel=kernel)
-        serial = PipelinePlan([(task, TaskSchedule()) for task in graph.tasks], name="serial")
-        best = find_plans(graph.tasks, graph.costs, graph.limits, graph.machine, keep=1)[0].plan
+        serial, (best,) = graph.serial_plan(), graph.variants(keep=1)
         for plan, iterations in ((serial, max(1, given.iterations // 3)), (best, given.iterations)):
             errors = _profile(graph, plan, quiet, given.rounds, iterations, given.tasks)
             found[plan.name].append(errors)

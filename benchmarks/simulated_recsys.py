@@ -49,9 +49,8 @@ from benchmarks.traffic import (
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile
-from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_variants
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
@@ -250,10 +249,9 @@ def all_busy() -> float:
 
 def choose(costs: dict[str, TaskCost], machine: Machine) -> PipelinePlan:
     """Best plan that the planner finds for these costs. Both ranks have equal costs, and so find the same plan."""
-    tasks = recsys_tasks()
-    limits = recsys_limits(3, CPU)
-    (best,) = find_plans(tasks, costs, limits, machine, hand_written=hand_written_plans(tasks), keep=1)
-    return best.plan
+    by_hand = hand_written_plans(recsys_tasks())
+    (best,) = recsys_variants(by_hand, costs, machine, max_in_flight=3, keep=1)
+    return best
 
 
 def save(path: Path, rounds: Sequence[Round]) -> None:

@@ -85,7 +85,6 @@ QUOTED: tuple[Run, ...] = (
     Run("recsys collation", "jagged_collator"),
     Run("recsys balancing", "balancing", ("--hidden", "256", "--batch", "128", "--rounds", "4")),
     Run("dynamic tables, plans", "dynamic_embeddings", ("--rows", "200000", "--rounds", "5")),
-    Run("planner graphs", "planner_graphs", ("--seconds", "30", "--iterations", "5")),
     Run("LLM step", "llm_step_time", (*_STEP, "--micro-batches", "8"), ranks=2),
     Run("LLM bounds", "llm_bounds", ("--repetitions", "3"), ranks=2),
     Run("LLM efficiency", "llm_efficiency", ("--rounds", "4"), ranks=2),
@@ -121,6 +120,7 @@ REST: tuple[Run, ...] = (
     Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
     Run("dynamic tables, id map", "id_map", ("--batches", "8")),
     Run("growth", "growth"),
+    Run("planner graphs", "planner_graphs", ("--seconds", "30", "--iterations", "5")),
     Run("profiler accuracy", "profiler_accuracy", ("--graphs", "8")),
     Run(
         "LLM step, 4 micro-batches",

@@ -13,12 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
-from lightning_pipe.engine.common.options import option_group
+from lightning_pipe.engine.common.options import check_whole_number, option_group
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.planning.plan_choice import best_by_hand, typical
-from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
 # Value of the argument ``plan`` that requests a search during training.
@@ -47,7 +46,7 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         option_group(Exploration, "exploration", self.exploration)
-        PlanLimits(self.max_in_flight)  # raises for an invalid number
+        check_whole_number("max_in_flight", self.max_in_flight, 1, error=PlanError)
         if self.save_plan is not None and not isinstance(self.save_plan, str | Path):
             raise SetupError(f"save_plan is {self.save_plan!r}; expected the path of a file to write, or None")
 

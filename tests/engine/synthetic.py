@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipe.engine import IterContext, PipelineTask, State
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
-from lightning_pipe.engine.planning.plan_limits import PlanLimits
+from lightning_pipe.engine.planning.planner import plan_variants
 
 # How much of what a wait was late by is taken over into what later ones are expected to be late by.
 _LEARNT = 0.1
@@ -29,13 +29,32 @@ _LEARNT = 0.1
 
 @dataclass(frozen=True)
 class Graph:
-    """Tasks, what they cost, what a planner may do with them and the machine they are meant for."""
+    """Tasks with known costs, the machine that they are meant for, and limits of their plans.
+
+    Tasks of *on_workers* may be moved ahead and to workers. At most *max_in_flight* batches are in flight.
+    """
 
     name: str
     tasks: list[PipelineTask]
     costs: dict[str, TaskCost]
-    limits: PlanLimits
     machine: Machine
+    on_workers: frozenset[str]
+    max_in_flight: int
+
+    def serial_plan(self) -> PipelinePlan:
+        return PipelinePlan([(task, TaskSchedule()) for task in self.tasks], name="serial")
+
+    def variants(self, keep: int = 5) -> list[PipelinePlan]:
+        """Plans that the planner makes of the serial one, best first."""
+        return plan_variants(
+            [self.serial_plan()],
+            self.costs,
+            self.machine,
+            movable=self.on_workers,
+            on_workers=self.on_workers,
+            max_in_flight=self.max_in_flight,
+            keep=keep,
+        )
 
 
 class Link:
@@ -186,11 +205,7 @@ def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: 
         PipelineTask(name, _function(name, costs, links, lanes, kernel), reads=reads, writes=writes)
         for name, (reads, writes) in zip(costs, fields, strict=True)
     ]
-    on_workers = frozenset(names)
-    limits = PlanLimits(
-        max_in_flight=draw.randint(3, 4), on_workers=on_workers, by_caller=frozenset({"step"}), max_workers=4
-    )
-    return Graph(f"graph {seed}", tasks, costs, limits, Machine(cores=cores))
+    return Graph(f"graph {seed}", tasks, costs, Machine(cores=cores), frozenset(names), draw.randint(3, 4))
 
 
 def _go_on_in_background(

@@ -123,17 +123,6 @@ class Machine:
         return self.device_streams and cost.resource not in DONE_BY_THREAD
 
 
-def duration(name: str, cost: TaskCost) -> float:
-    """Seconds from the start of the work of task *name*, after its waits, to its end."""
-    assert isinstance(cost.background, float | int)
-    return cost.seconds + (cost.background if cost.waited_by == name else 0.0)
-
-
-def held(name: str, cost: TaskCost, machine: Machine) -> float:
-    """Seconds for which one run of task *name* holds its thread."""
-    return cost.launch if machine.by_device(cost) else duration(name, cost)
-
-
 class Load(NamedTuple):
     """Work on one resource."""
 

@@ -1,248 +1,142 @@
-"""Search for plans: the stage, thread and order of each task, given the costs of all tasks.
+"""Planner: variants of hand-written plans in which exposed tasks run further ahead, predicted by simulation.
 
-:mod:`.simulation` predicts the iteration time of a plan, :mod:`.plan_bound` gives a lower bound for all plans, and
-:mod:`.plan_search` generates candidates. The search does not use a clock or random numbers, so ranks with the same
-costs find the same plans.
+It uses neither a clock nor random numbers, so equal costs give equal variants.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.plan_bound import Bound, lower_bound
-from lightning_pipe.engine.planning.plan_draft import Draft, PlanSpace
-from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.planning.plan_search import every_draft, neighbours, scheduled_drafts, simpler
-from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.planning.costs import NO_COST, Machine, TaskCost
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.plans.order import sorted_by_rank
 from lightning_pipe.engine.plans.plan import PipelinePlan
-from lightning_pipe.engine.plans.task import PipelineTask, State
+from lightning_pipe.engine.plans.schedule import TaskSchedule
 
-# Relative difference up to which two predictions count as equal, and up to which a plan counts as reaching the bound.
-_SAME = 1e-3
-# Relative time that ranking adds for each computing thread in excess of the cores. The operating system distributes
-# time slices and moves threads between cores, which is less even than the sharing in the simulation.
-_CROWDED = 0.03
-# Maximum number of simulations of a hill climb, and the number of drafts that it starts from.
-_SEARCHED, _STARTS = 400, 3
-# Maximum number of tasks for which drafts are enumerated, and maximum number of enumerated drafts.
-_FEW_TASKS, _FEW = 5, 1500
-# Number of drafts that reach the bound, after which the search ends.
-_ENOUGH = 4
+# Number of plans whose variants are simulated, and of simulated iterations. Training pauses meanwhile.
+_EXPANDED, _ITERATIONS = 6, 20
 
 
-class PlanCandidate(NamedTuple):
-    """Plan found by :func:`find_plans`.
-
-    Args:
-        plan: plan that was found.
-        seconds: simulated seconds per iteration.
-        why: comparison with the lower bound, for readers.
-    """
-
-    plan: PipelinePlan
-    seconds: float
-    why: str
-
-
-def find_plans(
-    tasks: Sequence[PipelineTask],
+def plan_variants(
+    hand_written: Sequence[PipelinePlan],
     costs: Mapping[str, TaskCost],
-    limits: PlanLimits | None = None,
-    machine: Machine | None = None,
+    machine: Machine,
     *,
-    hand_written: Sequence[PipelinePlan] = (),
+    movable: Collection[str],
+    on_workers: Collection[str] = (),
+    submitted_before: Collection[tuple[str, str]] = (),
+    max_in_flight: int = 3,
     keep: int = 5,
-) -> list[PlanCandidate]:
-    """Search for the fastest plans within *limits*, best first. All plans are exact unless the limits allow staleness.
+) -> list[PipelinePlan]:
+    """Exact variants of *hand_written* with the shortest predicted iterations, best first.
 
-    Plans are ranked by their predicted iteration time, which is raised slightly for each computing thread in excess of
-    the cores. Among equal plans, those with fewer workers come first, then those with fewer batches in flight.
+    The search repeatedly takes the best plan so far and moves one of its exposed tasks: one stage ahead, to another
+    thread, or to another place in the period. Among equal predictions, plans with fewer batches in flight and fewer
+    threads come first. Of plans that differ only in the order within a period, the fastest one counts.
 
     Args:
-        tasks: tasks in the order in which a serial iteration runs them.
+        hand_written: exact plans for the same tasks.
         costs: cost of every task, by name.
-        limits: limits of the plans (default ``PlanLimits()``, which keeps all tasks on the main thread).
-        machine: resources that the tasks share (default ``Machine()``).
-        hand_written: plans for the same tasks that the search also starts from (default none). Plans outside the limits
-            are ignored.
-        keep: maximum number of plans to return (default 5).
+        machine: resources that the tasks share.
+        movable: names of the tasks that may be moved.
+        on_workers: names of movable tasks that may run in a worker thread (default none).
+        submitted_before: pairs of task names (default none). In every period the first task of a pair is submitted
+            before the second, even if the two run for different iterations.
+        max_in_flight: maximum number of batches in flight (default 3).
+        keep: maximum number of variants (default 5).
 
     Raises:
-        PlanError: the costs or limits do not fit the tasks, no plan keeps the limits, or *keep* is less than 1.
+        PlanError: the costs do not fit the tasks.
     """
-    if keep < 1:
-        raise PlanError(f"keep is {keep}, expected at least 1. Give the maximum number of plans to return.")
-    limits, machine = limits or PlanLimits(), machine or Machine()
-    exact = PlanSpace(tasks, costs, limits, machine)
-    found = _Search(exact, hand_written).found()
-    if limits.allow_stale and (abandoned := _stale_reads(exact)):
-        found += _Search(PlanSpace(tasks, costs, limits, machine, abandoned), ()).found()
-    best = min(one.weighed for one in found)
-    # The sort is stable: among equal plans, exact ones come first, then simpler ones.
-    found.sort(key=lambda one: _unless_best(one.weighed, best))
-    return [one.candidate(f"auto_{number}") for number, one in enumerate(found[:keep], start=1)]
 
+    def predicted(plan: PipelinePlan, without: str | None = None) -> float:
+        """Simulated seconds per iteration, to three digits: smaller differences have no meaning."""
+        of_tasks = costs if without is None else {**costs, without: NO_COST}
+        return float(f"{simulate(plan, of_tasks, machine, at_most=_ITERATIONS).seconds_per_iteration:.3g}")
 
-class _FoundPlan(NamedTuple):
-    space: PlanSpace
-    draft: Draft
-    bound: Bound
-
-    @property
-    def seconds(self) -> float:
-        return self.space.seconds(self.draft)
-
-    @property
-    def weighed(self) -> float:
-        return _weighed(self.space, self.draft)
-
-    def candidate(self, name: str) -> PlanCandidate:
-        if self.space.stale:
-            name = name.replace("auto", "auto_stale")
-        over = self.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
-        distance = "no plan can be faster" if over <= _SAME else f"{over:.1%} above the lower bound"
-        return PlanCandidate(
-            self.space.plan(self.draft, name),
-            self.seconds,
-            f"{self.seconds * 1e3:.2f} ms by simulation, {distance}: {self.bound.reason}",
+    def placement(plan: PipelinePlan) -> tuple[Any, ...]:
+        """Stage, thread and stream of each task, without the names of threads."""
+        groups = {group: number for number, group in enumerate(plan.thread_groups)}
+        return tuple(
+            (where.stage, groups[where.thread_group], machine.device_streams and where.stream)
+            for where in plan.schedule.values()
         )
 
+    ranks: dict[PipelinePlan, tuple[float, int, int]] = {}
+    best: dict[tuple[Any, ...], PipelinePlan] = {}  # by placement
+    seen: set[tuple[Any, ...]] = set()  # placements with their orders
 
-class _Search:
-    """Search for good drafts: modulo schedules first, then a hill climb, and enumeration if tasks are few.
+    def add(plan: PipelinePlan) -> None:
+        place = placement(plan)
+        if plan.pipeline_depth > max_in_flight or (place, plan.order) in seen:
+            return
+        seen.add((place, plan.order))
+        ranks[plan] = (predicted(plan), plan.pipeline_depth, len(plan.thread_groups))
+        if place not in best or ranks[plan] < ranks[best[place]]:
+            best[place] = plan
 
-    Args:
-        space: drafts to choose from.
-        hand_written: plans that the search also starts from.
-    """
+    for plan in hand_written:
+        add(plan)
+    expanded: set[PipelinePlan] = set()
+    for _ in range(_EXPANDED):
+        here = min((plan for plan in best.values() if plan not in expanded), key=ranks.__getitem__, default=None)
+        if here is None:
+            break
+        expanded.add(here)
+        for task in here.tasks:
+            if task in movable and predicted(here, without=task) < ranks[here][0]:
+                for plan in _moved(here, task, movable, task in on_workers, submitted_before):
+                    add(plan)
+    variants = sorted((plan for plan in best.values() if plan not in hand_written), key=ranks.__getitem__)
+    return [
+        PipelinePlan.from_spec(replace(plan.spec, name=f"auto_{number}"), plan.tasks.values())
+        for number, plan in enumerate(variants[:keep], start=1)
+    ]
 
-    def __init__(self, space: PlanSpace, hand_written: Sequence[PipelinePlan]) -> None:
-        self.space = space
-        self.bound = _bound(space)
-        self.good_enough = self.bound.seconds * (1 + _SAME)
-        self.drafts: dict[Draft, float] = {}  # weighed seconds per iteration
-        count = len(space.names)
-        self._add(space.draft([0] * count, [0] * count, range(count)))
-        for plan in hand_written:
-            self._add(space.draft_of(plan))
 
-    def found(self) -> list[_FoundPlan]:
-        """Best draft for each combination of crowding, workers and batches in flight, best first."""
-        good = 0
-        for draft in scheduled_drafts(self.space, self.bound.seconds):
-            good += self._add(draft) <= self.good_enough
-            if good == _ENOUGH:
-                break
-        if not self.drafts:
-            limits = self.space.limits
-            pairs = "; ".join(f"{first} before {then}" for first, then in limits.submitted_before)
-            raise PlanError(
-                f"no plan keeps the limits: with at most {limits.max_in_flight} batches in flight, no order of the"
-                f" tasks keeps both their dependencies and submitted_before ({pairs}). Remove pairs from"
-                " submitted_before."
-            )
-        if self._best() > self.good_enough:
-            self._climb()
-        if self._best() > self.good_enough and len(self.space.names) <= _FEW_TASKS:
-            for draft in itertools.islice(every_draft(self.space), _FEW):
-                self._add(draft)
-        self._simplify()
-        kinds: dict[tuple[int, ...], Draft] = {}
-        for draft in sorted(self.drafts, key=self._rank):
-            kinds.setdefault((self.space.crowding(draft), draft.workers, max(draft.stages)), draft)
-        return [_FoundPlan(self.space, draft, self.bound) for draft in sorted(kinds.values(), key=self._rank)]
-
-    def _climb(self) -> None:
-        """Hill climb from each of the best drafts, to a better neighbour until none exists."""
-        last = self.space.simulated + _SEARCHED
-        for start in sorted(self.drafts, key=self._rank)[:_STARTS]:
-            here = start
-            while self.space.simulated < last:
-                better = next(
-                    (
-                        other
-                        for other in neighbours(self.space, here)
-                        if self._add(other) < self.drafts[here] * (1 - _SAME / 10) or self.space.simulated >= last
-                    ),
-                    None,
-                )
-                if better is None or self.drafts[better] >= self.drafts[here]:
+def _moved(
+    plan: PipelinePlan,
+    task: str,
+    movable: Collection[str],
+    any_thread: bool,
+    submitted_before: Collection[tuple[str, str]],
+) -> Iterator[PipelinePlan]:
+    """Valid plans in which *task* has another stage, thread or place in the period."""
+    where = plan.schedule[task]
+    groups = dict.fromkeys((*plan.thread_groups, task)) if any_thread else (where.thread_group,)
+    others = [name for name in plan.order if name != task]
+    for stage in (where.stage, where.stage + 1):
+        for group in groups:
+            schedule = {**plan.schedule, task: replace(where, stage=stage, thread_group=group)}
+            _raise_upstream(plan, schedule)
+            if any(schedule[name] != plan.schedule[name] and name not in movable for name in schedule):
+                continue
+            before = [
+                (dependency.upstream, dependency.downstream)
+                for dependency in plan.dependencies
+                if schedule[dependency.upstream].stage + dependency.distance == schedule[dependency.downstream].stage
+            ]
+            for place in range(len(others) + 1):
+                rank = {name: index for index, name in enumerate([*others[:place], task, *others[place:]])}
+                order = sorted_by_rank(plan.tasks, [*before, *submitted_before], rank.__getitem__)
+                if order is None:
                     break
-                here = better
-            if self._best() <= self.good_enough:
-                return
-
-    def _simplify(self) -> None:
-        """Replace the best draft with simpler ones until every simpler one is slower."""
-        here = min(self.drafts, key=self._rank)
-        limit = self._best() * (1 + _SAME)
-        while simple := next((other for other in simpler(self.space, here) if self._add(other) <= limit), None):
-            here = simple
-
-    def _add(self, draft: Draft | None) -> float:
-        if draft is None:
-            return math.inf
-        self.drafts[draft] = _weighed(self.space, draft)
-        return self.drafts[draft]
-
-    def _best(self) -> float:
-        return min(self.drafts.values())
-
-    def _rank(self, draft: Draft) -> tuple[float, int, int, int, Draft]:
-        """Sort key: weighed seconds. Drafts that equal the best one are sorted by simplicity."""
-        over = _unless_best(self.drafts[draft], self._best())
-        return over, draft.workers, max(draft.stages), sum(draft.stages), draft
+                spec = replace(plan.spec, schedule=schedule, order=tuple(order), pipeline_depth=None)
+                try:
+                    yield PipelinePlan.from_spec(spec, plan.tasks.values())
+                except PlanError:  # such as collectives of one process group in two threads
+                    break
 
 
-def _weighed(space: PlanSpace, draft: Draft) -> float:
-    """Seconds per iteration, raised for each computing thread in excess of the cores."""
-    return space.seconds(draft) * (1 + _CROWDED * space.crowding(draft))
-
-
-def _unless_best(seconds: float, best: float) -> float:
-    """Sort key of *seconds*; 0 if they equal the best time."""
-    return 0.0 if seconds <= best * (1 + _SAME) else seconds
-
-
-def _bound(space: PlanSpace) -> Bound:
-    limits = space.limits
-    return lower_bound(
-        space.tasks, space.costs, limits.max_in_flight, space.machine, space.stale, on_main=space.on_main
-    )
-
-
-def _stale_reads(space: PlanSpace) -> tuple[Dependency, ...]:
-    """Reads of state to delay by one step. Each of them is on the slowest cycle, and delaying it lowers the bound."""
-    abandoned: tuple[Dependency, ...] = ()
-    while True:
-        now = PlanSpace(space.tasks, space.costs, space.limits, space.machine, abandoned)
-        bound = _bound(now)
-        required = required_dependencies(space.tasks, abandoned)
-        reads = [d for d in required if (d.upstream, d.downstream, d.distance) in bound.cycle and _is_read(space, d)]
-        if not reads:
-            return abandoned
-        more = (*abandoned, reads[0])
-        after = _bound(PlanSpace(space.tasks, space.costs, space.limits, space.machine, more))
-        if after.seconds >= bound.seconds:
-            return abandoned
-        abandoned = more
-
-
-def _is_read(space: PlanSpace, dependency: Dependency) -> bool:
-    """Return True if *dependency* only orders a read after a write of the previous iteration, not two writes."""
-    tasks = {task.name: task for task in space.tasks}
-    up, down = tasks[dependency.upstream], tasks[dependency.downstream]
-
-    def states(names: Iterable[str]) -> set[str]:
-        return {name for name in names if isinstance(name, State)}
-
-    return (
-        dependency.distance == 1
-        and bool(states(up.writes) & states(down.reads))
-        and not (states((*up.reads, *up.writes)) & states(down.writes))
-    )
+def _raise_upstream(plan: PipelinePlan, schedule: dict[str, TaskSchedule]) -> None:
+    """Move tasks ahead in *schedule* as far as the tasks that depend on them need."""
+    changed = True
+    while changed:
+        changed = False
+        for dependency in plan.dependencies:
+            up, stage = dependency.upstream, schedule[dependency.downstream].stage - dependency.distance
+            if schedule[up].stage < stage:
+                schedule[up], changed = replace(schedule[up], stage=stage), True

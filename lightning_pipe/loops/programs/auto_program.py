@@ -31,8 +31,8 @@ from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
 
-# Called with the seconds of each task, by name, and the seconds of an iteration outside of tasks. Returns plans to try,
-# best first.
+# Called with the seconds of each task, by name, and the seconds of an iteration outside of tasks. Returns further plans
+# to try, best first.
 Proposal = Callable[[Mapping[str, float], float], Sequence[PipelinePlan]]
 
 _KEPT = 200  # number of timed iterations that are kept to detect a slower machine
@@ -282,9 +282,7 @@ class AutoProgram(TrainingProgram):
         found: list[PipelinePlan] = []
         rounds = self._exploration.rounds + self._exploration.extra_rounds
         if most := min(self._exploration.found, most_found(rounds)):
-            proposed = self._propose(self._own, max(0.0, seconds - sum(own)))
-            known = [_schedule_of(plan) for plan in self._hand_written]
-            found = [plan for plan in proposed if _schedule_of(plan) not in known][:most]
+            found = [*self._propose(self._own, max(0.0, seconds - sum(own)))][:most]
         self._by_name = {plan.name: plan for plan in [*self._hand_written, *found]}
 
     def _names_by_hand(self) -> list[str]:

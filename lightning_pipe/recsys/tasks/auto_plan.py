@@ -1,4 +1,4 @@
-"""Input of the planner for the recsys tasks: their costs, and the limits of their plans."""
+"""Input of the planner for the recsys tasks: hand-written plans, costs of the tasks, and the moves that are allowed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Message
-from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine.planning.planner import plan_variants
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_tables, recsys_plan, suits_caches
-from lightning_pipe.recsys.plans.with_replicas import AVERAGING
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
 _WAITED_BY = {task.name: task.waited_by for task in TASKS if task.waited_by is not None}
@@ -23,10 +21,8 @@ _DEVICE = {task.name: task.device for task in TASKS}
 # A wait for a message counts only above this share of the time of the tasks during its transfer; below it, the message
 # is taken to have arrived already.
 _NOT_THERE = 0.05
-# The planner places no tasks that submit collectives in other threads, since it gives no turns.
+# The planner moves no tasks that submit collectives to other threads, since it gives no turns.
 _ON_WORKERS = frozenset({"EmbPrefetch"})
-# Streams of these resources in the hand-written plans.
-_STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
 
 def hand_written_plans(
@@ -132,26 +128,31 @@ def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
     return Machine(cores=max(1.0, (os.cpu_count() or 1) / here), between_periods=beside)
 
 
-def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool = False) -> PlanLimits:
-    """Limits of plans under a Trainer.
-
-    Args:
-        max_in_flight: largest number of batches in flight.
-        device: device of the training; on a GPU, plans may use streams.
-        replicated: True if tables have replicas, whose average is one of the tasks (default False).
-    """
-    return PlanLimits(
-        max_in_flight=max_in_flight,
+def recsys_variants(
+    hand_written: Sequence[PipelinePlan],
+    costs: Mapping[str, TaskCost],
+    machine: Machine,
+    *,
+    max_in_flight: int,
+    keep: int,
+) -> list[PipelinePlan]:
+    """Variants of *hand_written* with the shortest predicted iterations under a Trainer, best first."""
+    trains = [task.name for task in TASKS if task.trains and task.name in costs]
+    return plan_variants(
+        hand_written,
+        costs,
+        machine,
+        movable=[name for name in costs if name not in trains],
         on_workers=_ON_WORKERS,
-        by_caller=frozenset(task.name for task in TASKS if task.trains and (replicated or task.needs != "replicas")),
-        # In a period, the hooks around the trained batch follow the transfer of a later batch and precede all lookups.
-        submitted_before=(("H2DAndShuffle", "EmbForward"),),
-        streams=_STREAMS if device.type == "cuda" else {},
+        # In a period, the hooks around the trained batch follow the transfer of a later batch and precede its training.
+        submitted_before=[("H2DAndShuffle", name) for name in trains],
+        max_in_flight=max_in_flight,
+        keep=keep,
     )
 
 
 def propose_plans(
-    tasks: Sequence[PipelineTask],
+    hand_written: Sequence[PipelinePlan],
     own: Mapping[str, float],
     beside: float,
     *,
@@ -161,20 +162,17 @@ def propose_plans(
     keep: int,
     cached: bool = False,
 ) -> list[PipelinePlan]:
-    """Return the plans with the shortest predicted iterations, best first.
+    """Return variants of *hand_written* with the shortest predicted iterations, best first.
 
     Args:
-        tasks: tasks of :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
+        hand_written: plans that the search starts from.
         own: see :func:`recsys_costs`, also for *peers* and *device*.
         beside: time of an iteration outside of the tasks (seconds).
         max_in_flight: largest number of batches in flight.
-        keep: largest number of plans.
+        keep: largest number of variants.
         cached: True if tables have a cache on the GPU (default False), which not every plan suits.
     """
     costs = recsys_costs(own, peers=peers, device=device)
-    replicated = any(task.name == AVERAGING for task in tasks)
-    limits = recsys_limits(max_in_flight, device, replicated=replicated)
     machine = recsys_machine(device, beside)
-    hand_written = hand_written_plans(tasks)
-    proposed = find_plans(tasks, costs, limits, machine, hand_written=hand_written, keep=keep)
-    return [one.plan for one in proposed if not cached or suits_caches(one.plan)]
+    variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, keep=keep)
+    return [plan for plan in variants if not cached or suits_caches(plan)]

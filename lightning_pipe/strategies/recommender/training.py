@@ -129,19 +129,19 @@ class TableTraining:
             self.program = TrainingProgram(pipeline, **arguments)
             return self.program
         exploration = self._auto.search
-        cached = any(cached_tables(module) for module in rewrite.modules.values())
+        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
+        plans = [*map(allowed, by_hand)]
         propose = partial(
             propose_plans,
-            tasks,
-            cached=cached,
+            plans,
+            cached=any(cached_tables(module) for module in rewrite.modules.values()),
             max_in_flight=self._auto.max_in_flight,
             peers=self._trainer.world_size > 1,
             device=session.device,
-            keep=exploration.found + 3,  # the hand-written plans may be among them
+            keep=exploration.found,
         )
-        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         self.program = AutoProgram(
-            [*map(allowed, by_hand)], propose, session.device, session.world, exploration, self._chosen, **arguments
+            plans, propose, session.device, session.world, exploration, self._chosen, **arguments
         )
         return self.program
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanE
 from lightning_pipe.engine.observe.timeline import BACKGROUND, TASK, Bar, Timeline
 from lightning_pipe.engine.planning.costs import Machine, TaskCost, awaited
 from lightning_pipe.engine.planning.network import Message, NetworkModel
-from lightning_pipe.engine.planning.plan_bound import lower_bound
-from lightning_pipe.engine.planning.plan_draft import PlanSpace
-from lightning_pipe.engine.planning.plan_search import neighbours, scheduled_drafts
 from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from tests.engine.random_plans import World, build, random_schedules, random_tasks
-from tests.engine.synthetic import Graph, random_graph
+from tests.engine.synthetic import random_graph
 from tests.engine.within import within
 from tests.patience import HANG
 
@@ -47,16 +43,6 @@ def seconds(plan: PipelinePlan, costs: Mapping[str, Any], machine: Machine | Non
 def run(plan: PipelinePlan, costs: Mapping[str, Any], machine: Machine | None = None, **options: Any) -> SimulatedRun:
     full = {name: cost if isinstance(cost, TaskCost) else TaskCost(cost) for name, cost in costs.items()}
     return simulate(plan, full, machine, **options)
-
-
-def drafts(graph: Graph, machine: Machine | None = None, most: int = 12) -> list[PipelinePlan]:
-    """Plans of all sorts for *graph*, good and bad."""
-    space = PlanSpace(graph.tasks, graph.costs, graph.limits, machine or graph.machine)
-    scheduled = list(islice(scheduled_drafts(space, 0.0), 4))
-    around = [other for draft in scheduled for other in islice(neighbours(space, draft), 0, 60, 7)]
-    found = [space.plan(draft) for draft in [*scheduled, *around][:most]]
-    assert found
-    return found
 
 
 # ---------------------------------------------------------------------- worked out by hand
@@ -320,14 +306,12 @@ def test_a_serial_plan_takes_the_sum_of_its_costs(seed: int) -> None:
     assert result.exposed == pytest.approx({name: cost.seconds for name, cost in graph.costs.items()})
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_faster_than_the_bound_and_the_steady_state_is_the_mean_over_many_iterations(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_the_steady_state_is_the_mean_over_many_iterations(seed: int) -> None:
     graph = random_graph(seed)
-    for plan in drafts(graph):
-        bound = lower_bound(graph.tasks, graph.costs, plan.pipeline_depth, graph.machine)
+    for plan in graph.variants(keep=12):
         result = simulate(plan, graph.costs, graph.machine)
         assert result.is_steady
-        assert result.seconds_per_iteration >= bound.seconds * (1 - 1e-9)
         assert max(result.busy.values()) <= 1 + 1e-9
         retired = simulate(plan, graph.costs, graph.machine, at_least=120).retired
         assert (retired[-1] - retired[39]) / (len(retired) - 40) == pytest.approx(
@@ -335,11 +319,11 @@ def test_nothing_is_faster_than_the_bound_and_the_steady_state_is_the_mean_over_
         )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_where_nothing_is_shared_more_work_never_takes_less_time(seed: int) -> None:
     graph = random_graph(seed)
     draw = random.Random(seed)
-    for plan in drafts(graph, ROOMY, most=6):
+    for plan in graph.variants(keep=6):
         result = simulate(plan, graph.costs, ROOMY)
         name = draw.choice(list(graph.costs))
         cost = graph.costs[name]

@@ -28,7 +28,14 @@ class Clock:
 class Machine:
     """Two tasks; an iteration takes as long as is said of its plan."""
 
-    def __init__(self, clock: Clock, seconds: Mapping[str, float], exploration: Exploration, found: Sequence[str] = ()):
+    def __init__(
+        self,
+        clock: Clock,
+        seconds: Mapping[str, float],
+        exploration: Exploration,
+        found: Sequence[str] = (),
+        group: None = None,
+    ):
         self.clock, self.seconds = clock, dict(seconds)
         self.fetch = self.start = 0.0
         self.trained: list[Any] = []
@@ -44,7 +51,7 @@ class Machine:
             [self.plan("serial", 0), self.plan("ahead", 1)],
             self.propose,
             torch.device("cpu"),
-            None,
+            group,
             exploration,
             self.choices.append,
             transfer="Copy",
@@ -56,8 +63,7 @@ class Machine:
 
     def propose(self, own: Mapping[str, float], beside: float) -> list[PipelinePlan]:
         self.asked.append((dict(own), beside))
-        # The last is the one that is there already.
-        return [*(self.plan(name, 2 + index) for index, name in enumerate(self.found)), self.plan("same", 1)]
+        return [self.plan(name, 2 + index) for index, name in enumerate(self.found)]
 
     def copy(self, ctx: IterContext) -> None:
         self.clock.now += 1.0
@@ -126,7 +132,7 @@ def test_the_planner_is_told_what_tasks_take_and_what_is_beside_them(clock: Cloc
     ((own, beside),) = machine.asked
     assert own == pytest.approx({"Copy": 1.0, "Train": 5.0})
     assert beside == pytest.approx(0.0)
-    # What the planner found was there already.
+    # The planner found nothing.
     assert set(machine.plans) == {"serial", "ahead"}
 
 

@@ -62,9 +62,10 @@ def test_evaluation_has_no_average(plan: str) -> None:
 
 def test_plans_are_found_with_it() -> None:
     own = {task.name: 1e-3 for task in REPLICATED}
-    plans = propose_plans(REPLICATED, own, 0.0, max_in_flight=3, peers=True, device=torch.device("cpu"), keep=3)
+    by_hand = hand_written_plans(REPLICATED)
+    plans = propose_plans(by_hand, own, 0.0, max_in_flight=3, peers=True, device=torch.device("cpu"), keep=3)
     assert plans
-    for plan in [*plans, *hand_written_plans(REPLICATED)]:
+    for plan in [*plans, *by_hand]:
         assert list(plan.tasks) == [task.name for task in REPLICATED]
         assert plan.schedule["SyncReplicas"] == TaskSchedule(globally_ordered=plan.name == "threaded_input")
 
