@@ -27,7 +27,7 @@ from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import from_rank, gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
 
@@ -108,7 +108,7 @@ class AutoProgram(TrainingProgram):
 
     Args:
         plans: hand-written plans with the same tasks; the first one is the serial plan, which is traced.
-        propose: planner that returns further plans.
+        propose: planner that returns further plans. Only the first rank calls it.
         device: see :class:`~lightning_pipe.engine.SWPipeline`.
         group: process group of all ranks, over which measurements are averaged.
         exploration: size of the search.
@@ -282,7 +282,15 @@ class AutoProgram(TrainingProgram):
         found: list[PipelinePlan] = []
         rounds = self._exploration.rounds + self._exploration.extra_rounds
         if most := min(self._exploration.found, most_found(rounds)):
-            found = [*self._propose(self._own, max(0.0, seconds - sum(own)))][:most]
+            beside = max(0.0, seconds - sum(own))
+            # Ranks on unequal machines would propose unequal plans.
+            specs = from_rank(
+                lambda: [plan.spec for plan in self._propose(self._own, beside)],
+                "the first rank could not propose plans",
+                self._group,
+            )
+            tasks = self.pipeline.plan.tasks.values()
+            found = [PipelinePlan.from_spec(spec, tasks) for spec in specs[:most]]
         self._by_name = {plan.name: plan for plan in [*self._hand_written, *found]}
 
     def _names_by_hand(self) -> list[str]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from lightning_pipe.loops.programs.auto_program import AutoProgram, Exploration, PlanChoice, _Clock
+from tests.distributed import run_ranks
 
 
 class Clock:
@@ -34,7 +36,7 @@ class Machine:
         seconds: Mapping[str, float],
         exploration: Exploration,
         found: Sequence[str] = (),
-        group: None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.clock, self.seconds = clock, dict(seconds)
         self.fetch = self.start = 0.0
@@ -199,6 +201,22 @@ def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock:
         machine.epoch(range(100))
         assert len(machine.choices) == again
         assert machine.plans[-1] == ("ahead" if again == 1 else "serial")
+
+
+def propose_by_rank(rank: int, world_size: int) -> tuple[list[str], list[int]]:
+    """Plans that each rank tries if planners of ranks disagree, as on machines with unequal numbers of cores."""
+    machine = Machine(Clock(), {}, FEW, ["auto_1"], dist.group.WORLD)
+    machine.program._propose = lambda own, beside: [machine.plan("auto_1", 2 + rank)]
+    machine.epoch(range(200))
+    machine.program.close()
+    return machine.plans, machine.trained
+
+
+def test_all_ranks_try_the_plans_of_the_first() -> None:
+    first, second = run_ranks(propose_by_rank, 2)
+    assert first == second
+    assert "auto_1" in first[0]
+    assert first[1] == list(range(200))
 
 
 def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Clock) -> None:
