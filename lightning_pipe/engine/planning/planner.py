@@ -34,22 +34,10 @@ def plan_variants(
     """Exact variants of *hand_written* with the shortest predicted iterations, best first.
 
     The search repeatedly takes the best plan so far and moves one of its exposed tasks: one stage ahead, to another
-    thread, or to another place in the period. Among equal predictions, plans with fewer batches in flight and fewer
-    threads come first. Of plans that differ only in the order within a period, the fastest one counts.
-
-    Args:
-        hand_written: exact plans for the same tasks.
-        costs: cost of every task, by name.
-        machine: resources that the tasks share.
-        movable: names of the tasks that may be moved.
-        on_workers: names of movable tasks that may run in a worker thread (default none).
-        submitted_before: pairs of task names (default none). In every period the first task of a pair is submitted
-            before the second, even if the two run for different iterations.
-        max_in_flight: maximum number of batches in flight (default 3).
-        keep: maximum number of variants (default 5).
-
-    Raises:
-        PlanError: the costs do not fit the tasks.
+    thread, or to another place in the period. Only tasks in *movable* move, and only those in *on_workers* change their
+    thread. In every period the first task of a pair in *submitted_before* is submitted before the second, even if the
+    two run for different iterations. Among equal predictions, plans with fewer batches in flight and fewer threads come
+    first. Of plans that differ only in the order within a period, the fastest one counts.
     """
 
     def predicted(plan: PipelinePlan, without: str | None = None) -> float:

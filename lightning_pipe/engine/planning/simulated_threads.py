@@ -53,10 +53,6 @@ class _Queue:
 class SimulatedThreads:
     """Simulated run of a plan.
 
-    Args:
-        plan: see :func:`~lightning_pipe.engine.planning.simulation.simulate`, also for *costs*, which are checked, and
-            *machine*.
-
     Attributes:
         work: all pieces of work, in the order of their ends.
         retired: time at which each iteration was retired, in seconds since the start of the first period.

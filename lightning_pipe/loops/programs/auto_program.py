@@ -106,14 +106,8 @@ class _Block:
 class AutoProgram(TrainingProgram):
     """Times plans in the first iterations, and continues with the fastest one. Every rank makes the same calls.
 
-    Args:
-        plans: hand-written plans with the same tasks; the first one is the serial plan, which is traced.
-        propose: planner that returns further plans. Only the first rank calls it.
-        device: see :class:`~lightning_pipe.engine.SWPipeline`.
-        group: process group of all ranks, over which measurements are averaged.
-        exploration: size of the search.
-        chosen: called on every rank when a plan is chosen.
-        arguments: arguments of :class:`TrainingProgram`, without the pipeline.
+    The first of *plans* is the serial plan, which is traced. Only the first rank calls *propose*. Every rank calls
+    *chosen* when a plan is chosen. Further arguments are those of :class:`TrainingProgram` without the pipeline.
     """
 
     def __init__(

@@ -162,15 +162,9 @@ def propose_plans(
     keep: int,
     cached: bool = False,
 ) -> list[PipelinePlan]:
-    """Return variants of *hand_written* with the shortest predicted iterations, best first.
+    """Variants of *hand_written* for tasks that took *own* seconds serially, with *beside* seconds between them.
 
-    Args:
-        hand_written: plans that the search starts from.
-        own: see :func:`recsys_costs`, also for *peers* and *device*.
-        beside: time of an iteration outside of the tasks (seconds).
-        max_in_flight: largest number of batches in flight.
-        keep: largest number of variants.
-        cached: True if tables have a cache on the GPU (default False), which not every plan suits.
+    If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """
     costs = recsys_costs(own, peers=peers, device=device)
     machine = recsys_machine(device, beside)
