@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than the files that the environment is made from, so that a second call does nothing.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-all test-matrix in-turn bench bench-all gpu docs lint format clean
+.PHONY: setup train train-llm test test-all bench bench-all gpu docs lint format clean
 
 setup: $(STAMP)
 
@@ -31,15 +31,6 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest --exhaustive $(ARGS) $(or $(FILE),-n $(WORKERS) --dist loadfile)
-
-# The tests on every tested combination of PyTorch and Python, with a download of some GB for each PyTorch. One of them:
-# .venv/bin/nox --list, then .venv/bin/nox -s NAME. The counts are put into docs/stacks.md.
-# in-turn runs only contract tests, on one combination that the number of commits decides.
-test-matrix: setup
-	$(BIN)/nox
-
-in-turn: setup
-	$(BIN)/nox -s in_turn
 
 # One table, and benchmarks/results/latest.json. bench measures the figures of the docs, in about 12 minutes on two quiet
 # cores; bench-all runs every benchmark.

@@ -5,19 +5,21 @@ Lightning has no entry point for strategies, so importing any sub-package also i
 engine (:mod:`lightning_pipe.engine`) requires only PyTorch and works without Lightning.
 """
 
+import warnings
 from importlib.util import find_spec
 
-from lightning_pipe.environment import require_release, warn_of_clash
+from lightning_pipe.environment import version_problem
 
 __version__ = "0.1.0"
 
-warn_of_clash()
+# Only a warning, because the parts of this package that do not need TorchRec also work in a broken environment.
+if problem := version_problem():
+    warnings.warn(problem, stacklevel=2)
 
 if find_spec("lightning") is not None:
-    require_release("lightning", "the strategies")
     from lightning_pipe.strategies.registry import register
 
     register()
     del register
 
-del find_spec, require_release, warn_of_clash
+del find_spec, problem, version_problem, warnings

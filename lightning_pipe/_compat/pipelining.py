@@ -1,21 +1,16 @@
-"""What differs between versions of ``torch.distributed.pipelining``, from PyTorch 2.12 to 2.15.
+"""Private names of ``torch.distributed.pipelining``.
 
-Each function selects by the names that PyTorch has, not by its version, so that builds from source work too.
-
-PyTorch 2.14 made steps over given micro-batches public (``step(arg_mbs=...)``). PyTorch 2.15 releases outputs once they
-are sent, and for that wants a wait for each send and each reduction among the actions of a schedule.
+PyTorch 2.14 made steps over given micro-batches public (``step(arg_mbs=...)``); 2.13 has a private method for them.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -25,11 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe._compat.torch import is_view
 
-# True if received and sent hidden states of all micro-batches exist until the end of a step, as until PyTorch 2.14.
-KEEPS_MESSAGES = not hasattr(PipelineStage, "release_fwd_send_outputs")
-
 _BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
-_WAIT = re.compile(r"\s*\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*\s*")
 _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 
 
@@ -127,12 +118,8 @@ def make_detachable(stage: Any, microbatch: int) -> None:
         stage: PyTorch's stage.
         microbatch: micro-batch whose forward has run and whose backward has not.
     """
-    if hasattr(stage, "fwd_cache"):  # until PyTorch 2.14
-        outputs, inputs = stage.fwd_cache[microbatch]
-        stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs
-    else:
-        outputs = stage._forward_chunk_states[microbatch].live_outputs
-        outputs[:] = map(_not_a_view, outputs)  # None for an output that was sent and released
+    outputs, inputs = stage.fwd_cache[microbatch]
+    stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs
 
 
 def _not_a_view(value: Any) -> Any:
@@ -141,31 +128,4 @@ def _not_a_view(value: Any) -> Any:
 
 def forget_output(stage: Any, microbatch: int) -> None:
     """Release the output of a stage that runs no backward, which would be kept until the end of the step."""
-    states = stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states
-    del states[microbatch]
-
-
-def is_wait(text: str) -> bool:
-    """Return True for an action of PyTorch 2.15 that waits for a message or a reduction, such as "0WAIT_SEND_F1"."""
-    return _WAIT.fullmatch(text) is not None
-
-
-def with_waits(actions: Mapping[int, Sequence[_Action]]) -> dict[int, list[_Action]]:
-    """Add the waits that PyTorch 2.15 needs where it puts them itself; older versions get the actions unchanged.
-
-    Args:
-        actions: actions of each rank with communication and without waits.
-    """
-    wait_for_reduction = getattr(_ComputationType, "WAIT_REDUCE_GRAD", None)
-    if wait_for_reduction is None:
-        return {rank: list(row) for rank, row in actions.items()}
-    reduce, complete = _ComputationType.REDUCE_GRAD, {}
-    for rank, row in actions.items():
-        complete[rank] = [
-            one
-            for action in row
-            for one in (action, _Action(action.stage_index, wait_for_reduction, None))
-            if one is action or action.computation_type is reduce
-        ]
-    added: dict[int, list[_Action]] = schedules._add_wait_send(complete)  # type: ignore[attr-defined, unused-ignore]
-    return added
+    del stage.fwd_cache[microbatch]

@@ -174,11 +174,9 @@ def default_store() -> dist.Store:
 
 
 def fsspec_writer(url: str, **arguments: Any) -> Any:
-    """Return the ``FsspecWriter`` of ``torch.distributed.checkpoint``, which PyTorch 2.15 makes public."""
-    try:
-        from torch.distributed.checkpoint import FsspecWriter  # type: ignore[attr-defined,unused-ignore]
-    except ImportError:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    """Return the ``FsspecWriter`` of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
     return FsspecWriter(url, **arguments)
 
 

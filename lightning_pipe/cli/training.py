@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.environment import check_environment
+from lightning_pipe.environment import import_torchrec
 from lightning_pipe.strategies.registry import STRATEGIES
 
 
@@ -28,7 +28,7 @@ class Parser(LightningArgumentParser):
             )
         for module in re.findall(r"No module named '(\w+)", message)[:1]:
             if module in ("torchrec", "fbgemm_gpu"):
-                check_environment()
+                import_torchrec()
             wanted = rf"{module}\b.*extra == [\"'](\w+)"
             with suppress(PackageNotFoundError):  # a source tree that is not installed
                 extras = [match[1] for one in requires("lightning-pipe") or () if (match := re.match(wanted, one))]

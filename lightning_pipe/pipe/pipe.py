@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
-from lightning_pipe.environment import require_torch
+from lightning_pipe.environment import require
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
 from lightning_pipe.pipe.gradients import attach, attach_loss
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
@@ -152,7 +152,7 @@ class Pipe(nn.Module):
         Raises:
             SetupError: torch is older than 2.13.
         """
-        require_torch("2.13", "compiled partitions", reason="where compiling in two threads at once does not crash")
+        require("torch", "2.13", "compiled partitions")  # before, compiling in two threads at once crashes
         for partition in self._partitions:
             partition.compile(**options)
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.table import MARK, end
 from lightning_pipe.engine.common.whole_file import whole_file
-from lightning_pipe.environment import check_environment, require_torch, stacks
+from lightning_pipe.environment import import_torchrec, require
 from scripts.gpu.comparison import compare
 from scripts.gpu.parts import Command, Part
 
@@ -60,13 +59,11 @@ def impossible(part: Part) -> str:
             if not torch.cuda.is_available():
                 return "needs a GPU"
         elif need in ("torchrec", "stages"):
-            if need == "torchrec" and importlib.util.find_spec("torchrec") is None:
-                return "needs torchrec"
             try:
                 if need == "torchrec":
-                    check_environment()
+                    import_torchrec()
                 else:
-                    require_torch(stacks().language_models, "language models in pipeline stages")
+                    require("torch", "2.13", "language models in pipeline stages")
             except Exception as error:
                 return str(error).splitlines()[0]
         elif shutil.which(need) is None:

@@ -20,7 +20,6 @@ import lightning_pipe
 from lightning_pipe.cli import main as main_module
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.environment import Installed
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
@@ -218,7 +217,7 @@ def test_the_pipe_of_one_process_is_shown_with_both_ways_to_run(capsys: pytest.C
 def test_an_unknown_plan_is_refused_where_torchrec_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torchrec", None)
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     monkeypatch.setattr("lightning_pipe.cli.plan.import_torchrec", lambda: pytest.fail("not needed"))
     assert "Unknown plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
 
@@ -382,7 +381,7 @@ def test_an_option_group_is_built_from_its_fields_and_an_unknown_field_is_named(
     ("absent", "said"),
     [
         ("matplotlib", "The extra 'pictures' of lightning-pipe installs matplotlib."),
-        ("torchrec", "The recsys strategies need torchrec, which is not installed."),
+        ("torchrec", "The recsys strategies need torchrec and fbgemm, which cannot be imported"),
     ],
 )
 def test_a_package_that_a_configuration_lacks_is_named_with_what_installs_it(
@@ -390,7 +389,7 @@ def test_a_package_that_a_configuration_lacks_is_named_with_what_installs_it(
 ) -> None:
     Path("lacks.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name='{absent}')")
     if absent == "torchrec":
-        monkeypatch.setattr(Installed, "read", lambda: Installed("2.14.1", None, None, None))
+        monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(SystemExit):
         raise SystemExit(main(["fit", "--config", "fit.yaml", "--model", "lacks.Model"]))
     assert said in capsys.readouterr().err

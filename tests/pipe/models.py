@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.environment import require_torch
+from lightning_pipe.environment import require
 from lightning_pipe.pipe import pop, skippable, stash
 from lightning_pipe.pipe.scatter import gather, rows_of, scatter
 from tests.rounding import Reference
@@ -22,7 +22,7 @@ from tests.rounding import Reference
 
 def _compiles() -> bool:
     try:
-        require_torch("2.13", "compiled partitions")
+        require("torch", "2.13", "compiled partitions")
     except SetupError:
         return False
     return True

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed.pipelining.schedules import _Action
 
-from lightning_pipe._compat.pipelining import KEEPS_MESSAGES
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
@@ -132,7 +131,7 @@ def estimate_memory(
     optimizer_bytes: Pieces[int],
     *,
     sharing: Sharing | None = None,
-    keeps_messages: bool = KEEPS_MESSAGES,
+    keeps_messages: bool = True,
 ) -> list[RankMemory]:
     """Estimate the memory of each rank.
 
@@ -144,8 +143,8 @@ def estimate_memory(
         sharing: numbers of ranks that share each stage; None (default) for no sharing. Parameters are assumed to be
             shared evenly, and layers to be sharded completely by tensor parallelism; activations of layers are assumed
             not to be sharded by it.
-        keeps_messages: True if hidden states that are received or sent exist until the end of the step; False if those
-            of a micro-batch exist until its backward (default: what the installed PyTorch does).
+        keeps_messages: True (default) if hidden states that are received or sent exist until the end of the step, as in
+            PyTorch; False if those of a micro-batch exist until its backward, as in Megatron-LM.
 
     Returns:
         The memory of each rank of the pipeline, in order.

@@ -35,7 +35,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from lightning_pipe._compat.pipelining import is_wait, with_waits
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.plans.plan_file import read_text
@@ -161,8 +160,7 @@ def wrong_places(what: str, ranks: Mapping[int, int], pp_size: int) -> SetupErro
 def read_actions(path: Path) -> dict[int, list[_Action]]:
     """Read the actions of each rank from a CSV file in PyTorch's format.
 
-    Empty fields, which mean idling, are skipped, and so are the waits that PyTorch 2.15 writes: they are added again
-    when the schedule is constructed, and other versions do not know them.
+    Empty fields, which mean idling, are skipped.
 
     Raises:
         SetupError: a file that cannot be read, or that contains an invalid action.
@@ -191,7 +189,7 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
 def _action(text: str) -> _Action | None:
     if len(text) > _LONGEST:
         raise ValueError(f"an action of {len(text)} characters: {shown(text)}")
-    action = None if is_wait(text) else _Action.from_str(text)
+    action = _Action.from_str(text)
     for one in () if action is None else (action.sub_actions or (action,)):
         if not (0 <= one.stage_index < _MOST and (one.microbatch_index or 0) < _MOST):
             raise ValueError(f"{shown(text)}: stages and micro-batches are numbered from 0 to {_MOST - 1}")
@@ -353,7 +351,7 @@ def listed_actions(
 
 def _take_actions(schedule: Any, actions: dict[int, list[_Action]]) -> None:
     if any(not action.is_compute_op for row in actions.values() for action in row):
-        schedule._prepare_schedule_with_comms(with_waits(actions), format="compute_comms")
+        schedule._prepare_schedule_with_comms(actions, format="compute_comms")
     else:
         schedule.pipeline_order = actions
         schedule._prepare_schedule_with_comms(actions)

@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lightning_pipe._compat.pipelining import forget_output, run_microbatches, run_overlapped, with_waits
+from lightning_pipe._compat.pipelining import forget_output, run_microbatches, run_overlapped
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough
@@ -242,12 +242,10 @@ class _Evaluation(_PipelineScheduleRuntime):
             for rank in range(self.pp_group_size)
         }
         self.pipeline_order = {rank: list(actions) for rank, actions in forwards.items()}
-        self.pipeline_order_with_comms = with_waits(
-            _add_send_recv(
-                {rank: _add_unshard_reshard(list(actions)) for rank, actions in forwards.items()},
-                stage_to_rank=ranks.__getitem__,
-                num_stages=self._num_stages,
-            )
+        self.pipeline_order_with_comms = _add_send_recv(
+            {rank: _add_unshard_reshard(list(actions)) for rank, actions in forwards.items()},
+            stage_to_rank=ranks.__getitem__,
+            num_stages=self._num_stages,
         )
 
     def _maybe_compute_loss(

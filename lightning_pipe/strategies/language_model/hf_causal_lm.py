@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.environment import require_release
+from lightning_pipe.environment import require
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.derived_config import returns_head_results
@@ -62,7 +62,7 @@ class HFCausalLM(PipelineModule):
         lora: Any = None,
     ) -> None:
         super().__init__()
-        require_release("transformers", "models of Hugging Face")
+        require("transformers", "5.23", "models of Hugging Face")
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = read_config(config if self._weights is None else self._weights.config())
         if z_loss := getattr(self.config, "z_loss_coefficient", 0.0):

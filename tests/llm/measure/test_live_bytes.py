@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.forward_bytes import ForwardBytes
-from lightning_pipe._compat.pipelining import KEEPS_MESSAGES
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.schedules.simulation import Kind, actions_of, simulate
@@ -127,14 +126,10 @@ def found() -> list[Held]:
     return run_ranks(all_schedules, 4)
 
 
-# What there is of a micro-batch whose backward has not begun: all, or all but an output that has been sent.
-WHOLE = {UNIT} if KEEPS_MESSAGES else {UNIT, INNER}
-
-
 def count_whole(after_forward: dict[tuple[int, int], int]) -> int:
     """Number of micro-batches whose activations are there."""
     assert set(after_forward.values()) <= {HIDDEN, INNER, UNIT}
-    return sum(size in WHOLE for size in after_forward.values())
+    return sum(size == UNIT for size in after_forward.values())
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -142,7 +137,7 @@ def test_gpipe_holds_the_activations_of_all_micro_batches_and_nothing_else(found
     for rank in range(size):
         peak = max(found[rank]["gpipe", size], key=lambda one: sum(one.values()))
         assert set(peak) == {(rank, index) for index in range(MICROBATCHES)}
-        assert set(peak.values()) <= WHOLE
+        assert set(peak.values()) == {UNIT}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -152,10 +147,8 @@ def test_1f1b_holds_the_activations_of_p_minus_rank_micro_batches(found: list[He
         counts = list(map(count_whole, after_forwards))
         assert counts == [min(index + 1, size - rank) for index in range(MICROBATCHES)]
         most = max(sum(one.values()) for one in after_forwards)
-        if KEEPS_MESSAGES:  # and PyTorch's loop one output more, while it computes the next
-            assert most == (size - rank) * UNIT + HIDDEN
-        else:
-            assert most <= (size - rank) * INNER + 2 * HIDDEN
+        # PyTorch's loop keeps one output more, while it computes the next.
+        assert most == (size - rank) * UNIT + HIDDEN
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
