@@ -19,7 +19,7 @@ train: setup
 train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
-# Run test after every change; test-all also runs the tests marked "exhaustive", such as those in a browser.
+# Run test after every change; test-all also runs the tests marked "exhaustive".
 # FILE=tests/... runs all tests of one file. ARGS are more options of pytest. WORKERS processes run files in parallel, each
 # with one thread, because the ranks of a test are processes too.
 WORKERS ?= 3

@@ -1,13 +1,11 @@
 """Draws the pictures of the docs: ``python docs/draw_pictures.py [NAME ...]``, in a clone, on a quiet machine.
 
-A picture shows the timeline of an example that PipelineTrace recorded, the top of a PipelineProfiler report in
-Chromium, or the plot of a benchmark. Tables and timelines in text are checked by tests, which run the command above
-each of them.
+A picture shows the timeline of an example that PipelineTrace recorded, or the plot of a benchmark. Tables and timelines
+in text are checked by tests, which run the command above each of them.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,24 +21,19 @@ TIMELINES = {
 }
 # Benchmark and its arguments.
 BENCHMARKS = {"rows_timeline": ("dynamic_embeddings", "--rows", "200000", "--latency", "60e-6", "--rounds", "2")}
-# Example, step after which it is profiled, and visible height in pixels.
-REPORTS = {"profile_report": ("recsys_movielens/prefetch.yaml", 40, 972)}
-WIDTH = 1000  # of a report (pixels)
 
 
 def main(names: list[str]) -> None:
     """Draw the pictures with these names; all pictures without names."""
-    for name in names or [*TIMELINES, *BENCHMARKS, *REPORTS]:
+    for name in names or [*TIMELINES, *BENCHMARKS]:
         picture = ROOT / "docs" / "pictures" / f"{name}.png"
         with tempfile.TemporaryDirectory() as folder:
             if name in TIMELINES:
                 _draw_timeline(*TIMELINES[name], Path(folder), picture)
-            elif name in BENCHMARKS:
+            else:
                 module, *options = BENCHMARKS[name]
                 command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--picture", str(picture)]
                 subprocess.run(command, cwd=ROOT, check=True)
-            else:
-                _draw_report(*REPORTS[name], Path(folder), picture)
         print(picture.relative_to(ROOT))
 
 
@@ -52,25 +45,6 @@ def _draw_timeline(example: str, first: int, count: int, folder: Path, picture: 
         "trainer.callbacks.picture": str(picture),
     }
     _fit(example, first + count + 2, folder, options)
-
-
-def _draw_report(example: str, step: int, height: int, folder: Path, picture: Path) -> None:
-    report = folder / "report.html"
-    options = {
-        "trainer.callbacks": "lightning_pipe.callbacks.PipelineProfiler",
-        "trainer.callbacks.at_steps": f"[{step}]",
-        "trainer.callbacks.rounds": "40",
-        "trainer.callbacks.path": "null",
-        "trainer.callbacks.report": str(report),
-    }
-    _fit(example, step + 2, folder, options)
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("neither chromium nor google-chrome is on the PATH; install one to take a picture of a report")
-    shown = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}"]
-    # Plotly draws after the page is loaded, so the page's virtual clock gets time for it.
-    shown += ["--virtual-time-budget=10000", f"--screenshot={picture}", report.as_uri()]
-    subprocess.run([browser, *shown], cwd=folder, check=True)
 
 
 def _fit(example: str, steps: int, folder: Path, options: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ _FILES = {
     "losses.png": "loss curves",
     "timeline.png": "timeline of the tasks, as a picture",
     "trace.json": "the same timeline, for https://ui.perfetto.dev",
-    "report.html": "timeline, costs, plan and what-if, for a browser",
+    "report.html": "the last batches of the timeline, costs and plan, for a browser",
 }
 
 

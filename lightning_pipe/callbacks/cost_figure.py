@@ -1,4 +1,4 @@
-"""Task costs as a Matplotlib figure, for loggers that accept figures."""
+"""Task costs as a Matplotlib figure, for the HTML report and for loggers that accept figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cost_figure(profile: ProfileResult) -> Figure:
     axes.axvline(0, color="#888888", linewidth=0.8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

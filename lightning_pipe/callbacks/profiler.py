@@ -17,16 +17,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipe.callbacks.common import CallbackWithGroup, checked_path, loop_of, numbered, pipeline_of
 from lightning_pipe.callbacks.cost_figure import log_figure
 from lightning_pipe.callbacks.monitor import leave_step_out
-from lightning_pipe.callbacks.report import require_plotly, write_report
-from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
+from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
-from lightning_pipe.engine.observe.trace import Trace, task_seconds
+from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
+from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.strategies.running_work import running
 
 _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
@@ -46,9 +45,8 @@ class PipelineProfiler(CallbackWithGroup):
     - ``exposed/TASK`` and ``own/TASK`` in seconds for the trainer's loggers, and a figure for the loggers that accept
       figures (TensorBoard, Weights & Biases, MLflow) if Matplotlib is installed;
     - a JSON file, which ``ProfileResult.from_json`` reads;
-    - an HTML report with the costs, the timeline before the profile, the plan, and simulated step times for faster
-      tasks, other plans and, with ranks on several hosts, other networks. The report is a single file that can be
-      opened offline.
+    - an HTML report with the costs, the plan and a picture of the timeline before the profile. The report is a single
+      file that can be opened offline. Its pictures require Matplotlib.
 
     If a file cannot be written, training continues with a warning. A profile is postponed to the next optimizer step
     while another callback records a trace, and while no batch is available to profile with, as in a pipeline that has
@@ -65,12 +63,12 @@ class PipelineProfiler(CallbackWithGroup):
         batches: number of latest batches to profile with (default 4).
         path: path of the JSON file, relative to the trainer's log folder (default ``"profile.json"``); None writes no
             file. If several profiles are taken, the step is added to the file name.
-        report: path of the HTML report, as for *path* (default ``"report.html"``). Requires Plotly.
+        report: path of the HTML report, as for *path* (default ``"report.html"``).
         show: print the table (default True).
 
     Raises:
-        SetupError: If a number is too small, no step is given, or Plotly is needed and not installed; when fit begins,
-            if the strategy's tasks cannot be profiled or a step in *at_steps* exceeds the trainer's ``max_steps``.
+        SetupError: If a number is too small or no step is given; when fit begins, if the strategy's tasks cannot be
+            profiled or a step in *at_steps* exceeds the trainer's ``max_steps``.
     """
 
     def __init__(
@@ -103,8 +101,6 @@ class PipelineProfiler(CallbackWithGroup):
             )
         for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
             check_whole_number(what, number, 1)
-        if report is not None:
-            require_plotly()
         self._at = sorted(set(at_steps))
         self._every = every_n_steps
         self._tasks = None if tasks is None else list(tasks)
@@ -117,7 +113,6 @@ class PipelineProfiler(CallbackWithGroup):
         self._wanted: int | None = None  # optimizer step after which to profile next
         self._stepped = 0
         self._trace: Trace | None = None
-        self._one_host = False
         self._folder = Path()
         self._warned = False
 
@@ -148,7 +143,6 @@ class PipelineProfiler(CallbackWithGroup):
         self._wanted = self._next(self._stepped)
         self._trace, self._warned = None, False
         self._make_group()
-        self._one_host = self._group is not None and shares_host(self._group)
         asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
         # Ranks that profiled at different steps would deadlock.
         described = [(name, str(value)) for name, value in asked.items()]
@@ -216,7 +210,7 @@ class PipelineProfiler(CallbackWithGroup):
         self._profiles[step] = profile
         leave_step_out(trainer)
         if trainer.is_global_zero:
-            self._tell(trainer, step, profile, pipeline.plan, spans, bars)
+            self._tell(trainer, step, profile, pipeline.plan, bars)
 
     def _tell(
         self,
@@ -224,7 +218,6 @@ class PipelineProfiler(CallbackWithGroup):
         step: int,
         profile: ProfileResult,
         plan: PipelinePlan,
-        spans: Sequence[TaskSpan],
         bars: Sequence[Bar],
     ) -> None:
         if self._show:
@@ -240,14 +233,8 @@ class PipelineProfiler(CallbackWithGroup):
             self._write(self._named(path, step), lambda to: _write_json(to, profile))
         if report is not None:
             timeline = Timeline(bars, plan.dependencies) if bars else None
-            what_if = _what_if(trainer, profile, plan, spans, self._one_host)
             facts = _facts(trainer, step, profile)
-            self._write(
-                self._named(report, step),
-                lambda to: write_report(
-                    to, profile=profile, plan=plan, timeline=timeline, what_if=what_if, facts=facts
-                ),
-            )
+            self._write(self._named(report, step), lambda to: write_report(to, profile, plan, timeline, facts))
 
     def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
         """Stop this callback's trace, if it is the one being recorded, and return its spans."""
@@ -281,22 +268,6 @@ class PipelineProfiler(CallbackWithGroup):
 def _write_json(path: Path, profile: ProfileResult) -> None:
     with whole_file(path) as unfinished:
         unfinished.write_text(profile.to_json(), encoding="utf-8")
-
-
-def _what_if(
-    trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan], one_host: bool
-) -> WhatIf | None:
-    """Simulate alternatives if every task has a time, from the profile or else from the trace before it."""
-    from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
-
-    found = task_seconds(spans) | profile.own
-    if set(found) != set(plan.tasks):
-        return None
-    own = {name: found[name] for name in plan.tasks}  # in serial order
-    device = trainer.strategy.root_device
-    costs = recsys_costs(own, peers=trainer.world_size > 1, device=device)
-    others = hand_written_plans(list(plan.tasks.values()))
-    return ask_what_if(plan, costs, recsys_machine(device), other_plans=others, one_host=one_host)
 
 
 def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:
