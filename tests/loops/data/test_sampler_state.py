@@ -173,18 +173,3 @@ def test_counters_that_are_made_or_set_in_an_iteration_continue() -> None:
     order(loader)
     SamplerState(DataLoader(Rows(), sampler=other)).put(state.get())
     assert (other.last, other.share, other.made) == (3, 0.5, "late")
-
-
-@pytest.mark.parametrize(
-    ("kind", "found", "damaged"),
-    [
-        ("numpy, of old", '"pos": ', '"pos": 10000'),
-        ("numpy, Philox", '"buffer_pos": ', '"buffer_pos": 10000'),
-    ],
-)
-def test_a_position_beyond_numpys_numbers_is_refused(kind: str, found: str, damaged: str) -> None:
-    state = SamplerState(WAYS["sampler"](KINDS[kind]()))
-    changed = [part.replace(found, damaged) for part in state.get()]
-    assert changed != state.get()
-    with pytest.raises(SetupError, match="is damaged: expected a position"):
-        state.put(changed)
