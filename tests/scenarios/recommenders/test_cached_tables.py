@@ -13,10 +13,10 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import TrainPipeline
 from lightning_pipe.recsys.kernels.fused import fused_kernels
-from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.sharding.shard import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.auto_plan import propose_plans
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.recsys.sharding.test_planning import one_shard
@@ -87,10 +87,11 @@ def test_plans_that_a_cache_cannot_follow_are_refused_with_the_tables(plan: Any)
 def test_a_search_proposes_no_plan_that_a_cache_cannot_follow() -> None:
     tasks = recsys_tasks()
     own = {**{task.name: 0.01 for task in tasks}, "EmbPrefetch": 1.0}
+    by_hand = [*hand_written_plans(tasks), recsys_plan(TWO_AHEAD, tasks)]
 
     def stages(cached: bool) -> set[int]:
         arguments: Any = {"max_in_flight": 5, "peers": True, "device": torch.device("cpu"), "keep": 50}
-        plans = propose_plans(tasks, own, 0.0, cached=cached, **arguments)
+        plans = propose_plans(by_hand, own, 0.0, cached=cached, **arguments)
         assert plans
         return {plan.schedule["EmbPrefetch"].stage for plan in plans}
 
