@@ -1,4 +1,7 @@
-"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values."""
+"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
