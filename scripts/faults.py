@@ -185,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "recsys/dynamic/tables/sharded_tables.py",
-        "        record_use(rows.features)\n",
+        "        record_use(slots)\n",
         "",
         "scenarios/streams/test_recsys_streams.py::test_nothing_is_found_under_any_plan",
     ),

@@ -17,7 +17,9 @@ _LOOK = 1.0
 # Maximum time (seconds) that the interpreter's exit waits for all workers together.
 _EXIT_TIMEOUT = 5.0
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+# Queue of each thread that has not ended, also of those whose worker has been collected.
+_queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Callable[[], None] | None]]
+_queues = weakref.WeakKeyDictionary()
 
 
 class Worker:
@@ -33,7 +35,7 @@ class Worker:
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"lightning_pipe-{group}", daemon=True)
         weakref.finalize(self, self._queue.put, None)
         self._thread.start()
-        _workers.add(self)
+        _queues[self._thread] = self._queue
 
     def submit(self, call: Callable[[], None]) -> None:
         """Queue *call*."""
@@ -76,8 +78,8 @@ def _end_workers() -> None:
 
     A thread that returns from PyTorch to Python while the interpreter finalizes would abort the process.
     """
-    workers, deadline = list(_workers), time.monotonic() + _EXIT_TIMEOUT
-    for worker in workers:
-        worker._queue.put(None)
-    for worker in workers:
-        worker._thread.join(max(0.0, deadline - time.monotonic()))
+    queues, deadline = dict(_queues), time.monotonic() + _EXIT_TIMEOUT
+    for queue in queues.values():
+        queue.put(None)
+    for thread in queues:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -149,14 +149,16 @@ def test_a_compiled_package_may_have_any_name(tmp_path: Path) -> None:
     assert torch.allclose(torch._inductor.aoti_load_package(tmp_path / "my model")(dense), dense.sum(1))
 
 
-def test_a_compiler_that_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_absent_is_named(tmp_path: Path) -> None:
     class Product(nn.Module):
         def forward(self, dense: Tensor) -> Tensor:
             return dense.prod(1)
 
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    with pytest.raises(SetupError, match=r"Product cannot be compiled.*no-such-compiler.*Install a C\+\+ compiler"):
+    absent: Any = {"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}
+    with (
+        torch._inductor.config.patch(absent),
+        pytest.raises(SetupError, match=r"Product cannot be compiled.*no-such-compiler.*Install a C\+\+ compiler"),
+    ):
         write_aoti(Product(), torch.rand(2, 3), tmp_path / "model.pt2")
 
 
