@@ -46,7 +46,11 @@ def pack(loop: Any) -> dict[str, Any]:
     trainer: pl.Trainer = loop.trainer
     connector = trainer._logger_connector
     latest = {
-        name: {key: _plain(value) for key, value in getattr(connector, name).items() if _is_plain(value)}
+        name: {
+            key: _plain(value)
+            for key, value in getattr(connector, name).items()
+            if isinstance(key, str) and _is_plain(value)
+        }
         for name in _LATEST
     }
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
@@ -65,11 +69,14 @@ def _early_stopping(trainer: pl.Trainer) -> Sequence[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor | float | int)
+    return isinstance(value, Tensor | float) or type(value) in (bool, int)
 
 
 def _plain(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    # NumPy's float64 is a float, but no plain data.
+    return float(value) if isinstance(value, float) else value
 
 
 def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool) -> Any:
@@ -86,6 +93,8 @@ def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any,
     if metric.is_tensor:
         return {**packed, "value": _plain(value), "rows": _plain(rows)}
     parts = _parts(value)
+    if any(type(part).__module__.startswith("torchmetrics.wrappers") for part in parts.values()):
+        return None  # they have counts that are no states
     states = {name: _states(part) for name, part in parts.items()}
     # torchmetrics changes states in place, so those before the batch are unknown. Lists grow with the epoch.
     if again or not all(isinstance(state, Tensor) for of_part in states.values() for state in of_part.values()):

@@ -182,7 +182,7 @@ class ModelRewrite(ReplacedForwards):
         try:
             if error is not None:
                 raise error
-            checked: set[int] = set()
+            checked: dict[int, object] = {}
             prepared = [self._arguments(entry, splits.inputs, checked) for entry in pipelined]
             if self._early_release is not None:
                 prepared = [own_objects(call) for call in prepared]
@@ -373,13 +373,13 @@ class ModelRewrite(ReplacedForwards):
     def _inputs(self, batch: Any) -> Inputs:
         return Inputs(batch, PostprocessResults(self._postprocess_forwards))
 
-    def _arguments(self, entry: Sharded, inputs: Inputs, checked: set[int]) -> Arguments:
+    def _arguments(self, entry: Sharded, inputs: Inputs, checked: dict[int, object]) -> Arguments:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
         record_use(call)
         return self._prepare(entry, call, checked)
 
-    def _prepare(self, entry: Sharded, call: Arguments, checked: set[int] | None = None) -> Arguments:
+    def _prepare(self, entry: Sharded, call: Arguments, checked: dict[int, object] | None = None) -> Arguments:
         call = entry.prepare(call, checked)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(

@@ -111,12 +111,12 @@ class Sharded:
         """Features that it looks up, in the order of its tables."""
         return list(_tables_by_feature(self.module))
 
-    def prepare(self, arguments: Arguments, checked: set[int] | None = None) -> Arguments:
+    def prepare(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
         """Check a call's features and convert them to the form of the first batch.
 
         Args:
             arguments: arguments of the call.
-            checked: ids of the objects whose lengths were checked for other modules in the same batch; extended here
+            checked: objects whose lengths were checked for other modules in the same batch, by their ids; extended here
                 (default None: none).
 
         Raises:
@@ -137,7 +137,7 @@ class Sharded:
         if checked is None or id(features) not in checked:
             check_lengths(self.name, features, self._validates)
             if checked is not None:
-                checked.add(id(features))
+                checked[id(features)] = features
         refuse_trained_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_samples(self.name, features)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
@@ -243,6 +244,16 @@ def test_a_checkpoint_without_logged_values_is_read(tmp_path: Path) -> None:
     rest = fitted(start=start)
     assert len(rest.losses) == 14
     assert rest.means[0] == pytest.approx(sum(rest.losses[:2]) / 2)
+
+
+def test_numbers_of_other_classes_and_keys_that_are_no_names_leave_a_checkpoint_readable(tmp_path: Path) -> None:
+    def save(used: pl.Trainer) -> None:
+        metrics: dict[Any, Any] = used.callback_metrics
+        metrics |= {"of numpy": np.float64(1.5), 3: torch.tensor(2.0)}
+        used.save_checkpoint(tmp_path / "a.ckpt")
+
+    fitted(At("on_train_batch_end", 4, save))
+    assert len(fitted(start=tmp_path / "a.ckpt").losses) == 14
 
 
 def test_damaged_logged_values_are_an_error_in_words(tmp_path: Path) -> None:
