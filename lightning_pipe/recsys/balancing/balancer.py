@@ -299,15 +299,7 @@ class BatchBalancer:
 
 
 def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> BatchBalancer | None:
-    """Make the balancer that the argument ``balancer`` of a strategy or pipeline describes.
-
-    Args:
-        config: a balancer; True for a balancer with default arguments; a mapping of its arguments; a mapping with
-            ``class_path`` and ``init_args``, as in YAML; None or False for no balancer.
-
-    Raises:
-        SetupError: The value is none of these.
-    """
+    """Make the balancer that the argument ``balancer`` of a strategy or pipeline describes."""
     if config is None or config is False:
         return None
     if isinstance(config, BatchBalancer):

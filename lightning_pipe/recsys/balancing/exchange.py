@@ -25,16 +25,7 @@ _Sizes = npt.NDArray[np.int64]
 def exchange(
     samples: Samples, gathered: Gathered, assignment: Ranks, group: dist.ProcessGroup, kind: ExchangeKind
 ) -> Any:
-    """Return the batch with the samples assigned to this rank, ordered by their global number. Collective.
-
-    Args:
-        samples: samples of this rank's batch.
-        gathered: workloads and id counts of all ranks' samples.
-        assignment: rank of each sample. Every rank keeps its number of samples.
-        group: process group of all ranks.
-        kind: ``all_to_all`` sends each rank only its samples; ``all_gather`` sends every sample to every rank, for
-            backends and networks where that is faster.
-    """
+    """Return the batch with the samples assigned to this rank, ordered by their global number. Collective."""
     ranks, me = group.size(), group.rank()
     source = gathered.source
     own = np.flatnonzero(source == me)

@@ -62,15 +62,7 @@ class Gathered:
 
 
 def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.int32]) -> None:
-    """Raise the same error on every rank if a workload is negative or not finite.
-
-    Args:
-        workloads: workloads of all samples, rank by rank.
-        source: rank of each sample.
-
-    Raises:
-        InputError: A workload is negative or not finite; names the first such sample and its rank.
-    """
+    """Raise the same error on every rank if a workload is negative or not finite."""
     wrong = ~(np.isfinite(workloads) & (workloads >= 0))
     if wrong.any():
         sample = int(wrong.argmax())
@@ -83,15 +75,7 @@ def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.i
 
 
 class Gathering:
-    """All-gather of a message in flight. Created on the thread that submits collectives; may be read on any thread.
-
-    Args:
-        samples: this rank's samples; None if its batch failed.
-        workloads: workload of each sample, float64; None if the batch failed.
-        room: capacity of every rank's message.
-        group: process group of all ranks.
-        device: device of tensors that the group's backend takes.
-    """
+    """All-gather of a message in flight. Created on the thread that submits collectives; may be read on any thread."""
 
     def __init__(
         self,

@@ -43,16 +43,7 @@ Ranks = npt.NDArray[np.int32]
 
 
 def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
-    """Assign every sample to a rank.
-
-    Args:
-        workloads: workload of each sample, finite.
-        source: current rank of each sample, 0 to ``ranks`` - 1. Every rank keeps its number of samples.
-        ranks: number of ranks.
-
-    Returns:
-        The new rank of each sample.
-    """
+    """Assign every sample to a rank."""
     workloads = np.ascontiguousarray(workloads, np.float64)
     source = np.ascontiguousarray(source, np.int32)
     if ranks < 2 or not len(source):

@@ -42,16 +42,7 @@ class _Jagged:
 
 
 class Samples:
-    """Samples of a batch, made by :func:`take_apart`.
-
-    Args:
-        batch: the batch.
-        rows: number of rows of every tensor in the batch, including padding.
-        real: number of rows that are samples; these come first.
-        dense: dense and keyed tensors of the batch.
-        jagged: jagged tensors of the batch.
-        description: (name, value) entries for the structure of a sample, which must be the same on every rank.
-    """
+    """Samples of a batch, made by :func:`take_apart`."""
 
     def __init__(
         self,
@@ -80,11 +71,7 @@ class Samples:
         return [one.totals[: self.real] for one in self._jagged]
 
     def ids(self) -> Tensor:
-        """Number of ids of each real sample, summed over all KeyedJaggedTensors.
-
-        Raises:
-            InputError: The batch has no KeyedJaggedTensor.
-        """
+        """Number of ids of each real sample, summed over all KeyedJaggedTensors."""
         totals = [one.totals[: self.real] for one in self._jagged if isinstance(one.piece, KeyedJaggedTensor)]
         if not totals:
             raise InputError(
@@ -114,12 +101,7 @@ class Samples:
         return torch.cat(columns, dim=1).reshape(-1)
 
     def pack_streams(self, order: Tensor, totals: Sequence[int]) -> list[Tensor]:
-        """Return the streams of the real samples in *order*, as bytes.
-
-        Args:
-            order: indices of the samples.
-            totals: number of ids of these samples in each jagged tensor.
-        """
+        """Return the streams of the real samples in *order*, as bytes."""
         packed: list[Tensor] = []
         for jagged, total in zip(self._jagged, totals, strict=True):
             picks = _by_sample(jagged, order, total)
@@ -129,12 +111,7 @@ class Samples:
     # ------------------------------------------------------------------ from bytes
 
     def with_samples(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
-        """Return the batch with its real samples replaced by the same number of others. All other parts stay.
-
-        Args:
-            rows: rows in the format of :meth:`pack_rows`.
-            streams: streams in the format of :meth:`pack_streams`.
-        """
+        """Return the batch with its real samples replaced by the same number of others. All other parts stay."""
         made: dict[int, Any] = {}
         table, begin = rows.view(self.real, self.row_bytes), 0
 
@@ -174,19 +151,7 @@ class Samples:
 
 
 def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) -> Samples:
-    """Find the samples of *batch*.
-
-    Args:
-        batch: a dense, jagged or keyed tensor, or any object that :func:`~lightning_pipe.recsys.batches.pieces.walk`
-            traverses.
-        real: number of rows that are samples; the rows after them are padding (default None: every row is a sample).
-        keep: paths of parts that have no row per sample, spelled as in error messages (``batch.class_weights``).
-
-    Raises:
-        InputError: A path in *keep* does not exist; parts have different numbers of rows; or a part cannot be
-            exchanged: a plain list with one entry per sample, an array that is not a tensor, a nested or sparse tensor,
-            or features with a batch size per feature.
-    """
+    """Find the samples of *batch*."""
     pieces: dict[int, tuple[str, Any]] = {}
     others: list[tuple[str, Any]] = []
     kept: set[str] = set()

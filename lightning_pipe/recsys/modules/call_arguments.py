@@ -105,11 +105,7 @@ class CallArguments:
 
 
 class PostprocessResults:
-    """Results of the post-processing modules for one batch. They are held per batch, because iterations overlap.
-
-    Args:
-        modules: the original (not replaced) forwards of the modules, by name.
-    """
+    """Results of the post-processing modules for one batch. They are held per batch, because iterations overlap."""
 
     def __init__(self, modules: dict[str, Callable[..., Any]]) -> None:
         self._modules = modules

@@ -136,11 +136,7 @@ class _Dynamic:
         return self
 
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
-        """Refuse the lookup: the module has no rows before ids are distributed over ranks.
-
-        Raises:
-            SetupError: always.
-        """
+        """Refuse the lookup: the module has no rows before ids are distributed over ranks."""
         raise SetupError(
             f"this {type(self).__name__} must be sharded before it is called, since its rows have no place yet. Train"
             " it under a recsys strategy, or shard it with lightning_pipe.recsys.shard_model (one process is enough)."

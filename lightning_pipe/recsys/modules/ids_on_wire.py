@@ -26,17 +26,7 @@ _PIECE = 2**16
 
 
 def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, asked: IdsOnWire) -> bool:
-    """Return True if a sharded module's ids are sent as int32. All its tables share the type, in one tensor.
-
-    Args:
-        name: name of the module.
-        tables: tables of the module.
-        maps_ids: True if the ids are mapped to rows only after they are sent, so they may be any number.
-        asked: ``int64``; ``auto``, int32 if possible; ``int32``, int32 or an error.
-
-    Raises:
-        SetupError: ``int32`` was requested, but is not possible.
-    """
+    """Return True if a sharded module's ids are sent as int32. All its tables share the type, in one tensor."""
     # One less than there are int32 numbers, so that the largest int32 is a row of no table.
     too_large = [table for table in tables if table.num_embeddings > _INT32.max]
     if asked == "int32" and maps_ids:

@@ -75,15 +75,6 @@ def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = F
     """Check that a batch's lengths fit its keys, ids and weights. TorchRec and FBGEMM would read or write other memory.
 
     Features on a GPU are checked without a host wait, from what the host knows.
-
-    Args:
-        name: name of the sharded module, for messages.
-        features: the batch's features for the module.
-        every_length: also read every length and offset, and wait for the result on a GPU (default False).
-
-    Raises:
-        InputError: the number of lengths, their sums or the number of weights is wrong, or ``length_per_key`` or
-            ``offset_per_key`` differs from the lengths; with *every_length*, a single length or offset is wrong.
     """
     problem = _misfit(features, every_length)
     if problem is None and every_length:
@@ -145,16 +136,7 @@ def _wrong_length(features: KeyedJaggedTensor) -> str | None:
 
 
 def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
-    """Check a module's first batch against its tables.
-
-    Args:
-        name: name of the sharded module, for messages.
-        features: the batch's features for the module.
-        wanted: features that its tables look up.
-
-    Raises:
-        InputError: a feature is missing, or ids are not integers.
-    """
+    """Check a module's first batch against its tables."""
     missing = sorted(set(wanted) - set(features.keys()))
     if missing:
         raise InputError(
@@ -169,15 +151,7 @@ def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -
 
 
 def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
-    """Return ``features`` in the form of the first batch: the same object, or a copy with reordered keys.
-
-    Args:
-        name: see :func:`check_first`, also for *features*.
-        form: form of the first batch.
-
-    Raises:
-        InputError: keys are missing or extra, or weights, batch sizes or types differ from the first batch's.
-    """
+    """Return ``features`` in the form of the first batch: the same object, or a copy with reordered keys."""
     found = FeatureForm.of(features)
     if found == form:
         return features
@@ -264,10 +238,6 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     """Raise InputError if an id is negative or beyond its table. Features must have passed :func:`check_lengths`.
 
     Reads every id once, and waits for the result on a GPU.
-
-    Args:
-        name: see :func:`check_first`, also for *features*.
-        tables: the limiting table of each feature; other features are not checked.
     """
     values = features.values()
     keys = features.keys()

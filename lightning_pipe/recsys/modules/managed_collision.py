@@ -23,11 +23,7 @@ _TOLD = "_lightning_pipe_told_of_evictions"
 
 
 def on_eviction(module: nn.Module, told: Callable[[Any, int, torch.Tensor], None] | None) -> None:
-    """Let a sharded module call *told* when it has evicted rows, in place of an earlier function.
-
-    Args:
-        told: gets the kernel, the number of the table in it, and the numbers of the rows; None for no function.
-    """
+    """Let a sharded module call *told* when it has evicted rows, in place of an earlier function."""
     if told is None:
         module.__dict__.pop(_TOLD, None)
     else:
@@ -80,9 +76,6 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
     TorchRec's own method leaves the states of all optimisers but row-wise Adagrad to the next id. And it draws from the
     global generator, whose values depend on the order of lookups: modules of the first batch look up when they are
     called. Here the values depend on the table, its number of batches and the rank's first row only.
-
-    Args:
-        evicted: numbers of rows of this rank's part, by table; None for a table that evicts none now.
     """
     maps = {one.table: one for one in id_maps_in("", module)}
     configs = {config.name: config for config in table_configs(module)}

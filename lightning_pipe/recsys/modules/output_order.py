@@ -43,10 +43,6 @@ class OrderedKeyedTensor(KeyedTensor):
     """A ``KeyedTensor`` with its columns in another order. They are copied when first read as a whole.
 
     Models that read each feature by its key, as most do, never pay for the copy.
-
-    Args:
-        source: the tensor with the columns in their original order.
-        names: its keys in the new order.
     """
 
     def __init__(self, source: KeyedTensor, names: list[str]) -> None:
@@ -215,15 +211,7 @@ def _in_first_form(
 
 
 def wait_output(output: Any) -> Any:
-    """Wait for the output dist.
-
-    Args:
-        output: result of a sharded module's forward or ``compute_and_output_dist``.
-
-    Returns:
-        A ``KeyedTensor`` (B x sum of dims), a dict of ``JaggedTensor``, or for managed-collision modules a pair of one
-        of these and the remapped ids; in the module's own order.
-    """
+    """Wait for the output dist."""
     if isinstance(output, tuple):
         return tuple(wait_output(part) for part in output)
     return output.wait() if isinstance(output, Awaitable) else output

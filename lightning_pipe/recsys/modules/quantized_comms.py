@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.quantize_comm import QuantizationContext, QuantizedCommCodec
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.types import (
@@ -64,7 +63,7 @@ class QuantizedComms:
             widths of all shards of a module's tables (default: their greatest common divisor).
 
     Raises:
-        SetupError: a precision is unknown; a scale is not a positive number; or a setting has no effect.
+        SetupError: a precision is unknown, or a number is not positive.
     """
 
     forward: str = "fp32"
@@ -86,18 +85,7 @@ class QuantizedComms:
                     f"{way}_loss_scale of quantized_comms must be a positive number of 32 bits, got {scale!r}. Set it"
                     " to 1024.0, for example."
                 )
-            if precision == "fp32":
-                raise SetupError(
-                    f"quantized_comms has {way}_loss_scale={scale!r}, but {way} is fp32, which needs no scale. Set"
-                    f" {way} to another precision, or remove the scale."
-                )
-        row = self.int8_row_dim
-        check_whole_number("int8_row_dim of quantized_comms", row, 1, optional=True)
-        if row is not None and not self.has_int8:
-            raise SetupError(
-                f"quantized_comms has int8_row_dim={row}, but forward is {self.forward} and backward {self.backward}."
-                " Set one of them to int8, or remove int8_row_dim."
-            )
+        check_whole_number("int8_row_dim of quantized_comms", self.int8_row_dim, 1, optional=True)
 
     @property
     def quantizes(self) -> bool:
@@ -138,26 +126,6 @@ class QuantizedComms:
             self.check_types(where, [module_plan[table.config.name].sharding_type], table)
             self._row(module_plan, table.module_name)
 
-    def check_backend(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Send a number to every rank in each precision that embeddings are sent in. All ranks call it.
-
-        Raises:
-            SetupError: the group's backend does not support a precision; raised on every rank.
-        """
-        if group.size() == 1 or not self.quantizes:
-            return
-        for precision in dict.fromkeys((self.forward, self.backward)):
-            sent = torch.zeros(group.size(), dtype=PRECISIONS[precision].as_dtype(), device=device)
-            try:
-                dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-                if precision != "int8":
-                    dist.reduce_scatter(torch.empty_like(sent[:1]), list(sent.split(1)), group=group)
-            except RuntimeError as error:  # on every rank: raised for the dtype, before sending
-                raise SetupError(
-                    f"quantized_comms has the precision {precision}, which the process group's backend"
-                    f" {dist.get_backend(group)} cannot send ({error}). Use fp16, or another version of PyTorch."
-                ) from error
-
     def registry(
         self, sharding: Mapping[str, ParameterSharding] | None = None
     ) -> dict[str, QuantizedCommCodecs] | None:
@@ -191,13 +159,7 @@ class QuantizedComms:
 
 
 class _Codec(QuantizedCommCodec):
-    """FBGEMM's codec of one direction.
-
-    Args:
-        precision: precision of the encoded values.
-        scale: factor that multiplies values before they are encoded, and is divided out afterwards; None for 1.
-        row: number of values that share a scale, in int8.
-    """
+    """FBGEMM's codec of one direction."""
 
     def __init__(self, precision: SparseType, scale: float | None, row: int) -> None:
         super().__init__(precision)

@@ -19,14 +19,7 @@ BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, Shard
 
 
 class RowMeans:
-    """Divides the outputs of one sharded module that are means of row-sharded tables.
-
-    Args:
-        configs: the module's tables.
-        sharding: sharding of each table, by its name.
-        names: the module's outputs in the order of their columns.
-        widths: columns of each output.
-    """
+    """Divides the outputs of one sharded module that are means of row-sharded tables."""
 
     def __init__(
         self,
@@ -48,11 +41,7 @@ class RowMeans:
         return any(self._features)
 
     def divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the divisor of all outputs: batch size x columns.
-
-        Args:
-            features: this rank's features, before the input dist.
-        """
+        """Return the divisor of all outputs: batch size x columns."""
         # to_dict() would return no features for a batch without samples.
         lengths = dict(zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True))
         inverse = features.inverse_indices_or_none()

@@ -118,11 +118,7 @@ class Table:
 
 
 def check_data_type(table: Table, device: torch.device) -> None:
-    """Check that FBGEMM can train a table of this type on a device.
-
-    Raises:
-        SetupError: names the table, its type and the types that it can have.
-    """
+    """Check that FBGEMM can train a table of this type on a device."""
     types = ["FP32", "FP16"] if device.type == "cpu" else ["FP32", "FP16", "NFP8"]  # of SplitTableBatchedEmbeddingBags
     if table.config.data_type.name not in types:
         raise SetupError(
@@ -139,9 +135,6 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
     """Find the tables that TorchRec can shard, each with its unsharded parameter.
 
     A plain ``nn.EmbeddingBag`` is not included: it stays a dense parameter.
-
-    Raises:
-        SetupError: a module cannot be sharded by this project, is sharded already, or no module has tables.
     """
     found: list[tuple[Table, nn.Parameter]] = []
     inside: list[str] = []

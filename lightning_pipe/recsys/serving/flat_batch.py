@@ -21,17 +21,9 @@ class FlatBatch:
     A ``KeyedJaggedTensor`` is given as its values of shape [ids], its lengths of shape [keys, B] and, if it has them,
     its weights of shape [ids]. Tensors whose first dimension is B can have another batch size; others keep their shape.
 
-    Args:
-        batch: an example: tensors and KeyedJaggedTensors in any nest of mappings, sequences and dataclasses.
-        without: names of tensors that are left out, such as labels: every batch has the example's, but no weights of
-            ids (default: none).
-
     Attributes:
         names: name of each tensor, such as ``dense`` or ``sparse.values``.
         rows: batch size B of the example.
-
-    Raises:
-        InputError: the batch has no tensor, or a piece of another kind.
     """
 
     def __init__(self, batch: Any, without: Collection[str] = ()) -> None:
@@ -125,12 +117,7 @@ class FlatBatch:
 
 
 class Scorer(nn.Module):
-    """A model whose inputs are the tensors of a batch.
-
-    Args:
-        model: model, whose ``predict_step(batch, 0)`` is called if it has one, else its ``forward(batch)``.
-        form: form of its batches.
-    """
+    """A model whose inputs are the tensors of a batch."""
 
     def __init__(self, model: nn.Module, form: FlatBatch) -> None:
         super().__init__()

@@ -25,18 +25,7 @@ _WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
 
 
 def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
-    """Trace a model with ``torch.export``, for any batch size.
-
-    Args:
-        model: unsharded model in evaluation mode.
-        batch: a batch of at least two rows.
-
-    Returns:
-        The program and the form of its inputs: the tensors of the batch that the model reads.
-
-    Raises:
-        SetupError: the code of the model cannot be traced, or not for other batch sizes.
-    """
+    """Trace a model with ``torch.export``, for any batch size."""
     form = FlatBatch(batch)
     if form.rows < 2:
         raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
@@ -73,11 +62,7 @@ def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
 
 
 def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
-    """Write a program that ``torch.export.load`` reads; see :func:`exported`.
-
-    Returns:
-        The form of its inputs.
-    """
+    """Write a program that ``torch.export.load`` reads; see :func:`exported`."""
     program, form = exported(model, batch)
     torch.export.save(program, file)
     return form
@@ -87,9 +72,6 @@ def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
     """Compile a program ahead of time to a package for this kind of machine; see :func:`exported`.
 
     Needs a C++ compiler. ``torch._inductor.aoti_load_package`` loads the package in Python.
-
-    Returns:
-        The form of its inputs.
     """
     program, form = exported(model, batch)
     try:
@@ -108,19 +90,6 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     """Write a TorchScript program with tables of TorchRec's quantised modules, whose values have 8 or 4 bits.
 
     ``torch.jit.load`` reads it after ``import fbgemm_gpu``. Each row has a scale and an offset.
-
-    Args:
-        model: unsharded model in evaluation mode.
-        batch: an example.
-        file: file to write.
-        bits: number of bits of a value of a table (default 8).
-
-    Returns:
-        The form of its inputs.
-
-    Raises:
-        SetupError: the model cannot be traced, *bits* is another number, or a row of a table is not a whole number of
-            two bytes.
     """
     if bits not in _WIDTHS:
         raise SetupError(f"bits must be 8 or 4, got {bits!r}")

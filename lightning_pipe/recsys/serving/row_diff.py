@@ -27,15 +27,6 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
     that only the older checkpoint has. The older rows with both changes are exactly the newer ones, for any two
     checkpoints. Tables are read one after another. Memory is about 40 bytes for each older row, 17 after they are
     sorted, besides a chunk of rows. The older vectors are in a temporary file next to *folder*, mapped into memory.
-
-    Args:
-        checkpoint: newer checkpoint folder, or its URL.
-        since: older one; or number of a batch of the tables' modules: rows last seen in this batch or later are
-            written. Rows that were removed, or changed without being seen, are then unknown.
-        folder: path of a new folder. It appears when it is complete.
-
-    Raises:
-        SetupError: a checkpoint is damaged or has no dynamic tables, a table's width has changed, or *folder* exists.
     """
     target, written = Path(folder), dict[str, int]()
     if os.path.lexists(target):

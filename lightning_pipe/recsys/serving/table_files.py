@@ -33,17 +33,6 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
 
     Columns are ``id`` (int64), the row number of a table of fixed size or the id that a map or a dynamic table gives a
     row to, and ``vector``, a fixed-size list of float32. Rows that no id has are left out.
-
-    Args:
-        checkpoint: folder, or its URL, that a ``recsys_*`` strategy wrote on any number of ranks.
-        folder: folder for the files, ``NAME.parquet`` with the full name of each table; made if it does not exist.
-        weights_only: see :func:`~lightning_pipe.checkpoints.export.export_checkpoint`.
-
-    Returns:
-        Number of rows by file name.
-
-    Raises:
-        SetupError: the folder is not a checkpoint of sharded tables, or is damaged.
     """
     target = Path(folder)
     source, rest, saved = open_checkpoint(checkpoint, weights_only)

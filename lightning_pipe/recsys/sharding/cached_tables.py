@@ -41,17 +41,7 @@ def read_fused_params(
     tables: Sequence[Table],
     constraints: Mapping[str, ParameterConstraints],
 ) -> dict[str, CacheParams]:
-    """Read arguments of kernels with a cache, by table name.
-
-    Args:
-        fused_params: arguments of all tables by FBGEMM's names, and under the name of a table those of this table,
-            which take precedence.
-        tables: the tables of the model.
-        constraints: constraints of the planner, which may not set the same arguments.
-
-    Raises:
-        SetupError: an argument is unknown or has an invalid value, or the table does not exist.
-    """
+    """Read arguments of kernels with a cache, by table name."""
     if fused_params is None:
         return {}
     if not isinstance(fused_params, Mapping):
@@ -115,9 +105,6 @@ def with_cache_params(plan: ShardingPlan, tables: Sequence[Table], cache: Mappin
 
     ``prefetch_pipeline`` is True by default, except with LFU, for which FBGEMM has no such cache: rows are then loaded
     by the lookup.
-
-    Raises:
-        SetupError: a table has LFU and ``prefetch_pipeline``.
     """
     modules: dict[str, Any] = dict(plan.plan)
     for table in tables:

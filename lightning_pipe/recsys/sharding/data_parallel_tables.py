@@ -40,15 +40,7 @@ class _ReplicatedTable:
 
 
 class _ReplicatedOptimizer(KeyedOptimizer):
-    """A table's optimiser with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets.
-
-    Args:
-        name: full name of the table, the key in checkpoints.
-        short_name: the name in its module, which TorchRec puts before the names of states.
-        shown: the table's parameter in the sharded module.
-        table: the table's parameter in the kernel, and the optimiser that steps it.
-        row_wise_state: True if the state is one number per row.
-    """
+    """A table's optimiser with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets."""
 
     def __init__(
         self, name: str, short_name: str, shown: nn.Parameter, table: _ReplicatedTable, row_wise_state: bool
@@ -74,9 +66,6 @@ class _ReplicatedOptimizer(KeyedOptimizer):
 class DataParallelTables:
     """All replicated tables of a model, which step together.
 
-    Args:
-        group: process group that gradients are averaged over; every rank of it holds every table.
-
     Attributes:
         keyed_optimizers: one optimiser per table, to combine with TorchRec's fused ones.
     """
@@ -95,14 +84,7 @@ class DataParallelTables:
         table_optimizers: Mapping[str, TableOptimizer],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        """Add the dense kernels of one lookup. A lookup of sharded tables has none.
-
-        Args:
-            lookup: an unwrapped lookup of a sharded module.
-            names: full names of its tables, by short name.
-            table_optimizers: optimisers, by full name.
-            parameters: parameters of the tables in the sharded module, by full name.
-        """
+        """Add the dense kernels of one lookup. A lookup of sharded tables has none."""
         for kernel in lookup.modules():
             if not isinstance(kernel, BatchedDenseEmbeddingBag):
                 continue
@@ -138,9 +120,6 @@ class DataParallelTables:
 
         Every rank of the group calls it, from one thread, after the backward of the lookups. A rank whose lookups got
         no gradient sends zeros.
-
-        Returns:
-            The averaged gradients, flat, one per dense kernel.
         """
         weights = [kernel.emb_module.weights for kernel in self._kernels]
         if len(self._averaged) == len(weights) and all(map(_is_gradient_of, self._averaged, weights)):

@@ -23,14 +23,7 @@ ReadWhole = Callable[[Iterable[str]], dict[str, Tensor]]
 
 
 class IdMaps:
-    """The maps of a sharded model.
-
-    Args:
-        modules: sharded modules by name.
-        rows_of: returns the tensors of a table that have its rows, by the table's name and its module's: the parts of
-            weights and optimiser states on this rank.
-        group: process group that the tables are sharded over.
-    """
+    """The maps of a sharded model."""
 
     def __init__(
         self,
@@ -46,12 +39,7 @@ class IdMaps:
         return bool(self._maps)
 
     def take_over(self, unsharded: Mapping[str, dict[str, Tensor]]) -> None:
-        """Fill the maps with the ids of an unsharded module on rank 0. Every rank calls it, after rows are filled.
-
-        Args:
-            unsharded: entries of each map and its number of batches, by the map's name; only read on rank 0. Those on
-                the meta device have no ids.
-        """
+        """Fill the maps with the ids of an unsharded module on rank 0. Every rank calls it, after rows are filled."""
 
         def has_ids(ids: Tensor) -> bool:
             return not ids.is_meta and bool((ids != NO_ID).any())
@@ -68,12 +56,7 @@ class IdMaps:
         return {f"{one.name}/{rank}": window for _, one in self._maps if (window := one.window())}
 
     def moved(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[ManagedMap]:
-        """Maps whose parts in a checkpoint are not those of the ranks.
-
-        Args:
-            begins: first rows of the parts in the checkpoint, by the name of a map's ids; None if it has no such map.
-            always: True for all maps of the checkpoint (default False).
-        """
+        """Maps whose parts in a checkpoint are not those of the ranks."""
         found = []
         for _, one in self._maps:
             before = begins(one.names[0])
@@ -86,14 +69,6 @@ class IdMaps:
         """Fill a map from a checkpoint with other parts, and move the rows of ids that another rank must hold now.
 
         The table's rows and states must be loaded already. Every rank calls it.
-
-        Args:
-            one: the map.
-            begins: first rows of the parts in the checkpoint.
-            read: reads whole entries.
-
-        Returns:
-            Number of ids that have lost their row, because it is cut off, or a rank has more ids than rows.
         """
         ids_name, rows_name = one.names
         whole = read([*one.entries, one.steps[0]])
@@ -121,12 +96,7 @@ class IdMaps:
         return cut + int((~kept).sum())
 
     def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
-        """Continue windows of a checkpoint, after everything else is loaded.
-
-        Args:
-            windows: reads the windows of a map by rank, in order; without any, the map begins a new window.
-            moved: result of :meth:`moved`.
-        """
+        """Continue windows of a checkpoint, after everything else is loaded."""
         rank = self._group.rank()
         for _, one in self._maps:
             found = windows(one.name)

@@ -59,19 +59,7 @@ def read_constraints(
     tables: Sequence[Table],
     without: Collection[str] = (),
 ) -> dict[str, ParameterConstraints]:
-    """Read constraints, by table name, from plain mappings or TorchRec objects, and add those that must hold.
-
-    Args:
-        constraints: by table name (``config.name``), the fields of TorchRec's ``ParameterConstraints``:
-            ``sharding_types``, ``compute_kernels``, ``min_partition`` and others; enums and ``cache_params`` in plain
-            types.
-        tables: the tables of the model, with their optimisers.
-        without: sharding types that the planner must not choose unless they are requested.
-
-    Raises:
-        SetupError: *constraints* is not a mapping; or a table, key, sharding type or compute kernel does not exist or
-            is not supported.
-    """
+    """Read constraints, by table name, from plain mappings or TorchRec objects, and add those that must hold."""
     if constraints is not None and not isinstance(constraints, Mapping):
         raise SetupError(
             f"constraints must be a mapping from table names to constraints, got {constraints!r}. Use for example"
@@ -123,22 +111,7 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
 def read_topology(
     topology: Mapping[str, Any] | Topology | None, device: torch.device, world_size: int
 ) -> tuple[Topology, int | None]:
-    """Read the planner's topology from a plain mapping or a TorchRec object.
-
-    Args:
-        topology: arguments of TorchRec's ``Topology`` (``hbm_cap`` and ``ddr_cap`` in bytes per rank,
-            ``local_world_size`` in ranks per node, bandwidths), and ``batch_size``, the batch size per rank that the
-            planner assumes.
-        device: device of the tables.
-        world_size: number of ranks that the tables are sharded over.
-
-    Returns:
-        The topology, and the batch size or None.
-
-    Raises:
-        SetupError: *topology* is not a mapping, has an unknown key, or differs from the environment in the ranks per
-            node.
-    """
+    """Read the planner's topology from a plain mapping or a TorchRec object."""
     if isinstance(topology, Topology):
         if topology.world_size != world_size:
             raise SetupError(

@@ -59,11 +59,7 @@ def make_plan(
     batch_size: int | None,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Plan on rank 0, and send the plan, or the planner's error, to every rank.
-
-    Raises:
-        SetupError: no plan fits; raised on every rank.
-    """
+    """Plan on rank 0, and send the plan, or the planner's error, to every rank."""
     return from_rank(
         lambda: _planner(module, constraints, topology, batch_size).plan(module, sharders),
         "TorchRec's planner found no plan for these tables. Relax the constraints, or give the topology more memory"
@@ -98,14 +94,7 @@ def _planner(
 
 
 def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
-    """Check that all tables can be trained under a plan, which may be the user's.
-
-    Returns:
-        The sharding type of each table, by the table's full name.
-
-    Raises:
-        SetupError: the plan leaves out a table, or shards it in a way that cannot be trained.
-    """
+    """Check that all tables can be trained under a plan, which may be the user's."""
     if not isinstance(plan, ShardingPlan):
         raise SetupError(
             f"the sharding plan must be TorchRec's ShardingPlan, got a {type(plan).__name__}. Pass one, or none."

@@ -141,12 +141,7 @@ def _own_group(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
 
 
 def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-    """Check that a table can be sharded in this way inside each replica.
-
-    Raises:
-        SetupError: a sharding type that TorchRec does not support over a part of the ranks, or a dynamic table or
-            one that maps ids.
-    """
+    """Check that a table can be sharded in this way inside each replica."""
     if table.is_dynamic or table.maps_ids:
         kind = "is a dynamic table" if table.is_dynamic else "maps ids to rows (managed collision)"
         raise SetupError(
@@ -163,11 +158,7 @@ def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Ta
 
 
 def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
-    """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica.
-
-    Raises:
-        SetupError: :func:`check_replicated` refuses the plan, it is for more ranks, or it has a cache of rows.
-    """
+    """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica."""
     size = groups.shards.size()
     for table in tables:
         sharding = _sharding_of(plan, table)
@@ -208,11 +199,7 @@ def _sharding_of(plan: ShardingPlan, table: Table) -> ParameterSharding:
 
 
 def refuse_norm(replicas: ReplicaAverage | None) -> None:
-    """Refuse a norm over all gradients, as used for clipping.
-
-    Raises:
-        SetupError: there are replicas.
-    """
+    """Refuse a norm over all gradients, as used for clipping."""
     if replicas is not None:
         raise SetupError(
             f"gradients cannot be clipped with {replicas.groups.count} replicas of tables: each replica steps with the"
@@ -222,10 +209,6 @@ def refuse_norm(replicas: ReplicaAverage | None) -> None:
 
 class ReplicaAverage:
     """Averages the tables and the states of their optimisers over the replicas, every ``sync_every`` steps.
-
-    Args:
-        groups: process groups of this rank.
-        states: returns the state dicts of tables and optimisers; called once.
 
     Attributes:
         steps: number of table steps since the last average.

@@ -98,8 +98,8 @@ def shard_model(
         group: process group of all ranks, to shard over; the output dist and its backward use it too.
         sparse_optimizer: optimiser of the tables that have none from TorchRec's ``apply_optimizer_in_backward``.
         sharding_plan: TorchRec's plan, of which rank 0's is used (default None: TorchRec's planner makes it).
-        constraints: constraints of the planner, by table; see ``planner_options.read_constraints``.
-        topology: topology of the planner; see ``planner_options.read_topology``.
+        constraints: constraints of the planner, by table; see ``ShardingOptions``.
+        topology: topology of the planner; see ``ShardingOptions``. Its ``batch_size`` is the batch size per rank.
         sharders: TorchRec sharders to use instead of this project's.
         quantized_comms: precision of embeddings and their gradients between ranks; see
             ``quantized_comms.QuantizedComms``. Not with *sharders*, which bring their own codecs.
@@ -110,7 +110,7 @@ def shard_model(
             still has all ranks. By default all ranks shard the tables.
         trains: False to evaluate only (default True). Tables then need no optimiser and may be frozen, and those that
             have none, or are frozen, cannot be trained later.
-        fused_params: arguments of tables with a cache of rows; see ``cached_tables.read_fused_params``. Not with
+        fused_params: arguments of tables with a cache of rows; see ``ShardingOptions``. Not with
             *sharders*, which bring their own.
 
     Raises:
@@ -128,7 +128,6 @@ def shard_model(
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
     agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms
-    comms.check_backend(group, device)
     all_sharders = default_sharders(comms) if sharders is None else list(sharders)
     sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:

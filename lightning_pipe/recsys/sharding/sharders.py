@@ -123,11 +123,7 @@ class _ManagedSequenceSharder(_Managed, ManagedCollisionEmbeddingCollectionShard
 
 
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Return sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
-
-    Args:
-        comms: precision of embeddings between ranks; None for 32 bits.
-    """
+    """Return sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works."""
     comms = QuantizedComms() if comms is None else comms
     bags, sequences = _BagSharder(comms), _SequenceSharder(comms)
     return [
@@ -142,17 +138,7 @@ def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[
 
 
 def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
-    """Check a list of names from a configuration.
-
-    Args:
-        where: name of the list, as the subject of a message.
-        found: the list, or None.
-        allowed: names that the list may contain.
-        why: reason why other names are not allowed, as the end of "... names data_parallel".
-
-    Raises:
-        SetupError: *found* has another name, or is text instead of a list.
-    """
+    """Check a list of names from a configuration."""
     if isinstance(found, str):
         raise SetupError(f"{where} must be a list, got the text {found!r}. Use a list, for example [{found!r}].")
     wrong = [name for name in found or [] if name not in allowed]
@@ -161,11 +147,7 @@ def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str],
 
 
 def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-    """Check that a table can be sharded by each of the types and trained by its optimiser.
-
-    Raises:
-        SetupError: names the type, the table and the types that it can have.
-    """
+    """Check that a table can be sharded by each of the types and trained by its optimiser."""
     why = ""
     if table.module_type is EmbeddingCollection and "data_parallel" in (sharding_types or ()):
         why = f" for table {table.name} of an EmbeddingCollection (FBGEMM's dense CPU kernel pools sequences)"

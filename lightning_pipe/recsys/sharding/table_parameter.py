@@ -34,11 +34,7 @@ class ShardedTableParameter(TableBatchedEmbeddingSlice):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Refuse False.
-
-        Raises:
-            SetupError: names the table and the alternative.
-        """
+        """Refuse False."""
         if requires_grad:
             return self
         raise SetupError(
@@ -49,12 +45,7 @@ class ShardedTableParameter(TableBatchedEmbeddingSlice):
 
 
 def refuse_freezing(name: str, parameter: nn.Parameter) -> None:
-    """Let the parameter of a sharded table refuse to be frozen. Parameters of other kinds stay as they are.
-
-    Args:
-        name: name of the table.
-        parameter: its parameter, whose class changes.
-    """
+    """Let the parameter of a sharded table refuse to be frozen. Parameters of other kinds stay as they are."""
     if type(parameter) is TableBatchedEmbeddingSlice:
         parameter.__class__ = ShardedTableParameter
         parameter.table = name  # type: ignore[attr-defined]

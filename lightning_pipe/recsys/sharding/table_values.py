@@ -73,14 +73,7 @@ def copy_values(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Send rank 0's table to the ranks that hold its pieces, at most 64 MiB at a time.
-
-    Args:
-        source: the whole table, of ``shape`` and ``dtype``; only read on rank 0.
-        pieces: this rank's pieces, which are overwritten.
-        device: device of a block while it is sent.
-        group: process group, all ranks of which make the same calls in the same order.
-    """
+    """Send rank 0's table to the ranks that hold its pieces, at most 64 MiB at a time."""
     for begin, end in _blocks(*shape, dtype):
         if group.size() == 1:
             assert source is not None
@@ -107,9 +100,6 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
 
     ``init_fn`` is called on CPU, for blocks of whole rows of at most 64 MiB, each with a different seed, so a rank only
     draws the blocks that overlap with its pieces. Changes the global random state, which the caller must restore.
-
-    Raises:
-        SetupError: ``init_fn`` raised an error; possibly on this rank only.
     """
     config = table.config
     for index, (begin, end) in enumerate(_blocks(config.num_embeddings, config.embedding_dim, dtype)):
@@ -136,12 +126,7 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
 def full_tensor(
     tensor: torch.Tensor | ShardedTensor | None, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Gather a whole tensor on every rank of ``group``. Every rank calls this function.
-
-    Args:
-        tensor: this rank's entry of a state dict: sharded, whole, or None on a rank that holds no part of it.
-        device: device of the result, which ``group`` must be able to communicate.
-    """
+    """Gather a whole tensor on every rank of ``group``. Every rank calls this function."""
     kinds: list[Any] = gather(None if tensor is None else _description(tensor), group)
     shape, dtype, is_whole = next(kind for kind in kinds if kind is not None)
     if is_whole:
