@@ -5,25 +5,18 @@ its 2**-p part, and in fp16 (p = 11), below the smallest normal number, by 2**-2
 into 255 steps between its least and its greatest value, so that it is off by half a step. Where ranks add up parts of
 a pooled embedding, each part is rounded, and each sum of parts is. A sum of n terms in 32 bits is off by at most n / 2
 last places of the sum of their absolute values.
-
-What becomes of that over steps of training is measured: a codec in 32 bits moves all that travels at random, by no more
-than the format, and results are off by at most six times as much as then (see ``tests/rounding.py``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.quantize_comm import QuantizedCommCodec
-from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -31,16 +24,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import option_group
-from lightning_pipe.recsys.modules import quantized_comms
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from tests.distributed import run_ranks
-from tests.recsys.rewrite_cases import Bags, Sequences, batches, groups, variable_batches
+from tests.recsys.rewrite_cases import WIDTH, Bags, Batch, batches, groups, variable_batches
 from tests.recsys.sharding_cases import (
     BATCH,
     SGD,
-    Processed,
     SumPooled,
     constraints_for,
     make_batch,
@@ -48,8 +39,8 @@ from tests.recsys.sharding_cases import (
     shard,
     tables_of,
 )
-from tests.rounding import SEEDS, Reference
-from tests.tiers import sampled, sampled_rows, wanted
+from tests.rounding import Reference
+from tests.tiers import sampled, wanted
 
 BITS = {"fp16": 11, "bf16": 8}
 PRECISIONS = ["fp16", "bf16", "int8"]
@@ -70,11 +61,6 @@ TWO_NODES = [
     ("table_column_wise", "row_wise", "int8"),
 ]
 POSSIBLE = [(*pair, one) for pair in ONE_NODE for one in PRECISIONS if one != "int8" or pair[0] not in ADDED_UP]
-# Of feature-processed tables: int8 is refused as for other pooled tables.
-KINDS = ("table_wise", "row_wise", "column_wise")
-PROCESSED = [*product(KINDS, PRECISIONS)]
-MODELS = (Bags, Sequences)
-UNEVEN = [*product([kind.__name__ for kind in MODELS], PRECISIONS)]
 RATE = 0.5  # SGD's
 # A sum of errors that are spread evenly is off by more with a probability below 3e-8 (see tests/rounding.py).
 DEVIATIONS = 6
@@ -87,20 +73,15 @@ def both(precision: str, **options: Any) -> dict[str, Any]:
 
 def often(case: tuple[str, ...]) -> bool:
     """Each kind of tables in one format."""
-    *kind, precision = case
+    pooled, sequence, precision = case
     formats = {
         ("table_wise", "table_wise"): "int8",
         ("column_wise", "row_wise"): "bf16",
         ("table_column_wise", "column_wise"): "fp16",
         ("row_wise", "table_wise"): "fp16",
         ("data_parallel", "table_wise"): "bf16",
-        ("table_wise",): "fp16",
-        ("row_wise",): "bf16",
-        ("column_wise",): "int8",
     }
-    if kind[0] in [model.__name__ for model in MODELS]:
-        return (kind[0] == "Bags") == (precision != "bf16")
-    return formats[tuple(kind)] == precision
+    return formats[pooled, sequence] == precision
 
 
 # ---------------------------------------------------------------------- how far off
@@ -188,56 +169,6 @@ def off_by(case: tuple[str, str, str], rank: int, world_size: int) -> dict[str, 
         "sequences off": differs[1],
         "moved": all(moved),
     }
-
-
-# ---------------------------------------------------------------------- what becomes of it
-
-
-class Random(QuantizedCommCodec):
-    """Sends numbers in 32 bits, each moved at random by up to what a format rounds off.
-
-    Args:
-        seed: of the moves.
-        roundings: how often a number is rounded.
-        precision: the format.
-        scale: is left out, as it changes nothing in 32 bits.
-        row: values that share a scale, in int8.
-    """
-
-    def __init__(self, seed: int, roundings: int, precision: SparseType, scale: float | None, row: int) -> None:
-        super().__init__(SparseType.FP32)
-        self._generator = torch.Generator().manual_seed(dist.get_world_size() * seed + dist.get_rank())
-        self._roundings, self._format, self._row = roundings, precision.value, row
-
-    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        uniform = 2 * torch.rand(input_tensor.shape, generator=self._generator) - 1
-        return input_tensor + self._roundings * uniform * half_step(self._format, input_tensor, self._row)
-
-
-def half_step(precision: str, values: Tensor, row: int) -> Tensor:
-    """How much is rounded off each value at most; in int8, *row* of them share a scale."""
-    if precision == "int8":
-        rows = values.reshape(-1, row)
-        return ((rows.amax(1) - rows.amin(1)) / 255 / 2).repeat_interleave(row).view_as(values)
-    exponents = values.frexp().exponent
-    if precision == "fp16":
-        exponents = exponents.clamp(min=-13)  # below, the format's steps do not shrink
-    return torch.ldexp((values != 0).float(), exponents - 1 - BITS[precision])
-
-
-def beside_32_bits(
-    precision: str, run: Callable[[str | None], dict[str, Any]], roundings: int = 1
-) -> tuple[bool, list[str]]:
-    """Whether a run with a codec is off in all results, and what is off too far."""
-    found, plain = run(precision), Reference.exactly(run(None))
-    within = dict(plain.within)
-    for seed in range(SEEDS):
-        with mock.patch.object(quantized_comms, "_Codec", partial(Random, seed, roundings)):
-            moved = Reference.exactly(run(precision)).values
-        for name, value in plain.values.items():
-            within[name] = max(within[name], DEVIATIONS * float((moved[name] - value).abs().max()))
-    equal = [torch.equal(torch.as_tensor(found[name]).double(), value) for name, value in plain.values.items()]
-    return not any(equal), Reference(plain.values, within).differences(found)
 
 
 # ---------------------------------------------------------------------- how many bytes
@@ -343,37 +274,23 @@ class _Step(nn.Module):
         return self.model(*batch)
 
 
-def processed(kind: str, rank: int, precision: str | None) -> dict[str, Any]:
-    model = make_model(Processed)
-    constraints = {"users": {"sharding_types": [kind], "min_partition": 4}}
-    comms = None if precision is None else both(precision)
-    sharded = shard(model, sparse_optimizer=SGD, constraints=constraints, quantized_comms=comms)
-    losses = []
-    for step in range(3):
-        loss = model(*make_batch(step, rank))
-        loss.backward()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "table": sharded.full_table("users")}
-
-
-def uneven(kind: Callable[[], nn.Module], rank: int, precision: str | None) -> dict[str, Any]:
-    """Losses where each feature has a batch size of its own, and then where each rank has."""
-    model = kind()
+def uneven(precision: str, data: Sequence[Batch]) -> bool:
+    """Whether pooled embeddings are near those in 32 bits."""
+    model, exact, absolute = Bags(), Bags(), Bags()
+    with torch.no_grad():
+        for parameter in absolute.parameters():
+            parameter.abs_()
     names = [name.split(".")[-2] for name, _ in model.named_parameters() if "embedding" in name]
     constraints = {name: {"sharding_types": ["table_wise"]} for name in names}
-    shard(model, sparse_optimizer=SGD, constraints=constraints, quantized_comms=precision and both(precision))
-    losses = []
-    for batch in variable_batches(2):
-        loss = model(batch)
-        loss.backward()
-        losses.append(float(loss.detach()))
-    model = kind()
-    shard(model, sparse_optimizer=SGD, constraints=constraints, quantized_comms=precision and both(precision))
-    for batch in batches(2, size=3 + rank):
-        loss = model(batch)
-        loss.backward()
-        losses.append(float(loss.detach()))
-    return {"losses": losses}
+    for module, comms in ((model, both(precision)), (exact, None), (absolute, None)):
+        shard(module, sparse_optimizer=SGD, constraints=constraints, quantized_comms=comms)
+    near = []
+    for batch in data:
+        found = model.get_submodule("a")(batch.sparse).values()
+        value, magnitude = (one.get_submodule("a")(batch.sparse).values() for one in (exact, absolute))
+        limit = may_be_off(precision, value, magnitude, 1, LONGEST, WIDTH)
+        near.append(bool(((found - value).abs() <= limit).all()))
+    return all(near)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -409,7 +326,6 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def on_two_ranks(rank: int, world_size: int, cases: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    models = {kind.__name__: kind for kind in MODELS}
     chosen = shard(make_model(), quantized_comms=both("int8"))
     return {
         "off": {case: off_by(case, rank, world_size) for case in POSSIBLE if case in cases},
@@ -417,16 +333,10 @@ def on_two_ranks(rank: int, world_size: int, cases: Sequence[tuple[str, ...]]) -
         "reduced": {precision: reduced_bytes(precision) for precision in ["fp32", "fp16", "bf16"]},
         "small": {scale: moved_by_small_gradients(scale) for scale in (None, 1024.0)},
         "norms": {precision: norms(precision) for precision in PRECISIONS},
-        "processed": {
-            # Sums of two ranks' parts are rounded as well.
-            (kind, precision): beside_32_bits(precision, partial(processed, kind, rank), 2 if kind in ADDED_UP else 1)
-            for kind, precision in PROCESSED
-            if (kind, precision) in cases and (kind != "row_wise" or precision != "int8")
-        },
         "uneven": {
-            (kind, precision): beside_32_bits(precision, partial(uneven, models[kind], rank))
-            for kind, precision in UNEVEN
-            if (kind, precision) in cases
+            # Each feature has its own batch size, or each rank has.
+            precision: [uneven(precision, variable_batches(2)), uneven(precision, batches(2, size=3 + rank))]
+            for precision in PRECISIONS
         },
         "refusals": refusals(rank),
         "chosen": {table.sharding_type for table in chosen.tables.values() if table.module_name == "pooled"},
@@ -440,7 +350,7 @@ def on_two_nodes(rank: int, world_size: int) -> dict[Any, dict[str, bool]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, wanted(request.config, [*POSSIBLE, *PROCESSED, *UNEVEN], often))
+    return run_ranks(on_two_ranks, 2, wanted(request.config, POSSIBLE, often))
 
 
 @pytest.fixture(scope="module")
@@ -471,18 +381,9 @@ def test_embeddings_and_gradients_between_nodes_are_off_by_no_more_than_their_fo
         assert all(found[case].values()), found[case]
 
 
-@pytest.mark.parametrize(("kind", "precision"), sampled_rows(PROCESSED, often))
-def test_feature_processed_tables_travel_so_too(two_ranks: list[dict[str, Any]], kind: str, precision: str) -> None:
-    if (kind, precision) == ("row_wise", "int8"):
-        return  # refused as for other pooled tables
-    for found in two_ranks:
-        assert found["processed"][kind, precision] == (True, [])
-
-
-@pytest.mark.parametrize(("kind", "precision"), sampled_rows(UNEVEN, often))
-def test_batches_of_any_size_can_be_cut_into_rows(two_ranks: list[dict[str, Any]], kind: str, precision: str) -> None:
-    for found in two_ranks:
-        assert found["uneven"][kind, precision] == (True, [])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_batches_of_any_size_can_be_cut_into_rows(two_ranks: list[dict[str, Any]], precision: str) -> None:
+    assert [found["uneven"][precision] for found in two_ranks] == [[True, True]] * 2
 
 
 def test_bytes_of_all_to_alls_are_what_the_format_says(two_ranks: list[dict[str, Any]]) -> None:
