@@ -86,15 +86,6 @@ def test_plans_train_the_same_tables_and_maps(world: int) -> None:
         assert {name: what for name, what in found.items() if what} == {}
 
 
-def test_plan_auto_trains_the_same() -> None:
-    serial = trained("serial", "alone", 1)
-    module = Clicks(Managed)
-    used = fit(module, recsys("auto", exploration={"rounds": 1, "iterations": 1, "found": 1}), loader(24))
-    piped = outcome(module, used)
-    assert serial.pop("losses") == piped.pop("losses")
-    assert difference(serial, piped) == []
-
-
 @pytest.mark.parametrize("world", sampled([1, 2, 3], lambda world: world == 2))
 def test_a_run_continues_from_every_checkpoint(world: int, tmp_path: Path) -> None:
     setting = resuming.Setting("managed", validates=2)

@@ -23,7 +23,6 @@ from tests.strategies.cases import (
     difference,
     fit,
     loader,
-    predictions,
     recsys,
     state_of,
 )
@@ -53,19 +52,6 @@ class Seen(Callback):
         assert torch.equal(batch.dense, self.batches[-1]), "another batch was trained than the hook before saw"
 
 
-class Profile(Callback):
-    """Profiles behind the second batch."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if trainer.global_step == 2:
-            strategy: Any = trainer.strategy
-            before = strategy.balance_report
-            with torch.random.fork_rng(devices=[]):  # a loader's iterator draws a seed
-                data = iter(loader())
-            self.result = strategy.profile([next(data), next(data)], rounds=2, iterations=2)
-            assert strategy.balance_report == before
-
-
 def under(plan: Any, module: Any = None, **options: Any) -> dict[str, Any]:
     callbacks = options.pop("callbacks", [])
     seen, logger = Seen(), Memory()
@@ -88,16 +74,13 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"evener": serial["report"].mean_after < serial["report"].mean_before}
     configs: dict[str, Any] = {
         "base": True,
+        "threaded_input": BatchBalancer(),
         "prefetch": {"class_path": "lightning_pipe.recsys.BatchBalancer", "init_args": {"exchange": "all_gather"}},
-        "auto": BatchBalancer(),
         "in yaml": {},
     }
     for name, balancer in configs.items():
         plan: Any = recsys_plan("base", recsys_tasks()) if name == "in yaml" else name
-        options = (
-            {"exploration": {"iterations": 1, "rounds": 1, "found": 1, "extra_rounds": 0}} if name == "auto" else {}
-        )
-        other = under(plan, balancer=balancer, **options)
+        other = under(plan, balancer=balancer)
         found[name] = {
             "state": difference(serial["state"], other["state"]),
             "losses": serial["losses"] == other["losses"],
@@ -135,30 +118,6 @@ def in_the_mean(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_training_is_that_of_the_unbalanced_batches() -> None:
     assert run_ranks(in_the_mean, 2) == [{"differences": [[], []], "moved": True}] * 2
-
-
-def beside(rank: int, world_size: int) -> dict[str, Any]:
-    profile = Profile()
-    module = Clicks(Mixed)
-    used = fit(module, recsys("prefetch", KINDS, balancer=True), loader(), loader(), callbacks=[profile])
-    evaluated = predictions(used, module, loader(in_order=True))
-    serial = Clicks(Mixed)
-    other = fit(serial, recsys("serial", KINDS, balancer=True), loader(), loader())
-    return {
-        "profiled": sorted({"BalanceStart", "BalanceFinish"} & set(profile.result.exposed)),
-        "trained as without a profile": difference(state_of(used), state_of(other)),
-        "predictions": torch.equal(evaluated, predictions(other, serial, loader(in_order=True))),
-    }
-
-
-@pytest.mark.exhaustive
-def test_profiles_and_evaluation_beside_it() -> None:
-    for found in run_ranks(beside, 2):
-        assert found == {
-            "profiled": ["BalanceFinish", "BalanceStart"],
-            "trained as without a profile": [],
-            "predictions": True,
-        }
 
 
 def bad_batch(rank: int, world_size: int) -> str:

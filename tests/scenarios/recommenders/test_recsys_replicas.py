@@ -260,23 +260,3 @@ def test_what_replicas_cannot_have_is_refused_on_every_rank() -> None:
         assert "names table_row_wise for table network.bags.embedding_bags.people.weight" in found["nodes"]
         assert "were sharded by an earlier strategy with replicas=2, but this one has replicas=1" in found["other"]
         assert found["left out"] == "True"
-
-
-# ---------------------------------------------------------------------- auto
-
-
-def auto(rank: int, world_size: int) -> dict[str, Any]:
-    quick = {"iterations": 1, "rounds": 1, "found": 2, "extra_rounds": 0}
-    strategy = recsys("auto", KINDS, replicas=2, sync_every=2, exploration=quick)
-    used = fit(Clicks(Sequenced), strategy, loader(256), max_epochs=1)
-    choice = strategy.plan_choice
-    assert choice is not None
-    by_hand = recsys("serial", KINDS, replicas=2, sync_every=2)
-    serial = fit(Clicks(Sequenced), by_hand, loader(256), max_epochs=1)
-    return {"tasks": list(choice.plan.tasks), "differs": difference(state_of(used), state_of(serial))}
-
-
-def test_a_plan_that_is_looked_for_has_the_average_and_trains_the_same() -> None:
-    for found in run_ranks(auto, 2):
-        assert "SyncReplicas" in found["tasks"]
-        assert found["differs"] == []
