@@ -39,12 +39,7 @@ def version_problem() -> str | None:
 
 
 def import_torchrec() -> ModuleType:
-    """Import torchrec after a check of the versions.
-
-    Raises:
-        SetupError: If torchrec or fbgemm is missing, does not fit torch, or cannot be imported, with the versions that
-            fit.
-    """
+    """Import torchrec after a check of the versions."""
     if (problem := version_problem()) is not None:
         raise SetupError(problem)
     try:

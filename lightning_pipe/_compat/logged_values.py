@@ -117,11 +117,6 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
     """Return the logged values for a rank, or None if the checkpoint has none, as those of Lightning's loop.
 
     If another number of ranks wrote the checkpoint, each rank gets an equal share of what they have accumulated.
-
-    Args:
-        rank: this rank.
-        rank_count: number of ranks of this run.
-        ranks: results of :func:`pack` on the ranks that wrote the checkpoint.
     """
     if not ranks:
         return None

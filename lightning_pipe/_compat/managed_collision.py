@@ -39,11 +39,7 @@ def maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
 
 
 def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
-    """Maps of a sharded module; none without managed collision.
-
-    Args:
-        name: name of *module* in its model.
-    """
+    """Maps of a sharded module; none without managed collision."""
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
             yield ManagedMap(".".join(part for part in (name, inner) if part), child)
@@ -126,11 +122,7 @@ class ManagedMap:
     # ------------------------------------------------------------------ between two evictions
 
     def window(self) -> dict[str, Tensor]:
-        """What TorchRec's state dict leaves out: ids since the last eviction, and numbers.
-
-        Returns:
-            Empty before the first batch.
-        """
+        """What TorchRec's state dict leaves out: ids since the last eviction, and numbers."""
         module = self._module
         if module._current_iter < 0:
             return {}

@@ -91,11 +91,7 @@ class Verdict:
 
 
 def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
-    """Find the rank that waits least, if all others wait longer by more than 5 % of the step.
-
-    Args:
-        uses: step times, one entry per rank, with the median ``wait_share``.
-    """
+    """Find the rank that waits least, if all others wait longer by more than 5 % of the step."""
     if len(uses) < 2:
         return None
     slowest, second = sorted(range(len(uses)), key=lambda rank: uses[rank].wait_share)[:2]
@@ -124,16 +120,7 @@ def find_verdict(
     has_pipe: bool = False,
     one_host: bool = False,
 ) -> Verdict:
-    """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible.
-
-    Args:
-        uses: step times, one entry per rank.
-        plan: plan that the ranks run.
-        num_workers: number of workers of the data loader; None if it is not PyTorch's (default).
-        cores: number of cores of each rank (default 1).
-        has_pipe: True if a step consists of the work of a pipe's partitions (default False).
-        one_host: True if all ranks share a host and need no network (default False).
-    """
+    """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible."""
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
     waits = [rank_waits(use, ranks) / use.seconds for use in uses]

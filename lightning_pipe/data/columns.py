@@ -43,11 +43,7 @@ class Column:
 
 
 def columns_of(rows: Any) -> Mapping[str, Any]:
-    """Columns by name of a table, of a mapping of columns, or of a list of rows, each a mapping.
-
-    Raises:
-        InputError: it is none of these.
-    """
+    """Columns by name of a table, of a mapping of columns, or of a list of rows, each a mapping."""
     if isinstance(rows, Mapping):
         return rows
     if hasattr(rows, "__arrow_c_stream__") or hasattr(rows, "__arrow_c_array__"):
@@ -67,17 +63,7 @@ def columns_of(rows: Any) -> Mapping[str, Any]:
 
 
 def read_column(name: str, given: Any, default: Default | None) -> Column:
-    """Read a column. Missing are None, Arrow's nulls, and NaN.
-
-    Args:
-        name: name of the column.
-        given: Arrow array, NumPy array, tensor, nested tensor, ``JaggedTensor`` or list; a row holds a value or a list.
-        default: number for each missing value, and for the single value of a missing list; or list in place of a
-            missing list. None if nothing may be missing.
-
-    Raises:
-        InputError: a value is missing and there is no default, or the values are not numbers.
-    """
+    """Read a column. Missing are None, Arrow's nulls, and NaN."""
     values, lengths, width, no_row = _flat(name, given, default)
     column = Column(name, values, lengths, width)
     if no_row is not None and no_row.any():

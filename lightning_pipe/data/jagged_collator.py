@@ -65,16 +65,7 @@ class JaggedCollator:
                 raise SetupError(f"defaults[{name!r}] is {self._defaults[name]}, but ids are whole numbers. Use one")
 
     def __call__(self, rows: Any) -> Any:
-        """Collate *rows*.
-
-        Args:
-            rows: an Arrow table or record batch, a data frame that Arrow can read, a mapping of columns (Arrow arrays,
-                NumPy arrays, tensors, nested tensors, lists), or a list of rows that are mappings.
-
-        Raises:
-            InputError: a column is absent or has another number of rows, a value is missing, an id is negative or no
-                whole number, or the weights of a row are fewer or more than its ids.
-        """
+        """Collate *rows*."""
         columns = columns_of(rows)
         if absent := [name for name in self._named if name not in columns]:
             raise InputError(f"the data has no column {', '.join(absent)}, only {', '.join(map(str, columns))}")

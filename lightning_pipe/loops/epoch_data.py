@@ -38,9 +38,6 @@ from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 class EpochData:
     """One rank's data while a trainer fits.
 
-    Args:
-        trainer: trainer with the loaders, hooks and strategy.
-
     Attributes:
         ledger: ledger of the current epoch; None if the user's step fetches batches itself.
         resume_point: resume point of a loaded checkpoint, until the epoch that continues from it begins; then None.
@@ -94,10 +91,6 @@ class EpochData:
         If Lightning's fetcher does not know the number of batches, it loads a batch as soon as the iterators are made.
         Without the recorded positions, a run that resumes within the first batch would skip that batch. Loaders of
         :func:`resumable` know their length.
-
-        Args:
-            combined: loaders of the epoch; None to forget the recorded positions.
-            point: resume point that was just loaded into the loaders (default None).
         """
         self._beginning = None
         if combined is None:
@@ -133,11 +126,7 @@ class EpochData:
         self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
 
     def make_iterators(self, ready: int) -> None:
-        """Make the iterators of an epoch that begins after a checkpoint, when its first batch is due.
-
-        Args:
-            ready: number of batches of this epoch that were already trained, on the ranks of an earlier run.
-        """
+        """Make the iterators of an epoch that begins after a checkpoint, when its first batch is due."""
         if self._iterators_due and self._fetcher is not None:
             reloaded = getattr(self._trainer.fit_loop, "reloaded_since_resumption", False)
             if not reloaded:
@@ -189,12 +178,7 @@ class EpochData:
         self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
 
     def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
-        """Return the resume point of a checkpoint that is written now; None before any data was read.
-
-        Args:
-            at_end: True if the epoch is over, or no epoch has begun.
-            in_batch: True if a batch has begun and is not trained yet; a resumed run trains it again (default False).
-        """
+        """Return the resume point of a checkpoint that is written now; None before any data was read."""
         if self._fetcher is None:
             # Either a loaded resume point is not used yet, or training is over.
             return self.resume_point or self._left

@@ -44,20 +44,7 @@ def compare_counts(
     failed: Sequence[Exception],
     predicting: bool,
 ) -> BatchCounts:
-    """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up.
-
-    Args:
-        trainer: the trainer, whose strategy refuses or allows uneven numbers.
-        what: the kind of evaluation, for errors.
-        loader: loaders of this rank.
-        batches: number of batches of each dataloader, from its length and the trainer's limits.
-        failed: errors in the set-up of this rank's loaders; all ranks raise them.
-        predicting: True for prediction, where uneven numbers are always allowed.
-
-    Raises:
-        InputError: on every rank, if numbers differ and the strategy refuses that, or if ranks have different
-            numbers of dataloaders.
-    """
+    """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up."""
     strategy = trainer.strategy
     refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
     if trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):

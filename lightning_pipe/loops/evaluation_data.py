@@ -53,14 +53,7 @@ class _Entry:
 
 
 class EvaluationData(Iterator[Any]):
-    """One rank's data in an evaluation loop; replaces Lightning's fetcher.
-
-    Args:
-        trainer: trainer with the loaders, hooks and strategy.
-        what: kind of evaluation, for errors: ``validation``, ``test`` or ``prediction``.
-        ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every rank at
-            the same point (default None).
-    """
+    """One rank's data in an evaluation loop; replaces Lightning's fetcher."""
 
     def __init__(self, trainer: pl.Trainer, what: str, ended: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
@@ -106,13 +99,7 @@ class EvaluationData(Iterator[Any]):
         return otherwise if self._counts.all_are_empty is None else self._counts.all_are_empty
 
     def begin(self, fetcher: DataFetcher, batches: Sequence[int | float], step: str) -> None:
-        """Begin a run. Reads no batch yet.
-
-        Args:
-            fetcher: Lightning's fetcher of this run.
-            batches: number of batches of each dataloader; infinite if it is unknown.
-            step: name of the module's method that evaluates a batch.
-        """
+        """Begin a run. Reads no batch yet."""
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._hooks = BatchHooks(self._trainer, self._streams)
@@ -200,11 +187,7 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ a dataloader
 
     def _enter_next(self) -> EvaluationProgram:
-        """Enter the program of the dataloader with the next batch.
-
-        Raises:
-            StopIteration: no rank has another batch.
-        """
+        """Enter the program of the dataloader with the next batch."""
         assert self._streams is not None
         if self._source is None:
             self._source = PeekingSource(self._batches())
@@ -268,11 +251,7 @@ class EvaluationData(Iterator[Any]):
         self._had_batches = False
 
     def _enter_turn(self) -> EvaluationProgram:
-        """Start a batch that only some ranks have, joining the other ranks until this rank has one.
-
-        Raises:
-            StopIteration: no rank has another batch.
-        """
+        """Start a batch that only some ranks have, joining the other ranks until this rank has one."""
         strategy, results = self._trainer.strategy, self._trainer._results
         assert isinstance(strategy, JoinsEvaluation)
         while (have := self._next_turn()) is not None:
@@ -306,14 +285,7 @@ class EvaluationData(Iterator[Any]):
             turn.end(self._logged)
 
     def _next_turn(self) -> list[bool] | None:
-        """Fetch a batch and gather which ranks have one.
-
-        Returns:
-            One flag per rank, for the first dataloader with batches left; None if no rank has a batch.
-
-        Raises:
-            InputError: on every rank, if a rank could not fetch its batch, or ranks of one pipeline differ.
-        """
+        """Fetch a batch and gather which ranks have one."""
         assert self._source is not None
         if self._own is None:
             self._own = PeekingSource(BatchSource(self._fetch, self._source.unread()))

@@ -273,9 +273,6 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
     """Replace the trainer's loops of validation (also within fit), test and prediction by pipelined loops.
 
     The new loops keep the state of the replaced ones.
-
-    Args:
-        trainer: trainer whose loops are replaced.
     """
     AgreedTermination.install(trainer)
     trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)

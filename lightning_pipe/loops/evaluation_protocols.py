@@ -19,13 +19,7 @@ class BringsEvaluation(Protocol):
     """Strategy with its own evaluation plan."""
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Transfer, step: str) -> EvaluationProgram:
-        """Build the program of one dataloader.
-
-        Args:
-            trainer: trainer whose module is evaluated.
-            transfer: moves a batch to the device through the user's hooks; must run on the main thread.
-            step: name of the module's method: ``validation_step``, ``test_step`` or ``predict_step``.
-        """
+        """Build the program of one dataloader."""
         ...
 
 
@@ -37,19 +31,9 @@ class JoinsEvaluation(Protocol):
     logs_for_all: bool
 
     def in_turn(self, turn: Turn, step: str) -> AbstractContextManager[None]:
-        """Context in which collectives of a step are announced to *turn*. Every rank enters it.
-
-        Args:
-            turn: batch that only some ranks have.
-            step: name of the module's method that evaluates the batch.
-        """
+        """Context in which collectives of a step are announced to *turn*. Every rank enters it."""
         ...
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Start an announced collective with empty input.
-
-        Args:
-            what: name of the collective.
-            detail: data of the announcement.
-        """
+        """Start an announced collective with empty input."""
         ...

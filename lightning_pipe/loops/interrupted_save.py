@@ -30,9 +30,6 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
     training. If a rank does not call it within 5 s, no checkpoint is written, training is torn down, and the original
     error is raised immediately, with a note. Later callbacks do not run, because they may need all ranks, too. Before
     the first batch, no checkpoint is written either.
-
-    Args:
-        trainer: trainer whose ``save_checkpoint`` is replaced.
     """
     if "save_checkpoint" in vars(trainer):
         return

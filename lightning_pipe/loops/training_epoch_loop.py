@@ -41,12 +41,7 @@ class BringsProgram(Protocol):
     """Strategy with its own training plan."""
 
     def training_program(self, trainer: pl.Trainer, transfer: Transfer) -> TrainingProgram:
-        """Build the program.
-
-        Args:
-            trainer: trainer whose module is trained.
-            transfer: moves a batch to the device through the user's hooks; must run on the main thread.
-        """
+        """Build the program."""
         ...
 
 

@@ -47,11 +47,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Turn:
     """One evaluation batch on some of the ranks. Constructed on every rank at the same point.
 
-    Args:
-        group: CPU process group of all ranks, reserved for announcements.
-        have: one flag per rank: True if the rank has a batch.
-        batch: name of the batch in error messages.
-
     Attributes:
         has: True if this rank has a batch.
         results: tensors computed from the batch that have the same value on every rank.
@@ -68,15 +63,7 @@ class Turn:
     # ------------------------------------------------------------------ a rank with the batch
 
     def call(self, what: str, detail: Any = None) -> None:
-        """Announce a collective. All ranks with a batch call this in the same order.
-
-        Args:
-            what: name of the collective.
-            detail: picklable CPU data that ranks without a batch need; they receive the first rank's.
-
-        Raises:
-            InputError: on every rank, if a rank has failed or ranks announce different collectives.
-        """
+        """Announce a collective. All ranks with a batch call this in the same order."""
         self._hear(("call", what, detail))
 
     def end(self, logged: Sequence[Logged] = ()) -> None:
@@ -92,15 +79,7 @@ class Turn:
             gather(("error", "", f"{type(error).__name__}: {error}"), self._group)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
-        """Reduce a tensor over the ranks that have a batch.
-
-        Args:
-            tensor: value of this rank; the shape is the same on all ranks.
-            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, as a string or a ``ReduceOp``.
-
-        Raises:
-            InputError: on every rank, for another operation.
-        """
+        """Reduce a tensor over the ranks that have a batch."""
         name = str(reduce_op).rsplit(".", 1)[-1].lower()
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r} in {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
@@ -115,11 +94,7 @@ class Turn:
         return any(torch.equal(value, result.detach().cpu()) for result in self.results)
 
     def refuse(self, what: str) -> None:
-        """Refuse a collective that needs a value from every rank.
-
-        Raises:
-            InputError: always; the other ranks raise when this rank's step fails.
-        """
+        """Refuse a collective that needs a value from every rank."""
         raise InputError(f"{what} was called in {self._advice}. Call it in the epoch-end hook, which all ranks run")
 
     @property
@@ -130,17 +105,7 @@ class Turn:
     # ------------------------------------------------------------------ a rank without it
 
     def join(self, do: Callable[[str, Any], None]) -> list[Logged]:
-        """Take part in the announced collectives until the batch ends.
-
-        Args:
-            do: starts a collective with empty input; called with its name and the first rank's detail.
-
-        Returns:
-            The first rank's logged values.
-
-        Raises:
-            InputError: a rank has failed, or ranks announce different collectives.
-        """
+        """Take part in the announced collectives until the batch ends."""
         while True:
             kind, what, detail = self._hear(None)
             if kind == "end":
@@ -200,13 +165,7 @@ class Logged:
 def recorded_logs(
     results: ResultCollection, logged: list[Logged], is_shared: Callable[[Tensor], bool]
 ) -> Iterator[None]:
-    """Context that appends each logged value to *logged*.
-
-    Args:
-        results: result collection of the running evaluation.
-        logged: destination list.
-        is_shared: returns True for a CPU tensor that has the same value on all ranks.
-    """
+    """Context that appends each logged value to *logged*."""
     update = results.update_metrics
 
     def update_and_record(key: str, value: Any, batch_size: Any) -> None:
@@ -228,13 +187,6 @@ def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Seque
 
     At the end of the epoch all ranks reduce each value logged with ``sync_dist=True``. A rank that does not know the
     value would leave the other ranks waiting.
-
-    Args:
-        trainer: trainer of the running evaluation.
-        results: its result collection.
-        logged: values that the other rank logged.
-        unsynced: True to accumulate values logged without ``sync_dist``. Synced values are accumulated if they are
-            shared, and otherwise registered with weight 0.
     """
     device = trainer.strategy.root_device
     for one in logged:
@@ -287,13 +239,6 @@ def align_metrics(module: nn.Module) -> None:
     - A single stored number has no dimension, several numbers have one. The same holds for the states of a correlation
       after one batch and after several. Values in double precision make a state double on the ranks that saw them.
     - A metric without updates since its last ``compute`` returns the cached value and skips the gather.
-
-    Args:
-        module: LightningModule with the metrics.
-
-    Raises:
-        InputError: on every rank, if a metric stores a list of single numbers without concatenating them, and ranks
-            have different numbers of batches.
     """
     metrics: dict[str, Any] = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
     states: dict[tuple[str, str], Any] = {}

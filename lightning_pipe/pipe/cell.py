@@ -70,14 +70,6 @@ class MiniBatch:
 class Cell:
     """Work of one partition on one micro-batch.
 
-    Args:
-        partition: partition whose layers run.
-        of: mini-batch.
-        micro_batch: index of the micro-batch.
-        checkpointed: True to keep only the inputs, and to run the layers again before backward (default False).
-        loss: loss function, called with the last layer's output; the cell then returns the loss instead of the output
-            (default None).
-
     Attributes:
         checkpointed: True if :meth:`recompute` must run before :meth:`backward`.
     """
@@ -121,11 +113,7 @@ class Cell:
         return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
 
     def recompute(self) -> None:
-        """Run the layers again, with a graph and with the autocast state and random numbers of the first run.
-
-        Raises:
-            SetupError: inputs, parameters or training flags have changed since the first run.
-        """
+        """Run the layers again, with a graph and with the autocast state and random numbers of the first run."""
         leaves = self._inputs
         assert leaves is not None
         for tensor, version in zip(leaves.tensors(), self._versions, strict=True):
@@ -166,15 +154,7 @@ class Cell:
         return "Change them after backward, or use checkpoint='never' if a layer changes them in its forward"
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
-        """Compute gradients of the inputs from gradients of the outputs, and free the graph.
-
-        Args:
-            gradients: gradients of the values that :meth:`forward` returned; empty for a loss, whose gradient is 1.
-            add: called with each parameter and its gradient.
-
-        Returns:
-            gradients of the values that were passed to :meth:`forward`.
-        """
+        """Compute gradients of the inputs from gradients of the outputs, and free the graph."""
         leaves, outputs = self._inputs, self._outputs
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None

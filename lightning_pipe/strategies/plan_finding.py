@@ -125,13 +125,7 @@ def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
 
 
 def write_choice(to_yaml: Callable[[], str], path: str | Path, what: str) -> None:
-    """Write a choice to a YAML file. A failure is a warning, and training continues.
-
-    Args:
-        to_yaml: returns the YAML text.
-        path: path of the file.
-        what: name of the choice in the warning.
-    """
+    """Write a choice to a YAML file. A failure is a warning, and training continues."""
     try:
         with whole_file(path) as unfinished:
             unfinished.write_text(to_yaml(), encoding="utf-8")

@@ -23,15 +23,7 @@ class MicroBatchRecorder(Protocol):
         """Collect the records of the batch that was just trained."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
-        """Stop recording.
-
-        Args:
-            tasks: bars of the tasks that ran during the recording, with their iterations.
-            rank: index of this rank.
-
-        Returns:
-            A bar for each forward, backward and wait, with the iteration of the task in which it began.
-        """
+        """Stop recording."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,6 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     which some writers choose the format. Its name is random and the file is created exclusively, so another user with
     write access to the folder cannot place a link there. A symbolic link at *path* is replaced; its target is
     unchanged. The new file has the permissions of the file that it replaces, or the default ones.
-
-    Args:
-        path: file to write.
-
-    Yields:
-        Path of the temporary file.
-
-    Raises:
-        OSError: the file cannot be written, or the block wrote nothing.
     """
     target = Path(path)
     folder = target.parent

@@ -40,9 +40,6 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
     """Measure the offset of this rank's clock. Every rank of *group* calls this; the group must be otherwise idle.
 
     Costs about 20 messages per rank, one rank after the other.
-
-    Args:
-        group: process group for CPU tensors; ``None`` for a single rank.
     """
     if group is None:
         return ClockOffset(time.perf_counter(), 0.0, 0.0)

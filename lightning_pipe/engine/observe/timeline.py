@@ -30,23 +30,7 @@ Arrow = tuple[int, int]
 
 
 class Bar(NamedTuple):
-    """Measured or simulated time interval: the record type of all timelines.
-
-    Args:
-        rank: rank that did the work.
-        lane: name of the thread group; ``"stream NAME"`` for work on a device.
-        name: label of the bar: the task's name, or the kind.
-        kind: ``"task"``; ``"device"`` (the same task on its stream); ``"background"`` (work submitted by a simulated
-            task); ``"evaluation"``; for micro-batches ``"forward"``, ``"backward"``, ``"input_backward"``,
-            ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or ``"wait_backward"``.
-        start: start time (seconds).
-        end: end time (seconds).
-        iteration: index of the iteration (default ``None``, unknown).
-        microbatch: index of the micro-batch; ``None`` for other bars.
-        stage: index of the stage that processed the micro-batch; ``None`` for other bars.
-        pipeline: index of the data-parallel pipeline of the micro-batch (default 0).
-        submitted: time when the main thread submitted the task to the lane's worker (default ``None``, unknown).
-    """
+    """Measured or simulated time interval: the record type of all timelines."""
 
     rank: int
     lane: str
@@ -93,12 +77,7 @@ def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
 
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
-    """Assign to each bar the iteration of the main thread's task during which the bar began; None without such a task.
-
-    Args:
-        bars: bars of one rank, ordered by start.
-        tasks: bars of the tasks of the same rank.
-    """
+    """Assign to each bar the iteration of the main thread's task during which the bar began, or None."""
     found = []
     around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
     for bar in bars:
@@ -110,10 +89,6 @@ def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
 
 class Timeline:
     """Bars of all ranks on a common clock.
-
-    Args:
-        bars: bars in any order.
-        dependencies: dependencies of the plan, which all ranks share (default none).
 
     Attributes:
         bars: bars sorted by rank, lane and start; of two bars with the same start, the longer comes first.

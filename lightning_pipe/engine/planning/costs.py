@@ -151,12 +151,7 @@ def used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, floa
 def checked_costs(
     tasks: Sequence[PipelineTask], costs: Mapping[str, TaskCost], machine: Machine
 ) -> dict[str, TaskCost]:
-    """Costs in the order of *tasks*, with every message replaced by its seconds on the machine's network.
-
-    Raises:
-        PlanError: a task has no cost; a cost belongs to no task; a message has no network model or takes longer than
-            1e6 seconds; or a task waits for background work of a task that it does not depend on.
-    """
+    """Costs in the order of *tasks*, with every message replaced by its seconds on the machine's network."""
     names = [task.name for task in tasks]
     missing = [name for name in names if name not in costs]
     if missing:

@@ -72,11 +72,7 @@ class CostsFile:
 
 
 def load_costs(text: str) -> CostsFile:
-    """Parse costs from YAML *text* in the format of this module's docstring.
-
-    Raises:
-        PlanError: the text is not YAML, or has an unknown key or an invalid value.
-    """
+    """Parse costs from YAML *text* in the format of this module's docstring."""
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:

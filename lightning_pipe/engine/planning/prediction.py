@@ -90,15 +90,7 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
 def first_break(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine, fewest: int, most: int
 ) -> ScalingBreak:
-    """Find the number of ranks, between *fewest* and *most*, from which on *plan* is slower.
-
-    Args:
-        plan: plan to simulate.
-        costs: cost of every task, by name. Some of them have messages.
-        machine: resources that the tasks share, with a network.
-        fewest: lowest number of ranks.
-        most: highest number of ranks.
-    """
+    """Find the number of ranks, between *fewest* and *most*, from which on *plan* is slower."""
     network = machine.network
     assert network is not None
 

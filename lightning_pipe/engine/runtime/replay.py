@@ -105,10 +105,6 @@ def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
     """Attach *value* to an autograd graph whose backward gives each tensor of *upstream* a gradient of zeros.
 
     All tensors that would have received a gradient then receive one, so hooks that wait for gradients still run.
-
-    Args:
-        value: tensor without a graph.
-        upstream: tensors that require grad.
     """
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     result: Tensor = _Graft.apply(value, anchor, *upstream)

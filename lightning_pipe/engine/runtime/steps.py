@@ -20,10 +20,6 @@ class Steps(Periods):
         """Start the iterations that run ahead, so that the next period can train the oldest one.
 
         Does nothing if iterations are in flight.
-
-        Raises:
-            StopIteration: *data_iter* has no batch.
-            TaskError: a task or *data_iter* raised.
         """
         self._check_usable()
         if self._in_flight:
@@ -38,16 +34,7 @@ class Steps(Periods):
 
     @ends_on_interrupt
     def begin(self, data_iter: Iterator[Any]) -> IterContext:
-        """Open the next period: fill the pipeline if it is empty, and start one new iteration.
-
-        Returns:
-            The context that this period trains.
-
-        Raises:
-            StopIteration: every batch has been trained.
-            PlanError: a period is open already.
-            TaskError: a task or *data_iter* raised.
-        """
+        """Open the next period: fill the pipeline if it is empty, and start one new iteration."""
         self._check_usable()
         if not self._in_flight:
             self.fill_pipeline(data_iter)
@@ -60,13 +47,7 @@ class Steps(Periods):
 
     @ends_on_interrupt
     def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
-        """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread.
-
-        Raises:
-            StopIteration: *data_iter* has no batch.
-            PlanError: batches are in flight, or a period is open already.
-            TaskError: *data_iter* raised.
-        """
+        """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread."""
         self._check_usable()
         self._check_empty()
         self._restart()
@@ -79,10 +60,6 @@ class Steps(Periods):
         """Run the tasks of the open period in order, up to and including *task*.
 
         Does nothing if *task* has already run.
-
-        Raises:
-            PlanError: *task* is unknown, no period is open, or the caller has begun a task and not ended it.
-            TaskError: a task raised.
         """
         self._check_running()
         target = self._position(task)
@@ -94,10 +71,6 @@ class Steps(Periods):
         """Wait until a task that ran ahead has run for the batch of the open period, in whatever thread it runs.
 
         The current stream waits for the task's work on its stream.
-
-        Raises:
-            PlanError: *task* is unknown or has not been submitted yet for this batch, or no period is open.
-            TaskError: a task raised.
         """
         self._check_running()
         position = self._position(task)
@@ -116,11 +89,6 @@ class Steps(Periods):
         For work that the caller must do between its own hooks, such as an optimizer step inside Lightning. Call
         :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be run in
         this way. A globally ordered task holds its turn until then.
-
-        Raises:
-            PlanError: *task* does not meet these conditions, is replayed or has already run, or a condition of
-                :meth:`run_until` is violated.
-            TaskError: a task raised.
         """
         self._check_running()
         target = self._position(task)
@@ -145,11 +113,7 @@ class Steps(Periods):
 
     @ends_on_interrupt
     def end_task(self, task: str) -> None:
-        """End a task that :meth:`begin_task` began.
-
-        Raises:
-            PlanError: *task* was not begun.
-        """
+        """End a task that :meth:`begin_task` began."""
         if self._begun is None or self._begun[0].name != task:
             raise PlanError(f"task {task!r} was not begun; call begin_task({task!r}) first")
         op, entered = self._begun
@@ -159,12 +123,7 @@ class Steps(Periods):
 
     @ends_on_interrupt
     def finish(self) -> IterContext:
-        """Run the remaining tasks of the open period and retire the iteration that it trained.
-
-        Raises:
-            PlanError: no period is open, or the caller has begun a task and not ended it.
-            TaskError: a task raised.
-        """
+        """Run the remaining tasks of the open period and retire the iteration that it trained."""
         self._check_running()
         while self._cursor < len(self._ops):
             self._advance()

@@ -35,11 +35,7 @@ class BalanceLoss:
 
     @staticmethod
     def of(model: nn.Module) -> BalanceLoss | None:
-        """Loss of a Hugging Face causal LM, or of a part of it; None if its config does not enable it.
-
-        Raises:
-            SetupError: the family has a loss of another kind.
-        """
+        """Loss of a Hugging Face causal LM, or of a part of it; None if its config does not enable it."""
         coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", None)
         if not getattr(model.config, "output_router_logits", False) or not coefficient:
             return None
@@ -58,13 +54,7 @@ class BalanceLoss:
         return torch.zeros(2 * self.experts + 1, device=device, requires_grad=torch.is_grad_enabled())
 
     def add(self, total: Tensor, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
-        """Sums over tokens and more layers: choices and probabilities of each expert, and the number of tokens.
-
-        Args:
-            total: sums of other layers.
-            router_logits: logits of each layer's router, (tokens, experts).
-            counted: bool for each token that counts; None for all tokens.
-        """
+        """Sums over tokens and more layers: choices and probabilities of each expert, and the number of tokens."""
         total = total.clone()
         for logits in router_logits:
             probabilities = logits.softmax(-1)

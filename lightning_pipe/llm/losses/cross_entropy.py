@@ -222,18 +222,7 @@ def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
 def check_sum(
     summed_loss: Callable[[Any, Any], Tensor], loss: Tensor, output: Any, micro_batch: Mapping[str, Any]
 ) -> None:
-    """Check that a loss is a sum over tokens: it must double if the rows are doubled.
-
-    Args:
-        summed_loss: loss function of an output and a micro-batch.
-        loss: its result for ``output`` and ``micro_batch``.
-        output: output of the model, (rows, ...). Other outputs are not checked.
-        micro_batch: the micro-batch. Its tensors with the same number of rows are doubled.
-
-    Raises:
-        InputError: the loss stays the same when the rows are doubled, so it is a mean and gradients would be divided
-            twice.
-    """
+    """Check that a loss is a sum over tokens: it must double if the rows are doubled."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return
     once = float(loss.detach())

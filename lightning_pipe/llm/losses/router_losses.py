@@ -75,14 +75,7 @@ def active_router_losses() -> RouterLosses | None:
 
 
 def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
-    """Token-weighted sums of the routers' losses, to be summed over ranks and divided into means.
-
-    Returns:
-        Three numbers in float64 on the CPU: the load-balancing losses and the z-losses, each summed over routers and
-        micro-batches with the number of tokens as weights, and the sum of these weights. The first two divided by the
-        third are means over routers and tokens. A load-balancing loss of 1 means that all experts have the same load,
-        and E / k that k of the E experts have all of it.
-    """
+    """Token-weighted sums of the routers' losses, to be summed over ranks and divided into means."""
     total = torch.zeros(3, dtype=torch.float64)
     for losses in micro_batches:
         if losses._found:

@@ -98,13 +98,7 @@ class LayerBench:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
-        """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once.
-
-        Args:
-            loss_of: function from the last piece's output, and the part of the model that computed it, to the loss: a
-                scalar.
-            question: measurement of a piece.
-        """
+        """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once."""
         config = self.config
         inputs, first = self.args, None
         if config.input_fqns:

@@ -100,19 +100,6 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
     Call it before layers are compiled and before ``fully_shard``. In compiled layers the compiler recomputes, with the
     same two modes (``torch.utils.checkpoint`` inside a graph). If function modes are active, as with context
     parallelism, checkpointed layers run uncompiled.
-
-    Args:
-        stage: stage of the model.
-        layers: FQNs of the whole model's layers.
-        mode: "full" keeps only a layer's arguments (default). "selective" also keeps the outputs of matrix products,
-            attention and exchanges between ranks, and recomputes the rest. (torchtitan keeps every second product,
-            which makes memory depend on the order in which a layer calls them.)
-        every: checkpoint only layers whose index in the whole model is a multiple of this (default 1). The result does
-            not depend on the split.
-
-    Raises:
-        SetupError: in the backward, if a layer ran other operations when it was recomputed, or if its arguments were
-            changed in place after its forward.
     """
     for name in layers[::every]:
         layer: Any = stage.module.get_submodule(name)

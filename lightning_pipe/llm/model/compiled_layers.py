@@ -30,11 +30,6 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
 
     *Random numbers.* Inductor draws other random numbers than eager mode, unless
     ``torch._inductor.config.fallback_random`` is set.
-
-    Args:
-        stage: see :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers`, also for *layers*.
-        options: options of ``torch.compile``: ``backend``, ``mode``, ``fullgraph``, ``dynamic``, ``recompile_limit``,
-            ...
     """
     for name in layers:
         layer = stage.module.get_submodule(name)
@@ -48,9 +43,6 @@ def keep_backward_buffers() -> Callable[[], None]:
     Without this setting such a backward raises, since compiled code may overwrite its saved tensors ("donated"
     buffers). The setting is PyTorch's ``torch._functorch.config.donated_buffer``, for the calling thread, which must be
     the thread that runs the schedule. Graphs compiled with another setting are discarded.
-
-    Returns:
-        A function that restores the setting.
     """
     before = torch._functorch.config.donated_buffer
 

@@ -61,17 +61,6 @@ class DeferredInit:
         are those that ordinary construction would have left, whichever tensors are kept.
 
         Memory at any time holds the tensors kept so far and the tensors of the running operation.
-
-        Args:
-            model: built, or made of what was built, inside `deferred_init`.
-            keep: takes a name as in `named_parameters`; a tensor is kept if any of its names is.
-            device: device of the kept tensors (default CPU). Values are computed on the CPU, and each tensor is moved
-                as soon as it has its values.
-
-        Raises:
-            SetupError: the call is inside `deferred_init`; a kept tensor was materialised before; a parameter or
-                buffer is fake and was not built in this record, or was replaced by another tensor since; a kept tensor
-                has hooks; see also `OpRecord.replay`.
         """
         if not self._fakes.closed:
             raise SetupError("materialise() was called inside deferred_init(). Call it after the block has ended")
@@ -136,11 +125,6 @@ def deferred_init() -> Iterator[DeferredInit]:
 
     The method comes from torchdistx's `deferred_init`. Unlike there, values do not depend on which tensors are
     materialised.
-
-    Raises:
-        SetupError: the block is inside another one or under a FakeTensorMode; a tensor is not on the CPU, not dense, or
-            of unknown origin; a real tensor made outside is written to; or an operation that draws random numbers or
-            writes has a result whose shape depends on values.
     """
     if tensors_are_fake():
         raise SetupError(

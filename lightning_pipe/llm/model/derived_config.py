@@ -40,9 +40,6 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     """Config of a model, from its ``get_pp_module_config()`` or from a known structure.
 
     Known structures are a plain ``nn.Sequential`` and Hugging Face causal LMs (such as Llama, Qwen3 and GPT-NeoX).
-
-    Raises:
-        SetupError: the model has no ``get_pp_module_config()`` and no known structure, or its config does not match it.
     """
     if callable(own := getattr(model, "get_pp_module_config", None)):
         config = ModuleConfig.from_mapping(own())
@@ -60,11 +57,7 @@ def derive_config(model: nn.Module) -> ModuleConfig:
 
 
 def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
-    """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config.
-
-    Raises:
-        SetupError: stages cannot run the model.
-    """
+    """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config."""
     if not is_causal_lm(model) or config.trial is not None:
         return config
     others = (*config.input_fqns, *config.output_fqns)
@@ -147,11 +140,7 @@ def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) -> TrialRun:
-    """Run a causal LM without its layers and the other modules that only some stages hold, given by name.
-
-    Raises:
-        SetupError: stages cannot run the model. The message names the module and the reason.
-    """
+    """Run a causal LM without its layers and the other modules that only some stages hold, given by name."""
     found: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
     for results in range(_MOST_RESULTS + 1):
         with (

@@ -95,16 +95,7 @@ def run_local_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Forward of experts that several ranks share, with the class's own computation of the experts.
-
-    Args:
-        experts: experts, whose parameters are sharded by expert.
-        exchange: sends tokens, sorted by expert, to the ranks of their experts, calls a function with the tokens
-            received and the number for each local expert, and returns the results.
-        hidden_states: tokens, (tokens, dim).
-        top_k_index: numbers of the experts of each token, (tokens, k).
-        top_k_weights: factors of their results, (tokens, k).
-    """
+    """Forward of experts that several ranks share, with the class's own computation of the experts."""
     twin = _with_local_weights(experts)
 
     def run(tokens: Tensor, counts: Tensor) -> Tensor:
@@ -122,13 +113,7 @@ def run_local_experts(
 def run_all_rows(
     experts: nn.Module, exchange: Callable[[Run, Tensor, Tensor], Tensor], hidden_states: Tensor
 ) -> Tensor:
-    """As :func:`run_local_experts`, for experts of :func:`takes_all_rows`; rows of zeros are not sent.
-
-    Args:
-        experts: experts, whose parameters are sharded by expert. They make zeros of zeros.
-        exchange: as for :func:`run_local_experts`.
-        hidden_states: each token times its weight for each expert, (experts * tokens, dim), sorted by expert.
-    """
+    """As :func:`run_local_experts`, for experts of :func:`takes_all_rows`; rows of zeros are not sent."""
     twin = _with_local_weights(experts)
 
     def run(tokens: Tensor, counts: Tensor) -> Tensor:

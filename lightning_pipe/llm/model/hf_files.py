@@ -22,14 +22,7 @@ _LEVELS, _COUNT, _NUMBER = 32, 2**16, 2**31
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Names of the files that hold tensors, by the name of the tensor.
-
-    Args:
-        path: path of ``model.safetensors.index.json``.
-
-    Raises:
-        SetupError: the file is not an index, or names files outside its folder.
-    """
+    """Names of the files that hold tensors, by the name of the tensor."""
     raw = _read(path, _INDEX)
     # Check before parsing, because parsed JSON may take many times the memory of its text. An index has no lists and
     # few dicts.
@@ -60,15 +53,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_bounded_config(path: Path) -> dict[str, Any]:
-    """Contents of the config of a model.
-
-    Args:
-        path: path of ``config.json``.
-
-    Raises:
-        SetupError: the file is not a dict, is nested too deeply, has numbers that are out of range, or refers to other
-            configs.
-    """
+    """Contents of the config of a model."""
     config = _parsed(path, _read(path, _CONFIG))
     _check_numbers(path, "", config, _LEVELS)
     if "configuration_files" in config:
@@ -104,12 +89,7 @@ def _check_numbers(path: Path, name: str, value: Any, levels: int) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Check that *path* is a regular file, and that its safetensors header fits the file and the limits.
-
-    Raises:
-        OSError: the file cannot be read.
-        SetupError: *path* is not a regular file, or its header is too long.
-    """
+    """Check that *path* is a regular file, and that its safetensors header fits the file and the limits."""
     size = _size(path)
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -235,13 +235,6 @@ def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
 
     No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
     have torch's default dtype, not that of the files. Buffers that the constructor computes have their values.
-
-    Args:
-        config: a ``PretrainedConfig``.
-        attention: name of the attention implementation; None for the best that the class supports.
-
-    Raises:
-        SetupError: the model cannot be made, for example because its sizes overflow or exceed the memory.
     """
     _import("transformers")
     try:
@@ -264,14 +257,6 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
 
     Files and model are compared before parameters take memory, so that a config that does not fit the files is rejected
     even if its model would be too large.
-
-    Args:
-        weights: weights of the whole model.
-        config: a ``PretrainedConfig``.
-        attention: name of the attention implementation; None for the best that the class supports.
-
-    Raises:
-        SetupError: see :func:`load_into`.
     """
     if not tensors_are_fake():
         with torch.device("meta"):

@@ -30,15 +30,7 @@ _INITIAL = (True, False, "gaussian")
 
 
 def add_adapters(model: nn.Module, lora: Any) -> nn.Module:
-    """Freeze a model and add adapters to its layers.
-
-    Args:
-        model: model without adapters, with or without memory.
-        lora: a ``LoraConfig``, a mapping of its fields, or the text of :func:`adapter_text`.
-
-    Raises:
-        SetupError: peft is not installed, or does not support the config; see also :func:`unwrapped`.
-    """
+    """Freeze a model and add adapters to its layers."""
     try:
         import peft
     except ImportError as error:
@@ -58,11 +50,7 @@ def add_adapters(model: nn.Module, lora: Any) -> nn.Module:
 
 
 def unwrapped(built: Any) -> Any:
-    """Return the model inside a ``PeftModel``; any other model unchanged.
-
-    Raises:
-        SetupError: adapters that stages cannot train.
-    """
+    """Return the model inside a ``PeftModel``; any other model unchanged."""
     peft = sys.modules.get("peft")
     model = built.get_base_model() if peft is not None and isinstance(built, peft.PeftModel) else built
     configs: dict[str, Any] = getattr(built, "peft_config", None) or {}
@@ -101,13 +89,7 @@ def adapter_text(model: nn.Module | None) -> str | None:
 
 
 def write_adapters(model: nn.Module, weights: Mapping[str, Tensor], target: Path) -> None:
-    """Write trained adapters to a folder that ``peft.PeftModel.from_pretrained`` loads.
-
-    Args:
-        model: model with adapters, from :func:`add_adapters`. Its tensors need no memory.
-        weights: trained tensors, by their names in *model*.
-        target: folder to write.
-    """
+    """Write trained adapters to a folder that ``peft.PeftModel.from_pretrained`` loads."""
     import peft
     from safetensors.torch import save_file
 

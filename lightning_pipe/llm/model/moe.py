@@ -19,13 +19,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """Feed-forward networks side by side, each ``down(silu(gate(x)) * up(x))`` (SwiGLU, arXiv 2002.05202).
-
-    Args:
-        dim: width of tokens.
-        hidden_dim: width inside each expert.
-        num_experts: how many. ``gate`` and ``up`` are (experts, hidden_dim, dim), ``down`` (experts, dim, hidden_dim).
-    """
+    """Feed-forward networks side by side, each ``down(silu(gate(x)) * up(x))`` (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -40,12 +34,7 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Let each expert work on its tokens.
-
-        Args:
-            tokens: tokens sorted by expert, (tokens, dim).
-            counts: number of tokens of each expert on this rank, (experts).
-        """
+        """Let each expert work on its tokens."""
         device = tokens.device.type
         weights = [one.to_local() if isinstance(one, DTensor) else one for one in (self.gate, self.up, self.down)]
         if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
@@ -137,15 +126,7 @@ class MoE(nn.Module):
 
 
 def weighted_sum(run: Run, tokens: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-    """Sum of the results of each token's experts, in the type of the tokens.
-
-    Args:
-        run: computes experts from tokens sorted by expert, and the number of tokens of each expert.
-        tokens: tokens, (tokens, dim).
-        chosen: numbers of the experts of each token, (tokens, k).
-        weights: factors of their results, (tokens, k).
-        num_experts: number of experts.
-    """
+    """Sum of the results of each token's experts, in the type of the tokens."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(order))

@@ -156,12 +156,7 @@ class OpRecord:
         return storage in self._outside
 
     def before_random(self, func: OpOverload, arguments: Sequence[object]) -> RandomTrack | None:
-        """Return the track of the generator that `func` is about to draw from; None if `func` is not random.
-
-        Args:
-            func: operation to run.
-            arguments: its arguments, flattened.
-        """
+        """Return the track of the generator that `func` is about to draw from; None if `func` is not random."""
         generators = [argument for argument in arguments if isinstance(argument, torch.Generator)]
         if not generators and torch.Tag.nondeterministic_seeded not in func.tags:
             return None
@@ -183,18 +178,7 @@ class OpRecord:
         outputs: object,
         track: RandomTrack | None,
     ) -> None:
-        """Record a call that was made on fake tensors.
-
-        Args:
-            func: operation that was called.
-            arguments: positional and keyword arguments before the call, with a View in place of each tensor.
-            tensors: fake tensors among the arguments.
-            outputs: result of the call.
-            track: result of `before_random` before the call.
-
-        Raises:
-            SetupError: the operation changed the size of a storage.
-        """
+        """Record a call that was made on fake tensors."""
         for tensor in tensors:
             number = self.number(tensor)
             if number is None or tensor.untyped_storage().nbytes() != self._sizes[number]:
@@ -234,17 +218,6 @@ class OpRecord:
 
         Memory at any time holds: the requested storages that already exist, the storages that a later operation still
         reads, and the storages of the running operation.
-
-        Args:
-            wanted: numbers of the requested storages.
-            device: device of the returned storages. Each is moved as soon as it has its final values.
-
-        Returns:
-            Requested storages, by number.
-
-        Raises:
-            SetupError: a real tensor used while the model was built has changed since; or the memory layout of a
-                result differs from that of the fake kernel.
         """
         storages = self._run(self._plan(wanted, self._ends), wanted, device)
         for track, number in self._ends:

@@ -55,10 +55,6 @@ class RoutingReplay(TorchFunctionMode):
     Layers are numbered as in the whole model, and each calls one mixture once. A micro-batch may hold an object of this
     class under the key ``routed_experts``, in place of the tensor: a first forward records on each rank the choices of
     the rank's layers, and later ones replay them.
-
-    Args:
-        given: choices, (rows, length, layers, k), integers; of all layers, or as many as the last with a mixture needs.
-            Values of layers without a mixture are not used (default None: all are recorded).
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
@@ -85,11 +81,7 @@ class RoutingReplay(TorchFunctionMode):
 
     @contextmanager
     def within(self, block: Mixture) -> Iterator[None]:
-        """Take a ``topk`` over the block's experts for its choice.
-
-        Raises:
-            InputError: the block has chosen its experts in another way, or it is not the first one of its layer.
-        """
+        """Take a ``topk`` over the block's experts for its choice."""
         if self._seen is not None:
             if block.layer in self._seen:
                 raise InputError(
@@ -206,16 +198,7 @@ def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
 
 
 def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[Mixture], size: tuple[int, int]) -> None:
-    """Check that a model can replay a micro-batch's choices of experts, if it has any.
-
-    Args:
-        micro_batch: micro-batch before padding.
-        mixtures: mixtures of the whole model; empty if they cannot replay.
-        size: rows and length of the micro-batch.
-
-    Raises:
-        InputError: the model cannot replay these choices.
-    """
+    """Check that a model can replay a micro-batch's choices of experts, if it has any."""
     given = micro_batch.get(ROUTED_EXPERTS)
     if given is None:
         return

@@ -44,13 +44,6 @@ class StageShapes:
 
     PyTorch's own inference runs a real forward and backward of the first micro-batch of every new shape, which draws
     random numbers, and clears gradients that FSDP accumulates.
-
-    Args:
-        stages: modules of all stages, with fake parameters.
-        mode: fake mode of these parameters.
-        check: function that raises if the model cannot be cut (default None). Called once, when shapes are first known,
-            with hidden states on the CPU in the shape that the first stage sends, a tuple if there are several, and the
-            keywords of every stage. Not called for a single stage.
     """
 
     def __init__(
@@ -70,16 +63,7 @@ class StageShapes:
         self._training_checked = False
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
-        """Shapes of all stages for one micro-batch.
-
-        Args:
-            args: positional arguments of the first stage.
-            kwargs: keyword arguments of every stage.
-
-        Raises:
-            SetupError: a stage's forward cannot run without data, or a stage before the last returns something other
-                than a tensor or a tuple of tensors; or an error raised by ``check``.
-        """
+        """Shapes of all stages for one micro-batch."""
         leaves = tree_leaves((args, dict(kwargs)))
         key = (*map(signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
         if key not in self._known:
@@ -108,13 +92,6 @@ class StageShapes:
 
         PyTorch would fail in the backward, on the rank of the layer alone. The first stage is not checked: its backward
         is whole. Stages run in training mode here, and only once, on the first call.
-
-        Args:
-            args: see :meth:`of`, also for *kwargs*.
-            schedule: name of the schedule.
-
-        Raises:
-            SetupError: a layer of a stage after the first one does.
         """
         if self._training_checked:
             return

@@ -19,14 +19,7 @@ _PLAIN = (str, int, float, bool, torch.dtype, type(None))
 
 
 class PassThrough(nn.Module):
-    """Replacement of a module of another stage, without parameters or buffers, that returns its first argument.
-
-    Args:
-        replaced: replaced module (default None). Its plain attributes (numbers, strings, dtypes) are copied, since a
-            model's forward may read them: Qwen3's reads the ``attention_type`` of each layer.
-        outputs: number of tensors that modules hand on (default 1). Called with as many positional arguments, a module
-            returns these as a tuple.
-    """
+    """Replacement of a module of another stage, without parameters or buffers, that returns its first argument."""
 
     def __init__(self, replaced: nn.Module | None = None, outputs: int = 1) -> None:
         super().__init__()
@@ -49,11 +42,6 @@ class InputSlot(PassThrough):
     """Replacement of a module outside the layers of a causal LM, for operations whose results do not count.
 
     It returns its first floating-point argument, or zeros in the shape that an embedding or a linear layer returns.
-
-    Args:
-        replaced: replaced module.
-        width: width of the embedding of tokens, for modules that contain it.
-        unused: name of a module that a trial run did not call, so that a call is an error (default None).
     """
 
     def __init__(self, replaced: nn.Module, width: int, unused: str | None = None) -> None:
@@ -96,15 +84,7 @@ class Passage:
 
 
 class LayerSlot(PassThrough):
-    """Replacement of a layer of another stage of a causal LM.
-
-    Args:
-        replaced: replaced layer.
-        results: number of results of a layer, of which the first is the hidden states; 0 if it returns a tensor.
-        passage: hidden states of the stage.
-        enters: True for a layer before the stage's own, which returns the received hidden states.
-        leaves: True for a layer after the stage's own, which notes the hidden states that leave.
-    """
+    """Replacement of a layer of another stage of a causal LM."""
 
     def __init__(self, replaced: nn.Module, results: int, passage: Passage, enters: bool, leaves: bool) -> None:
         super().__init__(replaced)

@@ -50,12 +50,6 @@ class StageModule(nn.Module):
     first argument. Keyword arguments are passed to the model's forward on every stage. A Hugging Face causal LM is
     called with ``input_ids=`` or ``inputs_embeds=`` and without a cache, and returns one tensor: logits
     ``[batch, length, vocabulary]`` on the last stage, hidden states ``[batch, length, width]`` on the others.
-
-    Args:
-        module: model pruned to this stage.
-        stage_index: index of the stage, from 0.
-        num_stages: number of stages of the whole pipeline.
-        packs: True to pass several received tensors as one tuple (default False).
     """
 
     def __init__(self, module: nn.Module, stage_index: int, num_stages: int, *, packs: bool = False) -> None:
@@ -85,15 +79,7 @@ class StageModule(nn.Module):
         contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         **kwargs: Any,
     ) -> Any:
-        """Run the stage.
-
-        Args:
-            args: positional arguments of the model on the first stage, hidden states on a later stage.
-            result_of: function that the last stage applies to the model's output, such as a loss (default None). It is
-                applied inside the forward, since parameters sharded by FSDP are only whole there.
-            contexts: factories of context managers to enter around the model, on every stage.
-            kwargs: keyword arguments of the model.
-        """
+        """Run the stage."""
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
@@ -152,19 +138,7 @@ class StageModule(nn.Module):
 def make_stage(
     model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
 ) -> StageModule:
-    """Make a model into the stage that holds the given modules.
-
-    Args:
-        model: unsplit model, which is pruned in place and belongs to the stage afterwards. Pass a
-            :func:`shallow_copy` if the model is needed again.
-        config: names of the model's modules.
-        fqns_of_stage: FQNs of the modules of this stage, as returned by the functions in ``split``.
-        stage_index: index of the stage, from 0.
-        num_stages: number of stages of the whole pipeline.
-
-    Raises:
-        SetupError: the index does not exist; see also :func:`prune`.
-    """
+    """Make a model into the stage that holds the given modules."""
     prune(model, config, fqns_of_stage)
     return StageModule(model, stage_index, num_stages, packs=True)
 
@@ -173,14 +147,6 @@ def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
     """Replace, in place, every input, layer and output module that is not in ``kept`` by a :class:`PassThrough`.
 
     List indices, dictionary keys and state-dict keys of the kept modules do not change.
-
-    Args:
-        model: unsplit model.
-        config: names of the model's modules. Modules that it does not list, or always keeps, are not replaced.
-        kept: FQNs of the modules to keep.
-
-    Raises:
-        SetupError: the config does not list a kept name.
     """
     unknown = [name for name in kept if name not in set(config.modules)]
     if unknown:
@@ -198,15 +164,6 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
     Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
     run detects them, on a copy without the model's parameters. Hugging Face causal LMs do not need it
     (``derived_config.tried_config``).
-
-    Args:
-        model: unsplit model on any device, including the meta device. It is not changed.
-        config: names of the model's modules.
-        hidden: hidden states on the CPU, in the shape that stages exchange, a tuple if there are several.
-        kwargs: keyword arguments of every stage.
-
-    Raises:
-        SetupError: the hidden states change, or the run fails.
     """
     shell, failure = shallow_copy(model).train(), None
     prune(shell, config, ())

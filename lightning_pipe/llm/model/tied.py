@@ -31,12 +31,7 @@ class TiedParameter:
 
 
 def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collection[str]]) -> list[TiedParameter]:
-    """Those of the groups of names that more than one stage holds.
-
-    Args:
-        groups: names of one parameter each.
-        fqns_of_stages: the modules that each stage holds.
-    """
+    """Those of the groups of names that more than one stage holds."""
     found = []
     for names in groups:
         stages = tuple(
@@ -50,12 +45,7 @@ def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collecti
 
 
 def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
-    """Give copies of parameters their first name, where a part of a model holds them under another.
-
-    Args:
-        part: part of the model, in which :class:`PassThrough` modules replace the modules that it does not hold.
-        tied: tied parameters of the whole model.
-    """
+    """Give copies of parameters their first name, where a part of a model holds them under another."""
     for one in tied:
         present = dict(part.named_parameters(remove_duplicate=False))
         copy = next((present[name] for name in one.names if name in present), None)
@@ -72,14 +62,7 @@ def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
 
 
 class TiedGradients:
-    """Sums the gradients of copies, after those of micro-batches and of data-parallel ranks have been summed.
-
-    Args:
-        tied: tied parameters that more than one rank of the pipeline holds.
-        parameters: this rank's parameters, by name.
-        ranks: ranks within the pipeline that hold each tied parameter.
-        pipelines: ranks of every pipeline, in the same order on each rank. Groups are created collectively.
-    """
+    """Sums the gradients of copies, after those of micro-batches and of data-parallel ranks have been summed."""
 
     def __init__(
         self,

@@ -28,12 +28,7 @@ from lightning_pipe.llm.parallel.turns import pass_turn
 
 
 def check_experts(model: nn.Module, size: int) -> None:
-    """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks.
-
-    Raises:
-        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers or Hugging Face's blocks of
-            experts, experts of another layout, or a number of experts that ``size`` does not divide.
-    """
+    """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks."""
     layers = experts_of(model)
     if not layers:
         raise SetupError(

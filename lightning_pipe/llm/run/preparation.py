@@ -112,14 +112,7 @@ class BatchPreparation:
         return self.batching.sequence_keys(self.hooks.ignore_index)
 
     def begin(self, batch: Any, copies: RecordedCopies | None = None, *, counts: bool = True) -> PreparedBatch:
-        """Cut a batch and start gathering its numbers.
-
-        Args:
-            batch: batch of a loader.
-            copies: copies that were recorded when the batch was moved to the device (default None). The host waits for
-                the device once if the batch has other tensors there.
-            counts: False to exclude its tokens from the total, for a batch of another pipeline (default True).
-        """
+        """Cut a batch and start gathering its numbers."""
         cut, on_host, error = None, None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
@@ -190,12 +183,7 @@ class BatchPreparation:
             left -= added
 
     def finish(self, prepared: PreparedBatch) -> StepInputs:
-        """Wait for the numbers of all ranks, and pad.
-
-        Raises:
-            InputError: raised on every rank: a batch that cannot be cut or is too long, or ranks of one pipeline with
-                different batches.
-        """
+        """Wait for the numbers of all ranks, and pad."""
         prepared.work.wait()
         table: list[list[int]] = prepared.gathered.tolist()
         if prepared.error is not None:

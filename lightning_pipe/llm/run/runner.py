@@ -94,29 +94,11 @@ class PipelineRunner:
     _replaced: bool = field(default=False, init=False)
 
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
-        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
-
-        Args:
-            micro_batches: any number of micro-batches (see ``fitting_schedule``), all of one shape.
-            loss_of: function from the last stage's output and the micro-batch's target to the loss: a scalar, summed
-                over tokens.
-
-        Returns:
-            The losses of the micro-batches in order, detached; empty on a rank without the last stage.
-        """
+        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``."""
         return self._run(micro_batches, loss_of, train=True)
 
     def evaluate(self, micro_batches: Sequence[StageInputs], result_of: Callable[[Tensor, Any], Any]) -> list[Any]:
-        """Forward of every micro-batch, without gradients.
-
-        Args:
-            micro_batches: any number, all of one shape.
-            result_of: function from the last stage's output and the micro-batch's target to the result. It is called
-                right after each forward, so that only one micro-batch's output exists at a time.
-
-        Returns:
-            The results in the order of micro-batches; empty on a rank without the last stage.
-        """
+        """Forward of every micro-batch, without gradients."""
         return self._run(micro_batches, result_of, train=False)
 
     def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:

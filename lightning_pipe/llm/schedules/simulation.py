@@ -32,20 +32,7 @@ KINDS: dict[_ComputationType, Kind] = {
 def actions_of(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> dict[int, list[_Action]]:
-    """Forwards and backwards of each rank, in order. It needs no process group.
-
-    Args:
-        spec: schedule.
-        pp_size: number of ranks of the pipeline.
-        num_microbatches: number of micro-batches in a step.
-        stages_per_rank: number of stages of each rank; None (default) for the schedule's default.
-
-    Returns:
-        Actions by rank; empty for a user's single-stage class that does not list its actions.
-
-    Raises:
-        SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
-    """
+    """Forwards and backwards of each rank, in order. It needs no process group."""
     listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
     computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
     if issubclass(spec.schedule_class, Schedule1F1B):

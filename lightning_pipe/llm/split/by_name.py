@@ -26,18 +26,6 @@ def split_evenly(
     The ``num_layers + input_weight + output_weight`` effective layers are divided evenly over the stages, and the
     remainder goes to the first stages, one layer each. This is the rule of torchtitan's and xorl's
     ``generate_llm_fqn_per_model_part``. A weight has no effect if the model has no such modules.
-
-    Args:
-        config: names of the model's modules.
-        num_stages: number of stages of the whole pipeline.
-        input_weight: number of layers that the input modules count as (default 1).
-        output_weight: number of layers that the output modules count as (default 1).
-
-    Returns:
-        FQNs of each stage in the order of the forward, without the modules that every stage holds.
-
-    Raises:
-        SetupError: there are fewer layers than stages, or the weights leave a negative number of layers for a stage.
     """
     _check_stages(config, num_stages)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
@@ -58,18 +46,7 @@ def split_evenly(
 
 
 def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list[str]]:
-    """Split into stages of the given numbers of layers.
-
-    Args:
-        config: names of the model's modules.
-        layers_per_stage: number of layers of each stage, in order.
-
-    Returns:
-        FQNs of each stage, as :func:`split_evenly`.
-
-    Raises:
-        SetupError: the numbers do not add up to the model's layers, or a stage is empty.
-    """
+    """Split into stages of the given numbers of layers."""
     counts = list(layers_per_stage)
     _check_stages(config, len(counts))
     if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != config.num_layers:
@@ -92,18 +69,7 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
 
 
 def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
-    """Split into stages of the given ranges of layers.
-
-    Args:
-        config: names of the model's modules.
-        ranges: one pair (first layer, one past the last layer) for each stage, in order.
-
-    Returns:
-        FQNs of each stage, as :func:`split_evenly`.
-
-    Raises:
-        SetupError: the ranges omit or repeat a layer, or a stage is empty.
-    """
+    """Split into stages of the given ranges of layers."""
     given = [tuple(bounds) for bounds in ranges]
     ends = [0, *(bounds[-1] if bounds else 0 for bounds in given)]
     if given != list(pairwise(ends)) or ends[-1] != config.num_layers:
@@ -124,19 +90,6 @@ def split_by_cost(
     """Split so that the most expensive stage costs the least, since the slowest stage limits the pipeline.
 
     Ties go to the most even split (least sum of squared costs), then to the split with the earliest cuts.
-
-    Args:
-        config: see :func:`split_evenly`, also for *num_stages*.
-        layer_costs: cost of each layer, in seconds, bytes or any other unit.
-        input_cost: cost of the input modules, in the same unit (default 0).
-        output_cost: cost of the output modules, in the same unit (default 0).
-
-    Returns:
-        FQNs of each stage, as :func:`split_evenly`.
-
-    Raises:
-        SetupError: there are fewer layers than stages, ``layer_costs`` does not have one cost for each layer, or a
-            cost is negative or not finite.
     """
     _check_stages(config, num_stages)
     costs = [input_cost, *layer_costs, output_cost]
@@ -162,20 +115,7 @@ def split_by_options(
     options: SplitOptions,
     measured: Callable[[CostUnit], Pieces[float]],
 ) -> list[list[str]]:
-    """Split according to the options.
-
-    Args:
-        config: see :func:`split_evenly`, also for *num_stages*.
-        options: options of a split by layers, without a trace.
-        measured: function that returns the costs of the model's pieces, in seconds or bytes. Called only if the
-            options balance time or memory.
-
-    Returns:
-        FQNs of each stage, as :func:`split_evenly`.
-
-    Raises:
-        SetupError: the options do not fit the model or the number of stages.
-    """
+    """Split according to the options."""
     if options.layers_per_stage is not None:
         stages = split_at(config, options.layers_per_stage)
     elif options.layer_ranges is not None:

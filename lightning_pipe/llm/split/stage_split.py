@@ -106,26 +106,7 @@ def split_model(
     example: Callable[[], Example] | None = None,
     placeholders: bool = False,
 ) -> SplitModel:
-    """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this.
-
-    Args:
-        model: the whole model, real or made under ``deferred_init``.
-        record: record of a model made under ``deferred_init``; None for a real model.
-        config: names of the model's modules; None to derive them from the model.
-        num_stages: number of stages of the whole pipeline.
-        mine: indices of this rank's stages.
-        options: points at which the model is cut.
-        device: device of this rank's stages.
-        parallelism: sharding, checkpointing and compilation of stages.
-        pretrained: weights for a model made under ``deferred_init``, the same on all ranks; None for its initial
-            values.
-        example: function that makes a micro-batch on the CPU; None if the module has no example.
-        placeholders: True to give this rank's stages small placeholder values and leave the model unchanged, in order
-            to try out a split.
-
-    Raises:
-        SetupError: the model cannot be split this way.
-    """
+    """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this."""
     cut = _cut(model, config, num_stages, options, parallelism, example)
     for one in cut.tied:
         if options.tied_embeddings == "refuse":

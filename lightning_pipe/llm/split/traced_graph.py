@@ -116,17 +116,7 @@ def whole_layers(traced: fx.GraphModule, layers: Sequence[str]) -> list[str]:
 
 
 def cut(traced: fx.GraphModule, keywords: Sequence[str], layers: Sequence[str]) -> CutGraph:
-    """Cut a traced forward at its calls of ``pipe_split``.
-
-    Args:
-        traced: graph module returned by ``ExportedProgram.module()``; it is modified. Calls of ``pipe_split`` without
-            an operation between them count once.
-        keywords: names of placeholders that every stage receives. Only the first stage receives the others.
-        layers: FQNs of modules from :func:`whole_layers`, whose operations become separate pieces.
-
-    Raises:
-        SetupError: a stage needs more than tensors, or modifies a tensor that another stage uses.
-    """
+    """Cut a traced forward at its calls of ``pipe_split``."""
     work = _Work(traced)
     everywhere = {node for node in work.placeholders if node.name in set(keywords)}
     work.check_changes(everywhere)

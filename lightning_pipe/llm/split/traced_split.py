@@ -97,13 +97,7 @@ class TracedSplit:
         return self._names[stage]
 
     def make_stage(self, model: nn.Module, stage_index: int) -> StageModule:
-        """Build a stage over the model's own tensors, without copying them.
-
-        Args:
-            model: the traced model, or one with the same names. At least the tensors in :meth:`names` must be
-                materialised.
-            stage_index: index of the stage, from 0.
-        """
+        """Build a stage over the model's own tensors, without copying them."""
         persistent = set(model.state_dict(keep_vars=True))
         held = {name: find_tensor(model, name) for name in self._names[stage_index]}
         mode = next((one.fake_mode for one in held.values() if isinstance(one, FakeTensor)), None)
@@ -133,19 +127,6 @@ def trace_split(
     Later inputs may have other tensor sizes if the model treats them alike; a size of 1 is assumed to stay 1.
     Everything else (numbers, strings, ``None``, the set of keywords) is part of the trace, and a stage refuses inputs
     that differ from it. Casts by autocast are part of the trace, too, so trace under the context that training uses.
-
-    Args:
-        model: the unsplit model, real or deferred. It is not changed.
-        args: example of the model's positional arguments for one micro-batch, with at least 2 rows and 2 tokens.
-        kwargs: example of the keyword arguments, which every stage receives. The values of tensors do not matter.
-        split_spec: split point before or after each of these modules, by FQN, at every call of the module.
-        split_policy: function that inserts calls of :func:`pipe_split` into the traced graph and returns it.
-        num_stages: required number of stages (default None: any number).
-        device: device that the model will run on (default None: its current device).
-
-    Raises:
-        SetupError: the model lacks a named module, cannot be traced (the reason is given), or is cut into another
-            number of stages; or a stage needs more than tensors from the previous stage.
     """
     if split_spec and split_policy:
         raise SetupError("split.split_spec and split.split_policy are both given, expected one. Remove one of them")
@@ -199,9 +180,6 @@ def split_into_equal_size(num_stages: int) -> SplitPolicy:
 
     Items of module lists stay whole if there are enough of them. ``contiguous_shares`` is not used, since it considers
     only sizes and not the tensors that cross a cut.
-
-    Args:
-        num_stages: number of stages.
     """
 
     def policy(traced: fx.GraphModule) -> fx.GraphModule:

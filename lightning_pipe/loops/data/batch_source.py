@@ -42,12 +42,7 @@ _ADVICE = (
 
 
 class BatchSource:
-    """Source of one rank's batches.
-
-    Args:
-        fetch: function that returns the next batch, and raises ``StopIteration`` after the last one.
-        kept: functions that return batches read earlier and not trained. These batches come first.
-    """
+    """Source of one rank's batches."""
 
     def __init__(self, fetch: Callable[[], Fetched], kept: Sequence[Callable[[], Fetched]] = ()) -> None:
         self._fetch = fetch
@@ -64,20 +59,6 @@ class BatchSource:
 
 class AgreedSource:
     """Source of the batches that all ranks have. Every rank must make the same calls.
-
-    Args:
-        source: source of this rank.
-        group: CPU process group of all ranks, reserved for this object.
-        statuses: exchange of batch statuses between ranks.
-        remaining: function that returns the number of batches not yet requested from the loader; None if unknown.
-        uneven: behavior when the first rank runs out of data. ``shortest`` (default) ends the epoch and logs the
-            numbers of unused batches. ``error`` raises an error. None ends the epoch silently, and batches of the other
-            ranks remain :meth:`unread`.
-        told_to_end: function that returns True if this rank was told to end training (default: never).
-        kind: function that returns the kind of a batch, a number of at least 0 (default: 0). Batches of different
-            kinds count as uneven.
-        of: period named in errors (default "epoch").
-        advice: advice in errors about uneven numbers of batches.
 
     Attributes:
         to_end: True after any rank was told to end training. The value changes at the same batch on all ranks.

@@ -48,11 +48,7 @@ class Statuses(Protocol):
         ...
 
     def collect(self) -> Collected:
-        """Wait until all ranks have posted, and return their statuses combined.
-
-        Raises:
-            RuntimeError: If a rank has ended, or has not posted in time.
-        """
+        """Wait until all ranks have posted, and return their statuses combined."""
         ...
 
     def forget(self) -> None:
@@ -65,11 +61,7 @@ class Statuses(Protocol):
 
 
 def statuses_of(group: dist.ProcessGroup) -> Statuses:
-    """Return a board if all ranks of the group share memory, otherwise collectives. Every rank must call this.
-
-    Args:
-        group: CPU process group, which must not be used by other work while statuses are in flight.
-    """
+    """Return a board if all ranks of the group share memory, otherwise collectives. Every rank must call this."""
     return StatusBoard.of(group) or ReducedStatuses(group)
 
 
@@ -98,11 +90,7 @@ class StatusGroup:
 
 
 class ReducedStatuses:
-    """Exchange of statuses by an all-reduce in the background.
-
-    Args:
-        group: see :func:`statuses_of`.
-    """
+    """Exchange of statuses by an all-reduce in the background."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -145,12 +133,6 @@ class StatusBoard:
 
     Each rank holds a lock on one byte of the file while it is alive. The kernel releases the lock when the process
     ends, for any reason.
-
-    Args:
-        file: descriptor of the shared file, which is closed with the board.
-        rank: rank of this process.
-        size: number of ranks.
-        timeout: maximum time to wait for another rank, in seconds.
     """
 
     def __init__(self, file: int, rank: int, size: int, timeout: float) -> None:

@@ -22,11 +22,7 @@ _PERIOD = 5.0
 
 
 class EndsWithRank:
-    """``worker_init_fn`` of a loader that makes a worker end after its rank.
-
-    Args:
-        then: the user's ``worker_init_fn``, called with the worker's number; None if there is none.
-    """
+    """``worker_init_fn`` of a loader that makes a worker end after its rank."""
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
         self.then = then

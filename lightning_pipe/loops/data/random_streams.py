@@ -35,9 +35,6 @@ States = dict[str, Any]
 class RandomStreams:
     """Separate states of the generators of PyTorch (CPU, and CUDA for a CUDA device), NumPy and Python.
 
-    Args:
-        device: device whose generator the transfer hooks may use.
-
     Attributes:
         common: states of the common stream when a stream was last used. Other code may reset it to None.
     """
@@ -48,11 +45,7 @@ class RandomStreams:
         self.common: States | None = None
 
     def restart(self, own: dict[str, States] | None = None) -> None:
-        """Begin an epoch. The first fetch uses the common stream, and the streams start from its states.
-
-        Args:
-            own: states of the streams to continue an epoch from the middle (default: begin an epoch).
-        """
+        """Begin an epoch. The first fetch uses the common stream, and the streams start from its states."""
         self._own = dict(own or {})
 
     def draw(self, stream: Stream, work: Callable[[], T]) -> T:

@@ -58,11 +58,7 @@ def can_resume(loader: Any) -> bool:
 
 
 def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged.
-
-    Args:
-        loader: loader for which :func:`can_resume` returns True.
-    """
+    """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged."""
     made = _resumable_class(type(loader))  # type: ignore[arg-type]
     same: DataLoader[Any] = made.__new__(made)
     vars(same).update(vars(loader))
@@ -124,10 +120,6 @@ def snapshot(loader: Any) -> Callable[[], State]:
     """Record the current position of a loader, and return a function that gives the state at this position.
 
     The function returns the same state even after the loader has advanced.
-
-    Args:
-        loader: loader made by :func:`resumable`, for which a snapshot costs almost nothing, or any loader with a
-            ``state_dict``, which is copied.
     """
     if isinstance(loader, _Resumable):
         return loader._indices.snapshot()
@@ -148,15 +140,7 @@ def end_of_epoch(loader: Any) -> State | None:
 
 
 def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
-    """Load states into loaders, so that the next iteration of each loader continues from its state.
-
-    Args:
-        loaders: loaders in the order of the states.
-        states: state of each loader in the checkpoint; None for a loader that had no state.
-
-    Raises:
-        SetupError: If the numbers of loaders and states differ, or if a state is damaged.
-    """
+    """Load states into loaders, so that the next iteration of each loader continues from its state."""
     if not isinstance(states, Sequence) or len(states) != len(loaders):
         raise SetupError(
             f"The checkpoint has the states of {len(states) if isinstance(states, Sequence) else 'no'} train"

@@ -51,11 +51,7 @@ class ResumePoint:
         return bool(self.streams)
 
     def load(self, combined: CombinedLoader) -> None:
-        """Let the next iteration of each loader begin at this point.
-
-        Raises:
-            SetupError: If the loaders differ from those in the checkpoint, or if a state is damaged.
-        """
+        """Let the next iteration of each loader begin at this point."""
         load_states(combined.flattened, self.loaders)
         load_iterators(combined, self.loaders, self.iterators)
 
@@ -98,11 +94,7 @@ class ResumePoint:
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> ResumePoint:
-        """Restore the point from the result of :meth:`packed`.
-
-        Raises:
-            SetupError: If *packed* is anything else.
-        """
+        """Restore the point from the result of :meth:`packed`."""
         for name, kind in (("loaders", list), ("common", str), ("streams", dict)):
             if not isinstance(packed, dict) or not isinstance(packed.get(name), kind):
                 raise SetupError(f"expected {name} as a {kind.__name__}, got {shown(packed)}")
@@ -118,11 +110,7 @@ class ResumePoint:
 
 
 def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
-    """Read the part *what* of a checkpoint. Every rank must call this.
-
-    Raises:
-        SetupError: On every rank, with the errors of all ranks, if *read* raises on any rank.
-    """
+    """Read the part *what* of a checkpoint. Every rank must call this."""
 
     def checked() -> None:
         try:

@@ -29,11 +29,7 @@ _FIRST = "_lightning_pipe_first"
 
 
 class SamplerState:
-    """State of the samplers of one loader, which can be read and restored as text.
-
-    Args:
-        loader: dataloader. Samplers inside other samplers, or inside Lightning's wrapper, are included.
-    """
+    """State of the samplers of one loader, which can be read and restored as text."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._samplers = list(_reached(loader))
@@ -44,12 +40,7 @@ class SamplerState:
         self._at_first = [vars(one).setdefault(_FIRST, _counters(one)) for one in self._samplers]
 
     def get(self, *, at_end: bool = False) -> list[str]:
-        """Return the states of the generators, then the changed counters of each sampler.
-
-        Args:
-            at_end: True if the epoch is over (default False). Counters of samplers with ``set_epoch`` are then
-                omitted, since that call sets them for the next epoch.
-        """
+        """Return the states of the generators, then the changed counters of each sampler."""
         states = [_pack(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
             told = at_end and hasattr(sampler, "set_epoch")
@@ -67,14 +58,7 @@ class SamplerState:
             ]
 
     def put(self, states: list[str]) -> None:
-        """Restore generators and counters from the result of :meth:`get` for an equally constructed loader.
-
-        Args:
-            states: states in the order of :meth:`get`. If there are fewer, the remaining samplers are unchanged.
-
-        Raises:
-            SetupError: If *states* is anything else, or has counters that these samplers do not have.
-        """
+        """Restore generators and counters from the result of :meth:`get` for an equally constructed loader."""
         changed = self.check(states)
         with damage_named("states of samplers are"):
             for generator, state in zip(self._generators, states, strict=False):

@@ -38,19 +38,7 @@ def order_of(loader: DataLoader[Any]) -> State | None:
 
 
 def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> list[State | None] | None:
-    """Convert states of loaders to another number of ranks.
-
-    Args:
-        states: state of each loader, from any rank of the previous run.
-        rank: rank in the current run.
-        world: number of ranks in the current run.
-
-    Returns:
-        A state for each loader, or None if one of the loaders cannot continue.
-
-    Raises:
-        ValueError: If a state has counts of samples or batches that are not possible.
-    """
+    """Convert states of loaders to another number of ranks."""
     found: list[State | None] = []
     for state in states:
         if state and "ended" in state:
@@ -73,12 +61,6 @@ def batches_left(
 
     If some ranks would have one more batch, the other ranks each repeat one sample from the beginning of the epoch, as
     ``DistributedSampler`` does. Otherwise the extra batch would not be trained.
-
-    Args:
-        state: state returned by :func:`of_other_ranks`.
-        dataset: dataset of the loader.
-        batch_size: number of samples in a batch; None to return sample indices without batches.
-        drop_last: True to drop a batch that is not full (default False).
     """
     left = state["left"]
     order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])

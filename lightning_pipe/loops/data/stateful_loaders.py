@@ -79,12 +79,7 @@ class IteratorState:
 
     @staticmethod
     def unpacked(packed: Any) -> IteratorState:
-        """Restore the state from the result of :meth:`packed`.
-
-        Raises:
-            SetupError: If the states of generators are damaged.
-            KeyError, RuntimeError, TypeError: If *packed* is damaged in another way.
-        """
+        """Restore the state from the result of :meth:`packed`."""
         ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed.get("samplers", [])
         if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
             raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
@@ -140,14 +135,7 @@ def positions_at_end(combined: CombinedLoader) -> Positions:
 
 
 def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool) -> Positions:
-    """Return the positions of loaders and iterators at the end of an epoch, after its last batch.
-
-    Args:
-        combined: loader that gave the batch.
-        last: positions of its loaders after the batch, from a ledger's entry.
-        before: positions before the batch.
-        cut: True if the epoch was cut, so that the loaders had or may have had more batches.
-    """
+    """Return the positions of loaders and iterators at the end of an epoch, after its last batch."""
     states, iterators = positions_at_end(combined)
     for place, (present, after) in enumerate(zip(iterators, last["iterators"], strict=False)):
         if present is None or after is None or after.ended:
@@ -167,13 +155,7 @@ def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict
 
 
 def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]) -> None:
-    """Let the next iteration of each loader with its own state continue from the position of its iterator.
-
-    Args:
-        combined: loader that :func:`watch` was called on.
-        loaders: state of each loader.
-        iterators: state of each loader's iterator, or an empty sequence.
-    """
+    """Let the next iteration of each loader with its own state continue from the position of its iterator."""
     for watched, loader, iterator in zip(_watched(combined), loaders, iterators, strict=False):
         if watched is not None and loader is not None and iterator is not None:
             watched.load(loader, iterator)

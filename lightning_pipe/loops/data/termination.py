@@ -58,15 +58,7 @@ class AgreedTermination(SignalConnector):
         return self.told or self.told_to_requeue
 
     def act(self, complete: bool) -> None:
-        """Act on the signals of all ranks. Every rank calls this before the same batch.
-
-        Args:
-            complete: False in the middle of an accumulation of gradients, which a checkpoint does not contain. The
-                checkpoint is then left to a later call.
-
-        Raises:
-            SIGTERMException: training ends, with status 143, or 0 after a requeue. Other launchers got no signal.
-        """
+        """Act on the signals of all ranks. Every rank calls this before the same batch."""
         group = dist.group.WORLD
         end, requeue = any_of([self.told, self.told_to_requeue], group)
         if requeue and not complete:

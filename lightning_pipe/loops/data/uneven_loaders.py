@@ -27,12 +27,6 @@ def uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
     lengths of sized loaders over ranks, which fails if only some ranks have a sized loader, and raises on a single rank
     if a limit leaves that rank without a batch. In this context samplers do not repeat rows, and ranks may have loaders
     of any kind and length.
-
-    Args:
-        trainer: trainer whose loop sets up its loaders.
-
-    Yields:
-        Errors of this rank's loaders, for all ranks to raise together.
     """
     failed: list[Exception] = []
     if trainer.world_size == 1 or getattr(trainer.strategy, "uneven_evaluation", "error") == "error":

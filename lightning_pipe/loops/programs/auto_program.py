@@ -331,11 +331,7 @@ class AutoProgram(TrainingProgram):
 
 
 class _Clock:
-    """Clock for start and end of iterations. Uses the device's clock if it has one, because the host runs ahead.
-
-    Args:
-        of_device: clock of the device; None to use the host's clock.
-    """
+    """Clock for start and end of iterations. Uses the device's clock if it has one, because the host runs ahead."""
 
     def __init__(self, of_device: DeviceClock | None) -> None:
         self._of_device = of_device

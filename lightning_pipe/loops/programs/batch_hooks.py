@@ -22,10 +22,6 @@ class BatchHooks:
 
     If the user has not overridden a kind of hook, its random stream is not used, and the work of Lightning's default
     hooks is done without calling them.
-
-    Args:
-        trainer: trainer whose module, data module and strategy have the hooks.
-        streams: random streams of the hooks.
     """
 
     def __init__(self, trainer: pl.Trainer, streams: RandomStreams) -> None:
@@ -44,9 +40,6 @@ class BatchHooks:
         """Move a batch to the device and call ``on_after_batch_transfer``.
 
         In a worker thread the hooks have no random stream of their own, and no profiler records them.
-
-        Raises:
-            SetupError: a worker thread moves batches, but a hook was set or a profiler started after training began.
         """
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
         if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
@@ -77,13 +70,7 @@ class BatchHooks:
 
 
 def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
-    """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any.
-
-    Args:
-        trainer: trainer of the batches.
-        hooks_may_leave: True if hooks and profilers do not belong to it (default False). A strategy's own
-            ``batch_to_device`` always does: Lightning's method, which it calls, stores a name in the module.
-    """
+    """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any."""
     own = (
         [f"{type(trainer.strategy).__name__}.batch_to_device"] if replaces(trainer.strategy, "batch_to_device") else []
     )

@@ -22,11 +22,7 @@ PLANS = {"serial": TaskSchedule(), "copy_ahead": TaskSchedule(stage=1, stream=_S
 
 
 def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
-    """Return two tasks: ``H2D`` moves a batch to the device, ``TrainBatch`` is Lightning's training of a batch.
-
-    Args:
-        transfer: moves a batch to the device.
-    """
+    """Return two tasks: ``H2D`` moves a batch to the device, ``TrainBatch`` is Lightning's training of a batch."""
     return [
         _transfer_task(transfer),
         PipelineTask(
@@ -52,17 +48,7 @@ def _by_caller(ctx: IterContext) -> None:
 
 
 def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead") -> PipelinePlan:
-    """Build a plan of :func:`default_tasks`.
-
-    Args:
-        transfer: moves a batch to the device.
-        plan: ``"copy_ahead"`` to move the next batch on a separate stream before this batch trains (default),
-            ``"serial"`` to move each batch when its turn comes, the path of a YAML plan, or a plan whose schedule is
-            used.
-
-    Raises:
-        PlanError: *plan* is neither a known name nor a file, or its schedule does not fit these tasks.
-    """
+    """Build a plan of :func:`default_tasks`."""
     tasks = default_tasks(transfer)
     if isinstance(plan, str) and plan in PLANS:
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
@@ -99,13 +85,7 @@ def _checked(plan: PipelinePlan) -> PipelinePlan:
 def default_evaluation(
     trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: int = 1
 ) -> EvaluationProgram:
-    """Build the program that evaluates one batch while later batches are moved to the device.
-
-    Args:
-        trainer: see :meth:`~lightning_pipe.loops.evaluation_protocols.BringsEvaluation.evaluation_program`, also for
-            *transfer* and *step*.
-        ahead: number of batches that are moved ahead (default 1); with 0, each batch is moved when its turn comes.
-    """
+    """Build the program that evaluates one batch while later batches are moved to the device."""
     where = TaskSchedule(stage=ahead, stream=_STREAM) if ahead else TaskSchedule()
     tasks = {
         _transfer_task(transfer): where,
@@ -121,11 +101,6 @@ def default_evaluation(
 
 
 def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
-    """Build the program that runs the default plan.
-
-    Args:
-        trainer: trainer whose strategy trains.
-        transfer: moves a batch to the device.
-    """
+    """Build the program that runs the default plan."""
     pipeline = SWPipeline(default_plan(transfer), trainer.strategy.root_device)
     return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)

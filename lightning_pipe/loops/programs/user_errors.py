@@ -15,9 +15,6 @@ def user_error(error: TaskError) -> BaseException:
     errors are self-explanatory, in any thread. In both cases the original exception is returned, with task, iteration,
     stage and rank as a note. For other exceptions of worker threads, *error* is returned, and for ``StopIteration``,
     which a loop would take for the end of the data.
-
-    Args:
-        error: error of the failed task.
     """
     cause = error.__cause__
     hidden = error.on_worker and not isinstance(cause, PipelineError)

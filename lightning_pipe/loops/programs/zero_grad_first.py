@@ -24,12 +24,7 @@ class ZeroGradFirst(AutomaticOptimization):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
-        """Replace the trainer's automatic optimisation, keeping its progress.
-
-        Args:
-            trainer: trainer that is set up for ``fit``.
-            on_zero_grad: called at the first batch of an optimiser step, before gradients are zeroed (default None).
-        """
+        """Replace the trainer's automatic optimisation, keeping its progress."""
         present = trainer.fit_loop.epoch_loop.automatic_optimization
         loop = present
         if not isinstance(loop, cls):

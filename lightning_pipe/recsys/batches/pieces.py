@@ -93,11 +93,7 @@ def field_names(value: Any) -> list[str]:
 
 
 def follow(path: Path, batch: Any) -> Any:
-    """The object at ``path`` in ``batch``.
-
-    Raises:
-        LookupError: ``batch`` has no such path; the message shows the part of the path that exists.
-    """
+    """The object at ``path`` in ``batch``."""
     value = batch
     for depth, step in enumerate(path):
         try:

@@ -15,15 +15,7 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def check_movable(batch: Any) -> None:
-    """Refuse a batch with a part of a type that cannot be moved, which would otherwise silently stay where it is.
-
-    Args:
-        batch: a tensor, an object with a ``to`` method (such as TorchRec's types), plain data, or a list, tuple,
-            mapping or dataclass of these.
-
-    Raises:
-        InputError: A part cannot be moved; names the part and its type.
-    """
+    """Refuse a batch with a part of a type that cannot be moved, which would otherwise silently stay where it is."""
     _check(batch, "batch")
 
 
@@ -48,11 +40,7 @@ def _check(value: Any, where: str) -> None:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch on *device*; the copy is asynchronous if the batch is in pinned memory.
-
-    Raises:
-        InputError: A part of the batch cannot be moved.
-    """
+    """Return the batch on *device*; the copy is asynchronous if the batch is in pinned memory."""
     check_movable(batch)
     return _move(batch, device)
 

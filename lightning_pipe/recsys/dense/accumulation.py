@@ -17,15 +17,6 @@ class Accumulation:
 
     Table optimisers are fused into backward. Tables therefore step in every batch, with the gradients of that batch's
     part of the loss.
-
-    Args:
-        batches: number of batches in one step of the dense optimiser. All have equal weight.
-        optimizer: optimiser of the dense parameters.
-        reducer: averages dense gradients over ranks, only in the last batch of a step; None if the model averages its
-            gradients itself, in every batch.
-
-    Raises:
-        SetupError: ``batches`` is not a whole number >= 1, or is above 1 without a reducer.
     """
 
     def __init__(self, batches: int, optimizer: torch.optim.Optimizer, reducer: DenseGradientReducer | None) -> None:

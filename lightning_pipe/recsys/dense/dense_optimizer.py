@@ -45,18 +45,7 @@ class TableParameters:
 
 
 def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
-    """Remove tables from an optimiser's parameter groups, because table optimisers step them inside backward.
-
-    Args:
-        optimizer: optimiser returned by the user's ``configure_optimizers``; changed in place.
-        tables: tables of the sharded model.
-
-    Returns:
-        Names of the removed tables without duplicates, in the order of the groups.
-
-    Raises:
-        SetupError: A group holds only tables; the optimiser is then unchanged.
-    """
+    """Remove tables from an optimiser's parameter groups, because table optimisers step them inside backward."""
     kept: list[list[nn.Parameter]] = []
     removed: dict[str, None] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -90,12 +79,6 @@ def base_learning_rate(optimizer: torch.optim.Optimizer) -> float:
 
 
 def learning_rate_factor(optimizer: torch.optim.Optimizer, base: float | None = None) -> float:
-    """Current learning rate relative to the base rate: ``lr / base`` of the first group; 1.0 if the base is zero.
-
-    Args:
-        optimizer: the optimiser.
-        base: result of :func:`base_learning_rate` before a callback (``LearningRateFinder``) overwrote the rate
-            (default None: its result now).
-    """
+    """Current learning rate relative to the base rate: ``lr / base`` of the first group; 1.0 if the base is zero."""
     base = base_learning_rate(optimizer) if base is None else base
     return float(optimizer.param_groups[0]["lr"]) / base if base else 1.0

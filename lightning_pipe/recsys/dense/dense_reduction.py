@@ -45,18 +45,6 @@ class DenseGradientReducer:
     are averaged together with the new ones, as one sum. A group of one rank adds no hooks, copies or collectives.
 
     Frozen parameters are excluded. Parameters may be frozen and unfrozen between steps, in the same way on all ranks.
-
-    Args:
-        parameters: names and parameters, the same in the same order on every rank.
-        group: process group of all collectives. Between ``prepare`` and ``finalize`` it must not be used otherwise.
-        bucket_bytes: size in bytes at which a bucket is closed (default 25 MiB). Larger buckets mean fewer all-reduces
-            and less overlap with backward. A bucket has one dtype and device; all buckets together take as much memory
-            as the gradients.
-        may_be_sparse: parameters that a rank may have a sparse gradient of, see :func:`sparse_parameters` (default
-            none). On a GPU, the host waits for the kinds of their gradients.
-
-    Raises:
-        SetupError: On every rank, if the parameters differ between ranks.
     """
 
     def __init__(
@@ -96,12 +84,7 @@ class DenseGradientReducer:
             self._armed = True
 
     def finalize(self) -> None:
-        """Wait for all averages and copy them to ``.grad``. No effect inside :meth:`no_sync`.
-
-        Raises:
-            SetupError: On every rank, if a parameter has a sparse gradient on any rank. On a GPU, a rank whose own
-                gradients are dense only learns of sparse ones of parameters in ``may_be_sparse``.
-        """
+        """Wait for all averages and copy them to ``.grad``. No effect inside :meth:`no_sync`."""
         if not (self._armed or self._sync):
             return
         try:
@@ -295,11 +278,7 @@ class _Bucket:
 
     @torch.no_grad()
     def finish(self) -> list[str]:
-        """Wait, and copy the averages to ``.grad``.
-
-        Returns:
-            Names of the parameters with a sparse gradient on any rank, whose ``.grad`` is unchanged.
-        """
+        """Wait, and copy the averages to ``.grad``."""
         self.wait()
         self._buffer.div_(self._group.size())
         # Reading the reduced kinds from a GPU makes the host wait, which a step with dense gradients does without.

@@ -36,11 +36,7 @@ def _own_meta(module: nn.Module) -> list[str]:
 
 
 def unfillable(module: nn.Module, tables: set[nn.Module]) -> None:
-    """Check that every dense tensor on the meta device can be initialised.
-
-    Raises:
-        SetupError: A module with such a tensor has no ``reset_parameters``.
-    """
+    """Check that every dense tensor on the meta device can be initialised."""
     for name, current in _dense_modules(module, tables):
         meta = _own_meta(current)
         if meta and not callable(getattr(current, "reset_parameters", None)):

@@ -51,11 +51,7 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 def count_lookups(module: torch.nn.Module, change: int) -> None:
-    """Change the number of training lookups of a sharded module's kernels, if their optimisers count.
-
-    Args:
-        change: 1 for a lookup that was not run as a training lookup, -1 for a lookup whose backward will not run.
-    """
+    """Change the number of training lookups of a sharded module's kernels, if their optimisers count."""
     for kernel in fused_kernels(module):
         if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted an earlier lookup
             kernel.iter_cpu.add_(change)

@@ -25,17 +25,7 @@ def table_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """2-norm of the gradients of all tables on all ranks, as if no table were sharded. A collective.
-
-    Args:
-        gradients: gradients of the outputs of this rank's kernels.
-        replicated: gradients of the replicated tables, averaged over ranks; each counts once.
-        group: process group that the tables are sharded over.
-        device: device of this rank.
-
-    Returns:
-        A double-precision scalar, equal on all ranks.
-    """
+    """2-norm of the gradients of all tables on all ranks, as if no table were sharded. A collective."""
     square = torch.zeros((), dtype=torch.float64, device=device)
     by_kernel: dict[int, list[tuple[KernelCall, torch.Tensor]]] = {}
     for call, gradient in zip(gradients.calls, gradients.gradients, strict=True):
@@ -51,16 +41,7 @@ def table_norm(
 
 
 def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` over dense parameters and tables together.
-
-    Args:
-        parameters: dense parameters, with gradients averaged over ranks, which are scaled in place.
-        tables: norm of the tables' gradients.
-        max_norm: largest norm of all gradients together.
-
-    Returns:
-        The factor for the tables' gradients, a scalar of at most 1.
-    """
+    """``torch.nn.utils.clip_grad_norm_`` over dense parameters and tables together."""
     parameters = list(parameters)
     dense = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
     total = torch.linalg.vector_norm(torch.stack([dense.to(tables), tables])).float()
@@ -70,14 +51,7 @@ def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor
 
 @torch.no_grad()
 def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients of the rows that one kernel looked up.
-
-    Args:
-        calls: the kernel's calls in one step, each with the gradient of its output.
-
-    Returns:
-        For each row width: row numbers, counted through all tables of the kernel, and gradients (rows x columns).
-    """
+    """Gradients of the rows that one kernel looked up."""
     kernel = calls[0][0].kernel
     tables = kernel.feature_table_map
     widths = [kernel.embedding_specs[table][1] for table in tables]

@@ -126,11 +126,7 @@ def trains_only_tables(module: nn.Module) -> bool:
 
 
 def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
-    """Check that sharded modules, by name, can be trained after the dense optimiser's step.
-
-    Raises:
-        SetupError: a module trains dense weights together with its tables.
-    """
+    """Check that sharded modules, by name, can be trained after the dense optimiser's step."""
     for name, module in modules.items():
         if not trains_only_tables(module):
             raise SetupError(
@@ -142,11 +138,7 @@ def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_capturable(modules: Mapping[str, nn.Module]) -> None:
-    """Check that the kernels of sharded modules, by name, are of a type whose calls can be captured.
-
-    Raises:
-        SetupError: names the module and its type, or its kernel's.
-    """
+    """Check that the kernels of sharded modules, by name, are of a type whose calls can be captured."""
     check_tables_wait(modules)
     for name, module in modules.items():
         for kernel in _kernels(module):

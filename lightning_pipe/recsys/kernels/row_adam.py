@@ -19,11 +19,6 @@ from lightning_pipe.recsys.kernels.kernel_calls import KernelCall
 class RowAdam:
     """Trains the tables of one kernel in place of its optimiser, of which only the learning rate is used.
 
-    Args:
-        kernel: FBGEMM kernel, with SGD as its optimiser.
-        hyper_parameters: for each of its tables, ``betas`` of the moments and ``eps``, which is added to the root of
-            the second moment; None for a table that is trained with SGD.
-
     Attributes:
         states: the two moments of each table (rows x columns, initially zeros); empty under SGD.
         steps: number of trained batches.
@@ -42,11 +37,7 @@ class RowAdam:
 
     @torch.no_grad()
     def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
-        """Train the rows that one batch looked up.
-
-        Args:
-            calls: the kernel's calls, each with the gradient of its output.
-        """
+        """Train the rows that one batch looked up."""
         self.steps += 1
         rate = self._kernel.get_learning_rate()
         # Hyper-parameters by feature; several features may share a table.

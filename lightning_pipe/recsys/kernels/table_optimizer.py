@@ -89,17 +89,7 @@ def class_name(optimizer_class: type) -> str:
 
 
 def configured_class(option: str, config: Any, kind: type[Kind], example: str) -> tuple[type[Kind], dict[str, Any]]:
-    """Read a class and its arguments, ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}`` as in YAML.
-
-    Args:
-        option: name of the option in messages.
-        config: its value. Its ``class_path`` may also be the class itself.
-        kind: base of the class.
-        example: path of a class that can be used.
-
-    Raises:
-        SetupError: *config* has other keys, or the class cannot be imported or is of another kind.
-    """
+    """Read a class and its arguments: ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}``."""
     keys = set(config) if isinstance(config, Mapping) else set()
     arguments = config.get("init_args") or {} if keys else {}
     if "class_path" not in keys or keys - {"class_path", "init_args"} or not isinstance(arguments, Mapping):
@@ -221,18 +211,7 @@ def resolve_table_optimizer(
     device: torch.device,
     is_dynamic: bool = False,
 ) -> TableOptimizer | None:
-    """Return the optimiser applied to a table's parameter, or else the default, or else None.
-
-    Args:
-        table: name of the table, for messages.
-        parameter: unsharded parameter of the table in the user's module.
-        default: optimiser of tables that have no other.
-        device: device of the table.
-        is_dynamic: True if the table has no fixed size.
-
-    Raises:
-            SetupError: FBGEMM's kernel on this device does not support the class or a hyper-parameter.
-    """
+    """Return the optimiser applied to a table's parameter, or else the default, or else None."""
     chosen = _chosen(table, parameter, default)
     if chosen is None:
         return None

@@ -13,16 +13,7 @@ from lightning_pipe.recsys.kernels.table_optimizer import configured_class
 
 
 class TableSchedule:
-    """Runs a PyTorch scheduler over the base rates of the tables, whose optimisers are inside fused kernels.
-
-    Args:
-        config: ``class_path`` of an ``LRScheduler``, and ``init_args`` with its arguments except the optimiser.
-        base_rates: table name to learning rate.
-
-    Raises:
-        SetupError: *config* has other keys, the class does not exist, does not accept the arguments, or steps on a
-            metric.
-    """
+    """Runs a PyTorch scheduler over the base rates of the tables, whose optimisers are inside fused kernels."""
 
     def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
         example = "torch.optim.lr_scheduler.StepLR"

@@ -153,15 +153,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 
 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them.
-
-    Args:
-        spec: a plan of the recsys tasks.
-        tasks: the recsys tasks, in serial order.
-
-    Raises:
-        PlanError: these tasks cannot run under the plan.
-    """
+    """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
     names = [task.name for task in tasks]
     spec = with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimiser step.
@@ -250,10 +242,6 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
 
     ``DenseForward`` comes last in a period, so that everything started before it overlaps with it: an evaluation has no
     backward pass.
-
-    Args:
-        training: plan of the training. Stages, streams and threads of the tasks are taken from it.
-        tasks: the recsys tasks, in serial order.
     """
     spec = training.spec.only(_EVALUATION).move("DenseForward")
     deps, cross_iter_deps = (

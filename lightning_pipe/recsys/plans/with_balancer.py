@@ -15,13 +15,6 @@ def with_balancing(plan: PlanSpec) -> PlanSpec:
     The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads and
     compute the partition while another batch runs forward. If the order leaves no room for that, the exchange precedes
     the input dist. If the input dist of a batch comes in a later period than its copy, the exchange is the last task.
-
-    Args:
-        plan: a plan of the recsys tasks. Without the copy or the input dist it is returned unchanged, and rejected
-            later when it is combined with its tasks.
-
-    Raises:
-        PlanError: the order leaves out a task that one of the two must follow or precede.
     """
     copy, input_dist = (plan.schedule.get(name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if copy is None or input_dist is None or any(name in plan.schedule for name in BALANCING):

@@ -15,13 +15,6 @@ def with_replicas(plan: PlanSpec) -> PlanSpec:
     A lookup that does not wait for the tables' backward does not wait for the average either. A dependence of the
     lookup on the average implies one on the backward, so the average's edge is dropped first and precedes the
     backward's in ``stale``.
-
-    Args:
-        plan: a plan of the recsys tasks. Without the tables' backward it is returned unchanged, and rejected later when
-            it is combined with its tasks.
-
-    Raises:
-        PlanError: the order leaves out the tables' backward.
     """
     if AVERAGING in plan.schedule or "EmbBackward" not in plan.schedule:
         return plan

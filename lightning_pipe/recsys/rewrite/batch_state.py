@@ -94,9 +94,6 @@ class ModuleCall:
 class Embeddings:
     """State after EmbForward: the cut outputs of the pipelined modules, and during the step those of other modules.
 
-    Args:
-        inputs: inputs of the same batch.
-
     Attributes:
         ready: outputs that were looked up ahead and not taken yet, by module. A second call makes another lookup.
         calls: module calls in the order of the lookups, which is the same on every rank.

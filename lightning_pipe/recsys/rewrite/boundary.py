@@ -75,16 +75,7 @@ def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.T
 
 
 def cut_output(output: Any, cuts: list[Cut]) -> Any:
-    """Cut every differentiable tensor in a sharded module's awaited output.
-
-    Args:
-        output: the output that an unsharded module would return: a tensor, a ``KeyedTensor``, a dict of
-            ``JaggedTensor``, or a tuple of these (managed-collision modules add the remapped ids).
-        cuts: list that one ``Cut`` per differentiable tensor is added to.
-
-    Returns:
-        The same structure over the cut tensors; lengths, offsets and weights are shared with ``output``.
-    """
+    """Cut every differentiable tensor in a sharded module's awaited output."""
     return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
 
 

@@ -39,17 +39,7 @@ def call_now(
     group: dist.ProcessGroup | None,
     announce: Callable[[Announced], None] | None,
 ) -> Any:
-    """Call a sharded module and wait for its output.
-
-    Args:
-        entry: the module.
-        prepare: returns the arguments in the form that the module requires, or raises an error.
-        group: process group of the ranks that call the module together, which first agree that all can.
-        announce: if given, used instead of *group*: asks ranks without a batch to join the call.
-
-    Raises:
-        InputError: the arguments of a rank are wrong; raised on every rank, or with *announce* only on this rank.
-    """
+    """Call a sharded module and wait for its output."""
     with lookup_mode(entry.module):
         if announce is None:
             call = on_all_ranks(prepare, "", group, InputError)
@@ -62,13 +52,7 @@ def call_now(
 
 
 def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
-    """Take part in a call that other ranks have announced, with empty features. The output is discarded.
-
-    Args:
-        entry: the module.
-        forms: the arguments of the call, with features replaced by their forms.
-        device: device of the empty features.
-    """
+    """Take part in a call that other ranks have announced, with empty features. The output is discarded."""
     positional, named = tree_map_only(FeatureForm, lambda form: form.empty(device), forms)
     modules = [entry.module]
     with lookup_mode(*modules), entry.lock, prefetches_suspended(modules), _caches_of_training(modules):

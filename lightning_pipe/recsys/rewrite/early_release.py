@@ -41,9 +41,6 @@ class EarlyRelease:
     Three kinds of features are not released: those with a key that a module looks up inside the step (a module that is
     not pipelined); objects from the loader that the transfer did not copy, which the next epoch may return again; and
     objects that a batch creates at each access, which cannot be reached.
-
-    Args:
-        sharded: the model's sharded modules, which must be resolved before the first release.
     """
 
     def __init__(self, sharded: Mapping[str, Sharded]) -> None:

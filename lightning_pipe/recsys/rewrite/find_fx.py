@@ -34,13 +34,7 @@ COMPUTED = "its argument is computed in the step, "
 
 
 def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> dict[str, CallArguments | str]:
-    """Return, for each named sharded module of ``model``, the arguments of its call or the reason why they are unknown.
-
-    Args:
-        model: model with the sharded modules; the first argument of its step is the batch.
-        step: name of the method of ``model`` to trace.
-        names: names of the sharded modules in ``model``.
-    """
+    """Return, for each named sharded module, the arguments of its call or the reason why they are unknown."""
     names = list(names)
     tracer = _StepTracer(leaf_module_names(model), step, names)
     broken = tracer.trace_until_done(model)

@@ -22,11 +22,7 @@ from lightning_pipe.recsys.modules.call_arguments import (
 
 
 class Recorder:
-    """Observes the calls of sharded modules during one step.
-
-    Args:
-        batch: the transferred batch that the step gets; searched before the step can change it.
-    """
+    """Observes the calls of sharded modules during one step."""
 
     def __init__(self, batch: Any) -> None:
         self._pieces: list[tuple[Path, Any]] = list(walk(batch))  # keeps them alive, so that their id() stays unique

@@ -41,13 +41,7 @@ def fusing() -> Iterator[None]:
 
 
 class FusableAllToAll:
-    """Replaces the forward of one ``KJTAllToAll`` between ``install`` and ``restore``.
-
-    Args:
-        all_to_all: the module whose forward is replaced.
-        group: process group that sends while fusing; at other times the module's group does.
-        int32: True to send ids as int32 while fusing.
-    """
+    """Replaces the forward of one ``KJTAllToAll`` between ``install`` and ``restore``."""
 
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
@@ -68,12 +62,7 @@ class FusableAllToAll:
 
 
 class SplitsWithStatus(Awaitable[list[list[int]]]):
-    """Splits in flight, followed by a status for each rank: 1 from a rank that has no splits to send, otherwise 0.
-
-    Args:
-        rows: rows of splits, each with a number for each rank.
-        group: process group that sends them.
-    """
+    """Splits in flight, followed by a status for each rank: 1 from a rank that has no splits to send, otherwise 0."""
 
     def __init__(self, rows: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -94,13 +83,7 @@ class SplitsWithStatus(Awaitable[list[list[int]]]):
 
 
 class SplitsRequest:
-    """The splits of some modules in flight, fused or not.
-
-    Args:
-        names: names of the modules.
-        awaitables: one awaitable for all modules, or one for each.
-        status: reports, with the splits, whether other ranks have sent splits; None if that is reported elsewhere.
-    """
+    """The splits of some modules in flight, fused or not."""
 
     def __init__(
         self, names: list[str], awaitables: list[Awaitable[Any]], status: SplitsWithStatus | None = None
@@ -128,14 +111,7 @@ def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:
 def send_splits(
     requests: dict[str, KJTListSplitsAwaitable[Any]], contexts: dict[str, Any], with_status: bool = False
 ) -> SplitsRequest:
-    """Submit the splits of all modules in one all-to-all. Splits that ``input_dist`` has sent already are unchanged.
-
-    Args:
-        requests: request of each module's input dist.
-        contexts: context of each module.
-        with_status: True to report to other ranks that this rank has splits. Equal on all ranks, and only used if
-            splits are sent.
-    """
+    """Submit the splits of all modules in one all-to-all. Splits that ``input_dist`` has sent already are unchanged."""
     names = list(requests)
     parts = _fusable_parts(requests)
     if not parts:  # without splits: a single process, or only data-parallel tables
@@ -159,14 +135,7 @@ def _fusable_parts(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> list[KJT
 def answer_without_splits(
     length: int, group: dist.ProcessGroup, device: torch.device, with_status: bool = False
 ) -> dist.Work | None:
-    """Submit data in place of splits on a rank that has none, so that an all-to-all of ``length`` rows completes.
-
-    Args:
-        length: see ``splits_length``.
-        group: process group that sends splits.
-        device: device of the splits.
-        with_status: as in ``send_splits``; reports to other ranks that this rank has no splits.
-    """
+    """Submit data in place of splits on a rank that has none, so that an all-to-all of ``length`` rows completes."""
     if not length:
         return None
     rows = torch.zeros(group.size(), length + with_status, dtype=torch.int64, device=device)

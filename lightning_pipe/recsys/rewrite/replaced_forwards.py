@@ -17,13 +17,7 @@ from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 
 class ReplacedForwards(ABC):
-    """Replaces the forwards of a model's sharded modules, and of post-processing modules that run ahead.
-
-    Args:
-        model: the model, without wrappers.
-        sharded: its sharded modules by name.
-        resolution: finds the input of each module.
-    """
+    """Replaces the forwards of a model's sharded modules, and of post-processing modules that run ahead."""
 
     def __init__(self, model: torch.nn.Module, sharded: Mapping[str, Sharded], resolution: Resolution) -> None:
         self._model = model
@@ -88,11 +82,7 @@ class ReplacedForwards(ABC):
     # Replacement and restoration
 
     def attach(self) -> None:
-        """Replace the forwards, also after ``detach``. Results of the resolution are kept.
-
-        Raises:
-            SetupError: a forward has been replaced by other code.
-        """
+        """Replace the forwards, also after ``detach``. Results of the resolution are kept."""
         if not self._attached:
             for entry in self._sharded.values():
                 entry.install(partial(self._called, entry))
@@ -122,12 +112,7 @@ class ReplacedForwards(ABC):
     # Resolution
 
     def resolve(self, batch: Any) -> None:
-        """Find the input of each module from a transferred batch alone, directly or by fx. A collective.
-
-        Raises:
-            SetupError: the method is ``record``, which must train the first batch.
-            InputError: the batch of a rank cannot feed a module.
-        """
+        """Find the input of each module from a transferred batch alone, directly or by fx. A collective."""
         self._resolution.without_step(batch)
         self._attach_postprocesses()
 

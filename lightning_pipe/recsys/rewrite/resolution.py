@@ -29,14 +29,6 @@ Found = dict[str, CallArguments | str]
 class Resolution:
     """Finds the input of each module by the chosen method, and sets it in the modules' records.
 
-    Args:
-        model: model with the sharded modules.
-        method: one of ``Method``.
-        step: name of the model's method that fx traces.
-        sharded: records of the modules, whose ``arguments`` and ``reason`` are set here.
-        agreement: process group of all collectives of this class.
-        group: process group of the input dists; None for a single process.
-
     Attributes:
         done: True if every module is either pipelined or has a reason.
     """
@@ -69,11 +61,7 @@ class Resolution:
         return self._method in ("auto", "record")
 
     def before_first_step(self, batch: Any) -> None:
-        """Compare the ranks' first batches and, unless the first step must be observed, resolve.
-
-        Raises:
-            InputError: a batch has no features, or the features of ranks are incompatible; raised on every rank.
-        """
+        """Compare the ranks' first batches and, unless the first step must be observed, resolve."""
         jagged = {
             describe(path): str(FeatureForm.of(piece))
             for path, piece in walk(batch)

@@ -112,17 +112,7 @@ class Sharded:
         return list(_tables_by_feature(self.module))
 
     def prepare(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
-        """Check a call's features and convert them to the form of the first batch.
-
-        Args:
-            arguments: arguments of the call.
-            checked: objects whose lengths were checked for other modules in the same batch, by their ids; extended here
-                (default None: none).
-
-        Raises:
-            InputError: ``check_lengths``, ``conform``, ``check_ids``, ``check_samples`` or a check of weights fails; or
-                the tables do not support a batch size per feature.
-        """
+        """Check a call's features and convert them to the form of the first batch."""
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
         if not isinstance(features, KeyedJaggedTensor):
@@ -172,11 +162,7 @@ class Sharded:
             )
 
     def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
-        """Return its call's arguments from ``batch``.
-
-        Raises:
-            InputError: the batch lacks an argument where the first batch had it.
-        """
+        """Return its call's arguments from ``batch``."""
         assert self.arguments is not None
         try:
             return self.arguments.get(batch, results)
@@ -189,15 +175,7 @@ class Sharded:
     def prefetch(
         self, features: Any, context: Any, forward_stream: torch.Stream | None, splits_backward: bool = False
     ) -> None:
-        """Let cached tables prefetch the rows of distributed ``features``. Otherwise the lookup loads them.
-
-        Args:
-            features: features of a batch after the input dist.
-            context: the module's context of the batch.
-            forward_stream: stream of the lookup; None for the current one.
-            splits_backward: True if the backward stops before the kernels. FBGEMM then releases cached rows at the
-                stop, before the kernels write to them, so no other rows may be loaded (default False).
-        """
+        """Let cached tables prefetch the rows of distributed ``features``. Otherwise the lookup loads them."""
         if type(self.module).prefetch is ShardedModule.prefetch:
             return
         if not isinstance(self.module, ShardedDynamicModule):
@@ -216,15 +194,7 @@ class Sharded:
         return self.lock if self._caches else nullcontext()
 
     def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
-        """Prepare its input dists, which its first call has built, to send their splits together with other modules'.
-
-        Args:
-            arguments: prepared arguments of any batch; they are not sent.
-            group: process group of the splits and tensors; None for a single process.
-
-        Returns:
-            None, or the reason why that is impossible, as the end of a sentence that begins with the module's name.
-        """
+        """Prepare its input dists, which its first call built, to send their splits together with other modules'."""
         self._unfuse()
         if group is None:
             return None
@@ -245,11 +215,7 @@ class Sharded:
         return None
 
     def install(self, forward: Callable[..., Any]) -> None:
-        """Replace the module's forward, and those of its input dists if they are known.
-
-        Raises:
-            SetupError: other code has replaced the forward.
-        """
+        """Replace the module's forward, and those of its input dists if they are known."""
         if "forward" in self.module.__dict__:
             raise SetupError(
                 f"the forward of sharded module {self.name!r} is replaced already. Call restore() on the other rewrite,"
@@ -282,15 +248,7 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
 
 
 def check_on_host(sharded: Collection[Sharded], batch: Any) -> None:
-    """Check the lengths of features before they are copied to a GPU, where the check would make the host wait.
-
-    Args:
-        sharded: the modules. Features that none of them looks up are not checked.
-        batch: the batch as the loader returned it.
-
-    Raises:
-        InputError: ``check_lengths`` fails.
-    """
+    """Check the lengths of features before they are copied to a GPU, where the check would make the host wait."""
     for _, piece in walk(batch):
         if isinstance(piece, KeyedJaggedTensor) and piece.values().device.type == "cpu":
             keys = set(piece.keys())
@@ -301,11 +259,7 @@ def check_on_host(sharded: Collection[Sharded], batch: Any) -> None:
 
 
 def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
-    """Return the sharded modules of ``model`` by name, without those inside another sharded module.
-
-    Raises:
-        SetupError: the model has no sharded module, or one that cannot be trained here; or ``sends_int32`` fails.
-    """
+    """Return the sharded modules of ``model`` by name, without those inside another sharded module."""
     found: dict[str, Sharded] = {}
     for name, module in model.named_modules():
         if not isinstance(module, ShardedModule) or any(name.startswith(f"{outer}.") for outer in found):

@@ -28,10 +28,6 @@ class TableBackward:
 
     An output that this rank did not use sends zeros, so that other ranks do not wait for it. All ranks call the same
     methods with the same arguments.
-
-    Args:
-        modules: the sharded modules by name.
-        group: process group of all ranks, used by the calling thread.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -43,10 +39,6 @@ class TableBackward:
 
         A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
         kernel is called again, for a backward with the current rate.
-
-        Args:
-            embeddings: see :meth:`ModelRewrite.backward`, also for *scale* and *agree_unused*, which has no effect
-                after ``begin``.
         """
         if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
             self.begin(embeddings, agree_unused)
@@ -58,11 +50,7 @@ class TableBackward:
         embeddings.end(trained=True)
 
     def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
-        """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes.
-
-        Returns:
-            The gradients for ``run``, which are also in ``embeddings.kernel_gradients``.
-        """
+        """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes."""
         embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
         return embeddings.kernel_gradients
 

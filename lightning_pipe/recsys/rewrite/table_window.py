@@ -25,9 +25,6 @@ _Pair = tuple[KernelCall, Tensor]
 class TableWindow:
     """Gradients of the micro-batches of a window.
 
-    Args:
-        modules: the sharded modules by name.
-
     Attributes:
         is_last: True if the current batch ends the window. The caller sets it before each batch's forward pass.
     """

@@ -31,12 +31,6 @@ def hand_written_plans(
     """Return the serial plan and the plans that run ahead without stale tables.
 
     Plans that look up ahead are included only if lookups read nothing but tables.
-
-    Args:
-        tasks: the tasks of the model.
-        on_disk: True if rows of tables are read from disk (default False). Without that, an early prefetch has no
-            advantage over a prefetch and is left out.
-        max_in_flight: largest number of batches in flight; plans with more are left out (default None: no limit).
     """
     only_tables = not read_beyond_tables(tasks)
     names = [
@@ -56,17 +50,7 @@ def recsys_costs(
     waits: Mapping[str, float] | None = None,
     sent: Mapping[str, Message] | None = None,
 ) -> dict[str, TaskCost]:
-    """Costs of the tasks from their times in serial order. The serial plan thus takes the sum of these times.
-
-    Args:
-        own: time of each task in its thread, in serial order (seconds).
-        peers: True if there are other ranks: a wait for them is a wait for the network.
-        device: device that batches are moved to.
-        waits: part of these times that each task waited for messages (seconds). If None, a task that waits for another
-            task's message is taken to do nothing else, and a task that waits for its own message to work all the time.
-        sent: message that each task submits. If given, costs hold messages, whose times a network model gives, instead
-            of the waits.
-    """
+    """Costs of the tasks from their times in serial order. The serial plan thus takes the sum of these times."""
     if not peers:
         waits, sent = {}, {}
     elif waits is None:
@@ -115,12 +99,7 @@ def _background(
 
 
 def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
-    """Resources that the tasks of this process share with other ranks on the same machine.
-
-    Args:
-        device: device that batches are moved to.
-        beside: time of an iteration outside of the tasks (seconds, default 0).
-    """
+    """Resources that the tasks of this process share with other ranks on the same machine."""
     if device.type == "cuda":
         return Machine(cores=1.0, device_streams=True, between_periods=beside)
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun; without it, all ranks are taken to be on this machine

@@ -19,11 +19,6 @@ class PipelinedEvaluation:
 
     Built while training is suspended (:meth:`RecsysSession.suspended`). Every rank builds it.
 
-    Args:
-        session: session of the model.
-        step: see :meth:`RecsysSession.evaluation_tasks`, also for *transfer* and *actions*.
-        training: plan of the training.
-
     Attributes:
         pipeline: pipeline of the evaluation.
     """

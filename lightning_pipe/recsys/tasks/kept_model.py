@@ -35,10 +35,6 @@ class ModelKeeper:
     The snapshot is a copy on the host. It takes as much memory as the rank's tables (for dynamic tables, their caches),
     the dense part with its gradients, and all optimiser states. Random generators and state that user code holds
     elsewhere are not included.
-
-    Args:
-        sharded: the model.
-        optimizers: optimisers of its dense parameters.
     """
 
     def __init__(self, sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -32,11 +32,7 @@ from lightning_pipe.recsys.tasks.context import RecsysContext
 
 
 class RecsysReplays:
-    """Effects of the tasks of one model.
-
-    Args:
-        rewrite: see :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`, also for *reducer*.
-    """
+    """Effects of the tasks of one model."""
 
     def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:
         self._rewrite = rewrite

@@ -46,16 +46,6 @@ class RecsysSession:
 
     Process groups are made at first use, so every rank makes the same calls in the same order.
 
-    Args:
-        model: the result of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`, or a module that TorchRec's
-            ``DistributedModelParallel`` has sharded, whose wrapper averages the dense gradients.
-        plan: plan of the training; None if it is found while training.
-        device: device of the batches.
-        options: options of the rewrite, of ids on the wire, of memory and of checks.
-        balancer: exchanges samples between ranks in training; opened when training begins and closed with the session.
-        input_group: process group of the input dist; None to make one if the plan runs tasks ahead, or if the ranks
-            communicate by Gloo across hosts.
-
     Attributes:
         options: the options passed to the session.
         world: group of all ranks; None without ``torch.distributed``.
@@ -103,15 +93,7 @@ class RecsysSession:
     # ------------------------------------------------------------------ training
 
     def begin_training(self, bring_rates: Callable[[], None] | None) -> None:
-        """Prepare the averaging of dense gradients. Every rank calls this method.
-
-        Args:
-            bring_rates: copies the current learning rates into the tables' optimisers; None if they are copied
-                elsewhere.
-
-        Raises:
-            SetupError: the model was sharded for evaluation only.
-        """
+        """Prepare the averaging of dense gradients. Every rank calls this method."""
         self._bring_rates = bring_rates
         if self._sharded is not None:
             self._sharded.refuse_untrained()
@@ -134,17 +116,7 @@ class RecsysSession:
         extra: Mapping[str, RecsysTask] | None = None,
         **actions: Any,
     ) -> list[PipelineTask]:
-        """Rewrite the model and build the tasks that train it, after :meth:`begin_training`. Every rank calls it.
-
-        Args:
-            step: name of the model's method that trains a batch.
-            transfer: moves a batch to the device.
-            clipped: True if the optimiser step scales all gradients by their common norm.
-            loss_scaled: True if the optimiser step may be skipped after an overflow of a gradient.
-            accumulates: True to step the tables once at the end of each :attr:`window`.
-            extra: see :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
-            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
-        """
+        """Rewrite the model and build the tasks that train it, after :meth:`begin_training`. Every rank calls it."""
         if self._balancer is not None:
             self._balancer.open(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
@@ -209,11 +181,7 @@ class RecsysSession:
 
     @contextmanager
     def suspended(self, pipeline: SWPipeline | None) -> Iterator[None]:
-        """Context that suspends training: the model is as if no batch were in flight, and these batches stay valid.
-
-        Args:
-            pipeline: pipeline of the training; None outside of it.
-        """
+        """Context that suspends training: the model is as if no batch were in flight, and these batches stay valid."""
         if pipeline is not None:
             pipeline.settle()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
@@ -231,12 +199,7 @@ class RecsysSession:
     def rehearsal(
         self, step: str, plan: PipelinePlan, *, clipped: bool, **actions: Any
     ) -> Iterator[list[PipelineTask]]:
-        """Context with tasks that train as the training's tasks do, while training is suspended. Every rank enters it.
-
-        Args:
-            step: see :meth:`training_tasks`, also for *clipped* and *actions*, which include *transfer*.
-            plan: plan that the tasks are for.
-        """
+        """Context with tasks that train as the training's tasks do, while that is suspended. Every rank enters it."""
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
             step, split_backward=clipped, look_ahead=looks_ahead(plan), free_features_early=False
@@ -271,16 +234,7 @@ class RecsysSession:
     def evaluation_tasks(
         self, step: str, *, transfer: Transfer, lookup_context: LookupContext | None = None, **actions: Any
     ) -> tuple[ModelRewrite, list[PipelineTask]]:
-        """Rewrite the model for an evaluation while training is suspended. Every rank calls this method.
-
-        Args:
-            step: name of the model's method that evaluates a batch.
-            transfer: see :meth:`training_tasks`, also for *actions*.
-            lookup_context: context of the lookups, such as a precision plugin's.
-
-        Returns:
-            The detached rewrite and its tasks.
-        """
+        """Rewrite the model for an evaluation while training is suspended. Every rank calls this method."""
         rewrite = self.new_rewrite(step)
         rewrite.detach()
         tables = TableHooks(context=lookup_context)
@@ -296,13 +250,7 @@ class RecsysSession:
         look_ahead: bool = False,
         free_features_early: bool | None = None,
     ) -> ModelRewrite:
-        """Rewrite the model once more while its current rewrite is detached. Every rank calls this method.
-
-        Args:
-            step: name of the model's method that trains or evaluates a batch.
-            split_backward: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`, also for
-                *look_ahead* and *free_features_early* (default None: the session's memory option).
-        """
+        """Rewrite the model once more while its current rewrite is detached. Every rank calls this method."""
         early = self.options.memory.free_features_early if free_features_early is None else free_features_early
         return ModelRewrite(
             self.module,

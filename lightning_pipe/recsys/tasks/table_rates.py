@@ -13,18 +13,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
 
 class TableRates:
-    """Copies the current learning rates into the tables' fused optimisers.
-
-    Args:
-        sharded: model whose tables are trained.
-        optimizer: returns the dense optimiser. By default each table's rate is its base rate times the factor of the
-            optimiser's first group.
-        schedule: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables; None to follow the dense
-            optimiser.
-
-    Raises:
-        SetupError: the scheduler does not exist, or it steps on a metric.
-    """
+    """Copies the current learning rates into the tables' fused optimisers."""
 
     def __init__(
         self, sharded: ShardedModel, optimizer: Callable[[], Optimizer], schedule: Mapping[str, Any] | None

@@ -18,11 +18,7 @@ from lightning_pipe.recsys.tasks.options import SessionOptions
 
 
 def check_model(model: object, optimizer: object, forward: object) -> None:
-    """Check that the arguments are a model, an optimiser, and a function that replaces the model's forward, or None.
-
-    Raises:
-        SetupError: an argument has another type.
-    """
+    """Check that the arguments are a model, an optimiser, and a function that replaces the model's forward, or None."""
     if not isinstance(model, (nn.Module, ShardedModel)):
         raise SetupError(
             f"expected the model to be TorchRec's DistributedModelParallel or the result of shard_model(), got a"
@@ -40,11 +36,7 @@ def check_model(model: object, optimizer: object, forward: object) -> None:
 
 
 def refuse_of_strategies(options: SessionOptions) -> None:
-    """Refuse options that only a strategy supports.
-
-    Raises:
-        SetupError: names the first such option and the alternative.
-    """
+    """Refuse options that only a strategy supports."""
     if options.wire.quantized_comms is not None:
         raise SetupError(
             "wire.quantized_comms cannot be set for a TrainPipeline, because its model is sharded already. Pass"
@@ -58,11 +50,7 @@ def refuse_of_strategies(options: SessionOptions) -> None:
 
 
 def clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
-    """Function that scales the gradients of a batch down to a norm of at most *max_norm*.
-
-    Raises:
-        SetupError: *max_norm* is not a positive number, or the norm of the model's gradients cannot be computed.
-    """
+    """Function that scales the gradients of a batch down to a norm of at most *max_norm*."""
     if not isinstance(model, ShardedModel):
         raise SetupError(
             f"max_norm is {max_norm}, but the model is a {type(model).__name__}, which averages gradients in backward,"
@@ -86,9 +74,6 @@ def refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
     """Refuse trained feature processors inside DistributedDataParallel.
 
     They get their gradients with the tables, after DistributedDataParallel has reduced its gradients.
-
-    Raises:
-        SetupError: the model has such feature processors.
     """
     for wrapper in model.modules():
         if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() == 1:

@@ -18,12 +18,7 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys
 
 
 class DeviceIds(IdTable):
-    """Table of an ``IdMap`` on a device. Ticks, and changes that the device does not have yet, are on the host.
-
-    Args:
-        capacity: number of slots.
-        device: device of the table, which takes 24 bytes for each slot.
-    """
+    """Table of an ``IdMap`` on a device. Ticks, and changes that the device does not have yet, are on the host."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity, self._device = capacity, device
@@ -36,12 +31,7 @@ class DeviceIds(IdTable):
         self._ticks = np.zeros(capacity, np.int64)
 
     def look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Search for *ids* [n], int64 on the device, which may repeat.
-
-        Returns:
-            The slots [n], -1 for ids without a slot; and what the host needs, [n + 2]: number of distinct slots, number
-            of ids without a slot, the distinct slots, and, at the end, the ids without a slot.
-        """
+        """Search for *ids* [n], int64 on the device, which may repeat."""
         if self._gone or self._new:
             # Left by a batch that failed.
             self.apply(*(part.to(self._device) for part in self.changes()))

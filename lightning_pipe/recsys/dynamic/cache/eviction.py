@@ -24,15 +24,6 @@ def victims(
 
     ``lru`` evicts the least recently used rows, ``lfu`` the rows that occurred in the fewest trained batches, and a
     function the rows with the lowest scores. Ties are broken by least recent use.
-
-    Args:
-        policy: eviction policy.
-        number: number of rows to evict, from 1 to the number of rows.
-        ticks: time of last use of each row; a higher tick is a later use.
-        headers: function that returns ids, counts and last steps of the rows. ``lru`` does not call it.
-
-    Raises:
-        InputError: The policy's function did not return one number for each row.
     """
     if policy == "lru":
         return _least(ticks, ticks, number)

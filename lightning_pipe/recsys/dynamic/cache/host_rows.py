@@ -20,16 +20,7 @@ _CHUNK = 65536
 
 
 class HostRows(RowLevel):
-    """Most recently used records of one table. Others are evicted to the level below.
-
-    Args:
-        capacity: number of records.
-        width: number of bytes of a record.
-        below: all records that are not here.
-
-    Raises:
-        SetupError: The capacity is below 1 or above 2^31 - 1.
-    """
+    """Most recently used records of one table. Others are evicted to the level below."""
 
     def __init__(self, capacity: int, width: int, below: RowLevel) -> None:
         self._map, self._below = IdMap(capacity), below

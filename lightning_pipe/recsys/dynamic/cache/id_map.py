@@ -31,13 +31,6 @@ class IdMap:
     """Map of ids to slots, with the tick of each slot's last use. Every int64 is a valid id.
 
     The compiled version takes 32 to 64 bytes per slot. Not thread-safe.
-
-    Args:
-        capacity: number of slots, which are numbered from 0, and maximum number of ids; 1 to 2^31 - 1.
-        table: table of the same capacity (default None: one in host memory).
-
-    Raises:
-        SetupError: The capacity is below 1 or above 2^31 - 1.
     """
 
     def __init__(self, capacity: int, table: IdTable | None = None) -> None:
@@ -56,16 +49,7 @@ class IdMap:
         return self._table.find(_checked(keys))
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        """Find the slots of *keys*, which may repeat, and record their use, in one pass.
-
-        Args:
-            keys: ids of a batch.
-            tick: time of this use, 0 to ``LAST_TICK``; not used by any earlier call.
-
-        Returns:
-            The slots, -1 for keys without a slot; the distinct slots, in order of first occurrence if the table is on
-            the host; and the indices of the keys without a slot, in order.
-        """
+        """Find the slots of *keys*, which may repeat, and record their use, in one pass."""
         return self._table.touch(_checked(keys), tick)
 
     def insert(self, keys: Keys, slots: Slots, tick: int = 0) -> None:

@@ -94,15 +94,7 @@ class Constant(Distribution):
 
 
 class InitialValues:
-    """Initial values of a table's rows.
-
-    Args:
-        table: name of the table. Tables with different names get different values.
-        width: number of values in a row.
-        values: a distribution; or a function that maps ids (int64, on the CPU) to rows [ids, width]. Each row must
-            depend only on its id, because the function is called again whenever a row restarts, from any thread.
-        seed: random seed, any int (default 0).
-    """
+    """Initial values of a table's rows."""
 
     def __init__(
         self, table: str, width: int, values: Distribution | Callable[[Tensor], Tensor], *, seed: int = 0
@@ -116,11 +108,7 @@ class InitialValues:
         self._seed = int.from_bytes(digest, "little")
 
     def __call__(self, keys: Keys) -> Tensor:
-        """Initial rows of *keys*: float32 on the CPU, [keys, width]; or the result of the user's function.
-
-        Raises:
-            InputError: The function did not return one row for each id.
-        """
+        """Initial rows of *keys*: float32 on the CPU, [keys, width]; or the result of the user's function."""
         values = self._values
         if not isinstance(values, Distribution):
             return self._of_function(values, keys)

@@ -19,11 +19,6 @@ class Rehearsal:
     Therefore those of its rows that have occurred in the fewest batches leave the cache before its prefetch, until as
     large a share of its ids is missing as in the prefetches so far.
 
-    Args:
-        capacity: number of slots of the cache.
-        suspended: open batches of the suspended training.
-        missing: share of the ids of earlier prefetches whose rows were not cached.
-
     Attributes:
         suspended: open batches of the suspended training.
     """

@@ -40,34 +40,12 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys
 class RowBatches:
     """Batches of one rank's part of a table: the part of a cache that each batch uses.
 
-    Args:
-        table: name of the table.
-        columns: weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns the tensors
-            and changes only rows of batches that have begun.
-        below: all rows that are not cached. A record is a header (count and last step, int64 each) followed by the
-            bytes of the row in each column.
-        initial: initial weights of new rows.
-        state_fill: initial values of the optimiser states, one number for each column after the first.
-        policy: eviction policy (default ``"lru"``); see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
-        admission_threshold: n, if rows are trained from the n-th batch in which their id occurs (default 1: from the
-            first). Until then the lookup reads initial values, and updates by the optimiser are reverted. Batches are
-            counted instead of occurrences, because deduplication loses how often a batch repeats an id.
-        ttl: maximum number of steps since a row was last seen; older rows restart with initial values (default None:
-            rows never expire). If the plan begins a batch before an earlier one is trained, ``ttl`` must be at least
-            the number of steps between the two.
-        check_nan: if True, refuse to write rows with NaN to the store (default False). Costs a pass over the rows.
-        ids_of: function that maps keys to the ids shown in messages (default None: the keys are shown).
-        ids: map of ids to slots on the columns' device (default None: in host memory).
-
     Attributes:
         table: name of the table.
         ids: the same.
         moving: lock of rows, which may be held from :meth:`DeviceIds.look` to :meth:`DeviceIds.apply`.
         capacity: number of slots.
         width: number of bytes of a record.
-
-    Raises:
-        SetupError: The arguments do not match each other.
     """
 
     def __init__(
@@ -112,16 +90,7 @@ class RowBatches:
     # Called on any thread, for later batches.
 
     def prefetch(self, keys: Tensor) -> Ticket:
-        """Cache the rows of a batch's ids and pin them until the ticket ends.
-
-        Args:
-            keys: ids of the batch, an int64 vector; ids may repeat.
-
-        Raises:
-            InputError: Open batches use more rows than the cache has slots; ``check_nan`` found NaN in a row to evict;
-                or *keys* have another type or shape. No row is lost, and the batch pins no rows.
-            SetupError: The store failed, with the same guarantees.
-        """
+        """Cache the rows of a batch's ids and pin them until the ticket ends."""
         if keys.dtype != torch.int64 or keys.ndim != 1:
             raise InputError(
                 f"table {self.table!r} got ids of {keys.dtype} and shape {tuple(keys.shape)}; expected a vector of"
@@ -135,11 +104,7 @@ class RowBatches:
             return Ticket(torch.from_numpy(slots), batch, self._open.dropped)
 
     def pin(self, found: Tensor) -> Ticket:
-        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot.
-
-        Args:
-            found: what the look found, copied to the host.
-        """
+        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot."""
         assert self.ids is not None
         with self.moving:
             brought, batch = self._pin(*self._slots.use(self.ids, found))
@@ -176,16 +141,7 @@ class RowBatches:
     # Called on the main thread, in the order of training.
 
     def begin(self, ticket: Ticket, step: int) -> None:
-        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows.
-
-        Args:
-            ticket: ticket of the batch's prefetch.
-            step: number of the batch in the order of training; it increases from batch to batch.
-
-        Raises:
-            PlanError: The step does not increase, the ticket has already begun or ended, or ``ttl`` is shorter than the
-                distance to a batch that has begun and is not trained yet.
-        """
+        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows."""
         with self._lock:
             self._bring_up_to_date()
             batch = self._open.check(self.table, ticket, begun=False)
@@ -210,12 +166,7 @@ class RowBatches:
             self._slots.stats.expired += len(batch.begun.expired)
 
     def expire(self, ticket: Ticket, step: int) -> None:
-        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values.
-
-        Args:
-            ticket: ticket of the batch's prefetch.
-            step: step of the last trained batch.
-        """
+        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values."""
         with self._lock:
             self._bring_up_to_date()
             expired = self._headers.expired(self._open.check(self.table, ticket, begun=False).rows, step)
@@ -224,11 +175,7 @@ class RowBatches:
                 self._slots.forget(expired)
 
     def trained(self, ticket: Ticket) -> None:
-        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values.
-
-        Raises:
-            PlanError: The ticket has not begun, or has ended.
-        """
+        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values."""
         with self._lock:
             self._open.end_dropped()
             batch = self._open.check(self.table, ticket, begun=True)

@@ -32,10 +32,6 @@ class RowCache(RowBatches):
         """Write every changed row to the store, as of the last trained batch. Rows stay cached.
 
         Rows of a batch that has begun but not run its backward are written as if it had not begun.
-
-        Raises:
-            InputError: ``check_nan`` found NaN in a row.
-            SetupError: The store failed. The next call retries the rows that were not written.
         """
         with self.moving, self._lock:
             for change in self._changes():
@@ -48,12 +44,7 @@ class RowCache(RowBatches):
             return list(self._changes())
 
     def keep(self, change: Change) -> None:
-        """Write a change to the store. May be called on any thread.
-
-        Raises:
-            InputError: ``check_nan`` found NaN in a row.
-            SetupError: The store failed.
-        """
+        """Write a change to the store. May be called on any thread."""
         self._slots.refuse_nan(change.keys, change.records)
         self._below.keep(change)
 
@@ -125,11 +116,7 @@ class RowCache(RowBatches):
                 self._rehearsal.forget()
 
     def purge(self, step: int) -> int:
-        """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store.
-
-        Returns:
-            The number of erased rows.
-        """
+        """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store."""
         if self._headers.ttl is None:
             return 0
         with self.moving:
@@ -150,15 +137,7 @@ class RowCache(RowBatches):
             return number + len(cached)
 
     def rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
-        """Flush, and iterate over all rows, cached or not, in the store's order.
-
-        Args:
-            since: first step; rows last seen before it are skipped (default 0: all rows).
-            chunk: maximum number of rows in each item (default 65536).
-
-        Raises:
-            PlanError: A batch was begun or ended, or rows were erased, after the scan began.
-        """
+        """Flush, and iterate over all rows, cached or not, in the store's order."""
         self.flush()
         return self._scanned(self._below.scan(chunk), self._version, since)
 

@@ -23,18 +23,10 @@ class RowColumns:
     On a CUDA device, reads and writes are ordered on the current stream, after all work that used the rows of ended
     batches.
 
-    Args:
-        table: name of the table.
-        columns: contiguous tensors [slots, width] or [slots], of any types, all on one device.
-        state_fill: initial values of the states, one number for each column after the first.
-
     Attributes:
         capacity: number of slots.
         kinds: shape of a row and type, for each column.
         width: number of bytes of a row.
-
-    Raises:
-        SetupError: The columns do not match each other.
     """
 
     def __init__(self, table: str, columns: Sequence[Tensor], state_fill: Sequence[float]) -> None:

@@ -43,11 +43,6 @@ class Begun:
 class RowHeaders:
     """Headers of all slots.
 
-    Args:
-        capacity: number of slots.
-        ttl: maximum number of steps since a row was last seen, after which it expires; None: rows never expire.
-        threshold: minimum count of an admitted row.
-
     Attributes:
         ttl: maximum number of steps since a row was last seen.
         counts: number of trained batches in which each slot's row has occurred.

@@ -59,12 +59,6 @@ class CacheStats:
 class RowSlots:
     """Slots of one table's columns.
 
-    Args:
-        table, below, initial, policy, check_nan, ids_of, ids: see
-            :class:`~lightning_pipe.recsys.dynamic.cache.row_batches.RowBatches`.
-        columns: columns of the table.
-        headers: headers of the same number of slots.
-
     Attributes:
         headers: headers of the slots.
         map: map of ids to slots.
@@ -119,15 +113,7 @@ class RowSlots:
         return self._tick
 
     def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
-        """Load the rows of ids that are not cached from the store, or create them.
-
-        Args:
-            keys: ids that are not in the map; they may repeat.
-            pinned: function that returns a mask of pinned slots and the number of other batches in flight.
-
-        Returns:
-            The slot of each of *keys*, and the distinct slots.
-        """
+        """Load the rows of ids that are not cached from the store, or create them."""
         keys, places = distinct(keys)
         if len(keys) > self._free_count:
             self._evict(len(keys), *pinned())
@@ -217,11 +203,7 @@ class RowSlots:
         self.headers.restore(headers)
 
     def write_back(self, rows: Slots) -> None:
-        """Write dirty *rows* to the level below, and erase those with count 0 from it.
-
-        Raises:
-            InputError: ``check_nan`` found NaN in a row.
-        """
+        """Write dirty *rows* to the level below, and erase those with count 0 from it."""
         for change in self.changes(rows):
             self.refuse_nan(change.keys, change.records)
             if change.keys.size:

@@ -57,10 +57,6 @@ class Ticket:
 class OpenBatches:
     """Open batches, in the order of their prefetches.
 
-    Args:
-        undo: function that reverts the changes made when a batch began; called with the lock held.
-        discarded: function that takes the mark of a discarded batch.
-
     Attributes:
         lock: lock of headers and open batches, held only briefly. A finaliser never waits for it.
         dropped: batches to end; the next holder of the lock ends them.
@@ -126,16 +122,7 @@ class OpenBatches:
         return pinned
 
     def check(self, table: str, ticket: Ticket, begun: bool) -> Batch:
-        """Return the ticket's batch. Requires the lock.
-
-        Args:
-            table: name of the table, for messages.
-            ticket: the ticket.
-            begun: True if the batch must have begun, False if it must not.
-
-        Raises:
-            PlanError: The batch has ended, or has begun contrary to *begun*.
-        """
+        """Return the ticket's batch. Requires the lock."""
         batch = ticket.batch
         if batch.ended or (batch.begun is not None) != begun:
             found = "has ended" if batch.ended else "has not begun" if begun else "has begun"

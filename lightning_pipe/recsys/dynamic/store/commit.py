@@ -26,14 +26,6 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
     """Open this rank's store at the newest version that any rank has committed. Collective.
 
     If no rank has committed or prepared a version, the stores start a new run.
-
-    Args:
-        make: function that opens this rank's store.
-        group: process group of all ranks.
-
-    Raises:
-        SetupError: On every rank, if any rank cannot open its store, if the stores do not belong to one run with this
-            number of ranks, or if a store does not have the version. Lists the state of every rank's store.
     """
     store: RowStore | None = None
 
@@ -60,18 +52,7 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
 
 
 def commit_together(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
-    """Commit the writes of all ranks as the next version, on all ranks or on none. Collective.
-
-    Args:
-        store: this rank's store, with all writes that belong to the version.
-        group: process group of all ranks.
-        notes: texts stored with the version.
-
-    Raises:
-        SetupError: On every rank, if any rank could not prepare, which keeps the previous version; or if any rank could
-            not commit. In that case the next commit, or the next opening of the stores, first completes this one on all
-            ranks.
-    """
+    """Commit the writes of all ranks as the next version, on all ranks or on none. Collective."""
     newest = max(gather(store.state.committed, group))
     failed = f"version {newest + 1} of the rows cannot be committed"
 

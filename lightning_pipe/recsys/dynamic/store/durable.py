@@ -39,17 +39,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def open_regular(path: Path, largest: int | None = None) -> Iterator[BinaryIO]:
-    """Open a regular file for reading.
-
-    Args:
-        path: the file.
-        largest: maximum size in bytes (default None: any size).
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It is a link, a pipe, a device or a folder, or has more than *largest* bytes.
-        OSError: It cannot be read.
-    """
+    """Open a regular file for reading."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -68,12 +58,7 @@ def open_regular(path: Path, largest: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a value written by :func:`write_json`.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: Its contents were not written by :func:`write_json`, or have changed.
-    """
+    """Read a value written by :func:`write_json`."""
     with open_regular(path, _LARGEST_JSON) as file:
         content = file.read()
     text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")

@@ -17,15 +17,7 @@ _held: dict[Path, FileIO] = {}
 
 
 class FolderLock:
-    """Lock of a folder, held until it is closed.
-
-    Args:
-        folder: an existing folder; the file ``lock`` is created in it.
-
-    Raises:
-        BlockingIOError: The lock is held already; the message is "this" or "another", for the process that holds it.
-        OSError: The file cannot be opened or locked.
-    """
+    """Lock of a folder, held until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()

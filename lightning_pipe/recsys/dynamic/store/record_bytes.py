@@ -34,11 +34,7 @@ def split_records(records: Records) -> list[bytes]:
 
 
 def join_records(parts: Sequence[bytes], width: int) -> Records:
-    """Join byte strings into an array with rows of *width* bytes.
-
-    Raises:
-        ValueError: The total length is not that of strings of this width.
-    """
+    """Join byte strings into an array with rows of *width* bytes."""
     whole = np.frombuffer(b"".join(parts), np.uint8)
     if len(whole) != len(parts) * width:
         raise ValueError(f"{len(parts)} records have {len(whole)} bytes in total, expected {width} bytes each")

@@ -51,18 +51,6 @@ class RocksDbStore(RowStore):
     """:class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore` in RocksDB.
 
     Memory: twice ``write_buffer``, ``block_cache``, and about 1.5 bytes per record for filters and indexes.
-
-    Args:
-        path: folder of this rank.
-        widths: number of bytes of a record, for each table.
-        description: description of the tables, which must be the same whenever the store is opened (default None).
-        readers: maximum number of threads that share the keys of a read (default 8). They are used while reads wait for
-            the disk, which serves several requests concurrently.
-        write_buffer: number of bytes collected in memory before they are written to a file (default 64 MiB).
-        block_cache: number of bytes of blocks cached in memory, in addition to the operating system's file cache
-            (default 32 MiB).
-        direct: if True, bypass the operating system's file cache (default False). Set it if other work needs the
-            memory.
     """
 
     def __init__(
@@ -230,12 +218,7 @@ class RocksDbStore(RowStore):
         return options
 
     def _expect_end(self, options: ReadOptions, last: bytes) -> None:
-        """Raise an error if a scan ended at a damaged block, where iterators end silently; another step shows it.
-
-        Args:
-            options: options of the scan.
-            last: last key of the scan.
-        """
+        """Raise an error if a scan ended at a damaged block, where iterators end silently; another step shows it."""
         step = self._database.iter(options)
         step.seek(last)
         if step.valid():

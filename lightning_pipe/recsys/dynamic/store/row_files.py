@@ -106,15 +106,7 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
 
 
 def check_rows(folder: Path, tables: Mapping[str, Columns | None]) -> None:
-    """Check that all ranks' rows of each table exist and are undamaged. Reads every file.
-
-    Args:
-        folder: folder of the files.
-        tables: expected columns of each table; None accepts any columns.
-
-    Raises:
-        SetupError: A file is damaged, missing or has other contents, or the files are from different numbers of ranks.
-    """
+    """Check that all ranks' rows of each table exist and are undamaged. Reads every file."""
     for table, columns in tables.items():
         for _ in _all_rows(folder, table, columns):
             pass
@@ -191,12 +183,7 @@ class _File:
 
 
 def _listed(path: Path) -> Iterator[_File]:
-    """Parse a rank's list of files, accepting only the exact format of :func:`write_rows` instead of any JSON.
-
-    Raises:
-        OSError: The list cannot be read.
-        ValueError: It has another format.
-    """
+    """Parse a rank's list of files, accepting only the exact format of :func:`write_rows` instead of any JSON."""
     with open_regular(path, _LARGEST_LIST) as file:
         text = file.read()
     if text == b"[]":
@@ -220,12 +207,7 @@ def _listed(path: Path) -> Iterator[_File]:
 
 
 def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
-    """Read the rows of a file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It differs from its entry in the list, or has other contents.
-    """
+    """Read the rows of a file."""
     with open_regular(folder / listed.name, _LARGEST_FILE) as file:
         size = file.seek(0, io.SEEK_END)
         if size != listed.bytes:

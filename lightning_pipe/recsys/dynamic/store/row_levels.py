@@ -83,11 +83,7 @@ class RowLevel(ABC):
 
 
 class SharedStore:
-    """Store that the caches of several tables share.
-
-    Args:
-        base: the store.
-    """
+    """Store that the caches of several tables share."""
 
     def __init__(self, base: RowStore) -> None:
         self.base = base
@@ -188,12 +184,7 @@ class SharedStore:
 
 
 class StoredTable(RowLevel):
-    """Lowest level: one table of a store.
-
-    Args:
-        shared: the store.
-        table: name of the table.
-    """
+    """Lowest level: one table of a store."""
 
     def __init__(self, shared: SharedStore, table: str) -> None:
         self._shared, self._table = shared, table

@@ -59,15 +59,6 @@ class RowStore(ABC):
     Each table has records of a fixed number of bytes. Keys are any int64, without duplicates in a call. Reads return
     the last write, committed or not. Stores are not thread-safe, with two exceptions: ``prepare`` and ``commit`` may
     run beside reads, and a scan beside all other calls except ``close``.
-
-    Args:
-        path: folder of this rank; created if it does not exist.
-        widths: number of bytes of a record, for each table.
-        description: description of the tables in plain types (those of YAML), such as columns and optimiser of each
-            table. It must be the same whenever the store is opened.
-
-    Raises:
-        SetupError: The store in the folder has another description, is damaged or in use, or cannot be written.
     """
 
     @property
@@ -81,27 +72,15 @@ class RowStore(ABC):
 
     @abstractmethod
     def settle(self, version: int) -> None:
-        """Restore *version*, on which all ranks agree, and discard all later writes. Required before reads and writes.
-
-        Raises:
-            SetupError: The version is neither the committed nor the prepared one.
-        """
+        """Restore *version*, on which all ranks agree, without later writes. Required before reads and writes."""
 
     @abstractmethod
     def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
-        """Read the records of *keys*.
-
-        Returns:
-            The records [keys, width] as bytes, undefined for missing keys; and a mask of the keys that were found.
-        """
+        """Read the records of *keys*."""
 
     @abstractmethod
     def write(self, table: str, keys: Keys, records: Records) -> None:
-        """Write records. Later reads return them, and the next commit includes them; a crash before it may lose them.
-
-        Raises:
-            SetupError: The disk is full or the store cannot be written. The committed version is intact.
-        """
+        """Write records. Later reads return them, and the next commit includes them; an earlier crash may lose them."""
 
     @abstractmethod
     def erase(self, table: str, keys: Keys) -> None:
@@ -112,13 +91,6 @@ class RowStore(ABC):
         """Make all writes so far durable as *version*, which can then be committed or discarded.
 
         A second call, after the first failed on some rank, replaces the first.
-
-        Args:
-            version: number of the version, committed + 1.
-            notes: texts stored with the version and returned by ``notes`` (default None: no texts).
-
-        Raises:
-            SetupError: The disk is full or the store cannot be written. The committed version is intact.
         """
 
     @abstractmethod

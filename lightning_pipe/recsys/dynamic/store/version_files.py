@@ -64,13 +64,7 @@ def _is_file(name: str, expected: Any) -> bool:
 
 
 def fingerprint(path: Path, shared: str, expected: list[int] | None = None) -> list[int]:
-    """Size and checksum of a file; only the size if its name ends in *shared*, because its blocks have checksums.
-
-    Args:
-        path: the file.
-        shared: end of the names of files that the engine never changes after writing.
-        expected: expected size and checksum. A file of another size is not read (default None: read in any case).
-    """
+    """Size and checksum of a file; only the size if its name ends in *shared*, because its blocks have checksums."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         alone = path.name.endswith(shared) or (expected is not None and expected[0] != size)

@@ -44,18 +44,9 @@ _FIRST = {"lock", "committed.json", "committed.json.new", "store.json.new"}
 class VersionedFolder:
     """Folder of a store with a working copy and versions.
 
-    Args:
-        path: the folder; created if it does not exist.
-        engine: name of the engine that writes the files. A folder of another engine is refused.
-        description: see :class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore`, with the tables' widths.
-        shared: end of the names of files that the engine never changes after writing.
-
     Attributes:
         state: current state of the store.
         working: folder of the working copy. :meth:`settle` fills it, or removes it for version 0.
-
-    Raises:
-        SetupError: The folder is in use, not writable or damaged, or has another engine or description.
     """
 
     def __init__(self, path: Path, engine: str, description: Mapping[str, Any], shared: str) -> None:
@@ -100,14 +91,7 @@ class VersionedFolder:
                 link_files(self._version(version), self.working, contents["files"], self._shared)
 
     def prepare(self, version: int, notes: Mapping[str, str], fill: Callable[[Path], None]) -> None:
-        """Write a durable version that can be committed.
-
-        Args:
-            version: number of the version, committed + 1. A version that is already prepared is replaced.
-            notes: texts stored with the version.
-            fill: function that creates the given folder with the version's files. The contents of shared files must be
-                on disk when it returns.
-        """
+        """Write a durable version that can be committed."""
         self.require(
             version == self.state.committed + 1,
             f"version {version} was to be prepared",

@@ -16,15 +16,7 @@ from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 def prefetch_on_device(
     parts: Sequence[tuple[RowCache, DeviceIds, Tensor]], tickets: list[tuple[RowCache, Ticket]]
 ) -> list[Tensor]:
-    """Cache and pin the rows of a batch whose ids are looked up on their device.
-
-    Args:
-        parts: each cache, its map, and the ids of the batch.
-        tickets: list to which each cache is added with its ticket, also before an error.
-
-    Returns:
-        The slots of each of the ids, on the device.
-    """
+    """Cache and pin the rows of a batch whose ids are looked up on their device."""
     with ExitStack() as held:
         for cache, _, _ in parts:
             held.enter_context(cache.moving)

@@ -31,12 +31,6 @@ class Counter(Protocol):
 class BatchRows:
     """Rows pinned for a batch. They are released on garbage collection if an exception prevents :meth:`end`.
 
-    Args:
-        features: features of the batch with slots instead of ids; None if the prefetch failed.
-        tickets: each cache with the batch's ticket.
-        counter: counter of the batches of all these caches.
-        error: error of the prefetch, if it failed. All ranks raise it together before the lookup.
-
     Attributes:
         features: features of the batch with slots instead of ids.
         error: error of the prefetch.

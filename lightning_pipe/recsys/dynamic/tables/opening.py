@@ -32,12 +32,7 @@ from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, Storage
 
 
 def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:
-    """Optimiser of a dynamic table's fused kernel: plain SGD if a row optimiser replaces it.
-
-    Args:
-        optimizer: optimiser of the table.
-        device: device of the table.
-    """
+    """Optimiser of a dynamic table's fused kernel: plain SGD if a row optimiser replaces it."""
     if not _needs_row_adam(optimizer, device):
         return optimizer
     return TableOptimizer(torch.optim.SGD, {"lr": optimizer.learning_rate}, torch.optim.SGD, False)
@@ -55,19 +50,7 @@ def open_rows(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> RowTables:
-    """Open the store of a module and create its caches. Collective.
-
-    Args:
-        name: name of the module, for messages.
-        module: the sharded module, which gets the caches.
-        optimizers: optimiser of each table.
-        seed: seed of initial values, used if the module's storage has no seed.
-        group: process group of the ranks that the module is sharded over.
-        device: device of the tables.
-
-    Raises:
-        SetupError: On every rank, if any rank cannot open its store, or a cache has fewer rows than ranks.
-    """
+    """Open the store of a module and create its caches. Collective."""
     ranks, storage = group.size(), module.storage
     row_optimizers = _row_optimizers(module, optimizers, device)
     columns: dict[str, list[Tensor]] = {}
@@ -128,11 +111,7 @@ def open_rows(
 
 
 def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowStore:
-    """Open a rank's store, without settling it.
-
-    Raises:
-        SetupError: The package rocksdict cannot be imported, or the store cannot be opened.
-    """
+    """Open a rank's store, without settling it."""
     try:
         from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
     except ImportError as error:

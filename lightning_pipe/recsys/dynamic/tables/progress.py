@@ -11,20 +11,7 @@ from lightning_pipe.engine.common.errors import SetupError
 def read_progress(
     progress: Mapping[str, str], tables: Iterable[str], seed: int, optimizers: int
 ) -> tuple[int, int, list[int]]:
-    """Parse the result of ``RowTables.progress``.
-
-    Args:
-        progress: the texts; a text that is missing has its default.
-        tables: names of the tables, for messages.
-        seed: default of the seed.
-        optimizers: number of row optimisers.
-
-    Returns:
-        Step, seed, and the steps of each row optimiser (default 0).
-
-    Raises:
-        SetupError: The texts are not whole numbers, or too large, or the number of optimisers differs.
-    """
+    """Parse the result of ``RowTables.progress``."""
     try:
         step, found = int(progress.get("step", "0")), int(progress.get("seed") or seed)
         steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]

@@ -35,15 +35,6 @@ _SCANNED = 65_536  # rows of a file
 class RowDump:
     """One commit of a module's rows. All ranks create it, and call ``commit``, together.
 
-    Args:
-        caches: cache of each table.
-        store: store below the caches.
-        group: process group of the ranks, for a commit in the foreground.
-        description: description of the tables.
-        progress: progress of training, stored with the commit.
-        dumped: called with True when the rows of this step are in a copy or in the store, and with False if they could
-            not be committed.
-
     Attributes:
         committed: version of the commit (a unique text, the same on every rank), progress and tables, with which the
             written rows are read.
@@ -68,28 +59,14 @@ class RowDump:
         self._begun, self._committed = threading.Lock(), threading.Event()
 
     def copy(self) -> None:
-        """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue.
-
-        Raises:
-            Exception: Of a function of initial values, which failed before and fails again.
-        """
+        """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue."""
         # In this order: rows that are evicted in between have not changed since they were copied.
         self._copies = [(cache, cache.copy_changes()) for cache in self._caches.values()]
         self._store.hold()
         self._dumped(True)
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
-        """Commit the rows on all ranks or on none. Collective.
-
-        Args:
-            group: process group of the same ranks, for a commit in the background (default None).
-            to_write: True if ``write`` follows (default False).
-
-        Raises:
-            SetupError: On every rank, if any rank cannot prepare or commit; on a rank whose store fails before that.
-                No row is lost: rows that were not written count as changed.
-            InputError: On the other ranks, if the store of a rank fails; on every rank, if ``check_nan`` found NaN.
-        """
+        """Commit the rows on all ranks or on none. Collective."""
         if not self._begun.acquire(blocking=False):
             raise SetupError("a commit of rows was started after it had been given up. Save again")
         group, store = group or self._group, self._store.base
@@ -150,9 +127,6 @@ class RowDump:
 
 class DumpedRows:
     """Commits of all modules of a model, as a part of a checkpoint.
-
-    Args:
-        dumps: commit of each module, by name.
 
     Attributes:
         committed: see :class:`RowDump`, by name of the module.

@@ -33,21 +33,6 @@ from lightning_pipe.recsys.modules.dynamic_modules import Existing
 class RowTables:
     """Caches of all tables, with commits, checkpoints and exports of their rows.
 
-    Args:
-        caches: cache of each table.
-        tables_of_keys: table of each key of the distributed features, in order.
-        store: this rank's store, opened together with the other ranks' stores, below all caches.
-        group: process group of the ranks that share the ids.
-        description: description of the tables in plain types, the same on every rank.
-        row_optimizers: optimisers that train tables instead of the fused kernels' optimisers (default: none).
-        commit_every: number of training steps between two automatic commits (default None: commits only on request).
-            Fewer steps lose less work in a crash; each commit flushes the caches.
-        seed: seed of initial values (default 0).
-        reseed: function that sets the seed of new rows when progress is restored (default None: the user has fixed the
-            seed).
-        existing: treatment of rows from an earlier run in the store if no checkpoint is read: ``refuse`` to train,
-            ``keep`` the rows (default), or ``forget`` them.
-
     Attributes:
         caches: cache of each table.
         group: the process group.
@@ -134,16 +119,7 @@ class RowTables:
         dump.queued()
 
     def prefetch(self, features: KeyedJaggedTensor, *, again: bool = False) -> BatchRows:
-        """Cache the rows of a batch and pin them until the batch ends. Does not communicate.
-
-        Args:
-            features: distributed features, whose values are mixed ids that this rank owns.
-            again: True for a replay in a rehearsal, which leaves the rows of earlier batches in the cache (default
-                False).
-
-        Returns:
-            The pinned rows; with ``error`` set if the prefetch failed.
-        """
+        """Cache the rows of a batch and pin them until the batch ends. Does not communicate."""
         offsets = features.offset_per_key()
         tickets: list[tuple[RowCache, Ticket]] = []
         try:
@@ -232,16 +208,7 @@ class RowTables:
         return self._store.base.notes().get("version", "")
 
     def commit(self) -> str:
-        """Commit the current rows, with which every rank reopens after a crash. Collective.
-
-        Returns:
-            The :attr:`version` of the commit.
-
-        Raises:
-            SetupError: On every rank, if any rank cannot prepare or commit; on a rank whose store fails during the
-                flush. The stores of all ranks reopen at the same version.
-            InputError: On the other ranks, if the flush of a rank fails; on every rank, if it found NaN in a row.
-        """
+        """Commit the current rows, with which every rank reopens after a crash. Collective."""
         dump = self.dump()
         dump.commit(self.group)
         return self.version
@@ -270,12 +237,7 @@ class RowTables:
         self._settle_existing()
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
-        """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch.
-
-        Args:
-            table: name of the table.
-            since: first batch number; rows last seen before it are skipped (default 0: all rows).
-        """
+        """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch."""
         self._ready()
         return map(with_own_ids, self.caches[table].rows(since=since))
 
@@ -290,19 +252,7 @@ class RowTables:
         return {"step": str(self.step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
-        """Replace all rows by those that any number of ranks has written, and commit them. Collective.
-
-        Args:
-            folder: folder of the files of ``write``.
-            progress: result of :meth:`progress` at that time.
-            version: commit with the same rows, or None. If the stores of all ranks are at this commit, no rows are
-                read.
-            with_states: if True, read the optimiser's states; if False, reset them to zero.
-
-        Raises:
-            SetupError: On a rank that cannot read or write rows; on every rank, if the commit fails.
-            InputError: On the other ranks, if a rank cannot read or write rows.
-        """
+        """Replace all rows by those that any number of ranks has written, and commit them. Collective."""
         self._finish()
         same = with_states and bool(version) and version == self.version and not self._changed
         if not all(gather(same, self.group)):

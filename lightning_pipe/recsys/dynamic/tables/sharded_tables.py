@@ -61,11 +61,7 @@ class ShardedDynamicModule:
 
     @property
     def rows(self) -> RowTables:
-        """Caches of the tables.
-
-        Raises:
-            SetupError: The caches have not been opened.
-        """
+        """Caches of the tables."""
         if self._rows is None:
             raise SetupError(
                 f"this {type(self).__name__} has no rows because it was sharded by TorchRec alone. Shard the model with"
@@ -74,12 +70,7 @@ class ShardedDynamicModule:
         return self._rows
 
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
-        """Yield this rank's tables in the order of the distributed features.
-
-        Yields:
-            Name of the table, its features, and the kernel's tensors: weights [slots, dimensions] and the optimiser's
-            states, each [slots] or [slots, dimensions].
-        """
+        """Yield this rank's tables in the order of the distributed features."""
         for fused, tables in kernels_of(self):
             own = row_optimizer(fused)
             states = fused.split_optimizer_states() if own is None else own.states
@@ -95,11 +86,7 @@ class ShardedDynamicModule:
     # ------------------------------------------------------------------ the steps of a batch
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Start TorchRec's input dist with mixed ids.
-
-        Raises:
-            InputError: The ids are not int64 or int32.
-        """
+        """Start TorchRec's input dist with mixed ids."""
         mixed = with_mixed_ids(features)
         # Created here because TorchRec's creation would warn about ids beyond the rows of the cache.
         make_input_dists_by_id(self, mixed)

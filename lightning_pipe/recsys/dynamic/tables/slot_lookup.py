@@ -44,12 +44,6 @@ def look_slots_up(kernel: Any) -> bool:
     """Replace the ``forward`` of a dynamic table's kernel by the fast lookup, if the kernel is supported.
 
     Supported are CPU kernels with sum or mean pooling and a known optimiser.
-
-    Args:
-        kernel: FBGEMM kernel without bounds check.
-
-    Returns:
-        True if ``forward`` was replaced.
     """
     operator = _operator(_OPERATORS.get(kernel.optimizer, ""))
     pools = kernel.pooling_mode in (PoolingMode.SUM, PoolingMode.MEAN)
@@ -63,12 +57,6 @@ def skip_to_kernel(lookup: Any) -> bool:
     """Make TorchRec's lookup of pooled embeddings call its kernel directly, if one CPU kernel serves all features.
 
     Features with weights, and features with a batch size per feature, still use TorchRec's implementation.
-
-    Args:
-        lookup: TorchRec's lookup module.
-
-    Returns:
-        True if ``forward`` was replaced.
     """
     kernel = fast_kernel_of(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
     if kernel is None or not kernel.use_cpu:
