@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint as ActivationCheckpoint
     from lightning_pipe.llm.parallel.dimensions import ParallelDims as ParallelDims
     from lightning_pipe.llm.split.options import SplitOptions as SplitOptions
-    from lightning_pipe.llm.split.traced_split import SplitPoint as SplitPoint
-    from lightning_pipe.llm.split.traced_split import pipe_split as pipe_split
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy as InProcessPipelineStrategy
     from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy as AutoLLMPipelineStrategy
     from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM as HFCausalLM
@@ -45,8 +43,6 @@ _LLM_MODULES = {
     "ParallelDims": "lightning_pipe.llm.parallel.dimensions",
     "PipelineModule": "lightning_pipe.strategies.language_model.pipeline_module",
     "SplitOptions": "lightning_pipe.llm.split.options",
-    "SplitPoint": "lightning_pipe.llm.split.traced_split",
-    "pipe_split": "lightning_pipe.llm.split.traced_split",
 }
 
 __all__ = ["PipelineStrategy", *_MODULES, *_LLM_MODULES]

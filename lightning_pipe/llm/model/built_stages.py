@@ -58,8 +58,8 @@ def _check_chain(pipe: Pipe) -> None:
         if list(node.args) != (parts or [before]):
             raise SetupError(
                 f"{node.target} of the Pipe uses {', '.join(map(str, node.args))}; expected all outputs of the previous"
-                " stage, in their order. Return the original model from build_model, and set split.split_spec, which"
-                " also sends values past a stage"
+                " stage, in their order. Cut the model at other points, or build its stages by hand, so that each"
+                " also returns what later stages use"
             )
 
 
@@ -74,6 +74,6 @@ def _check_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[st
             if all(isinstance(one, int) for one in sizes) and sizes != tuple(found.shape):
                 raise InputError(
                     f"{node.name} has the shape {tuple(found.shape)}, and the Pipe was traced with {sizes}; expected"
-                    " the same, since sizes are constants of its trace. Give it such micro-batches, or return the"
-                    " original model from build_model and set split.split_spec, which takes any sizes"
+                    " the same, since sizes are constants of its trace. Give it such micro-batches, or build its stages"
+                    " by hand"
                 )

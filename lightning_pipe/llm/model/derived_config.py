@@ -30,10 +30,7 @@ from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, t
 
 _ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
 _MOST_RESULTS = 4
-_BY_TRACE = (
-    "To cut it by a trace instead, define example_micro_batch() and set split.split_policy to 'equal_size', which many"
-    " such models allow"
-)
+_BY_HAND = "Cut it into stages by hand: return a list of modules from build_model"
 
 
 def derive_config(model: nn.Module) -> ModuleConfig:
@@ -123,7 +120,7 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
         except SetupError as error:
             failures.append(error)
     text = str(failures[0])
-    raise SetupError(text if _BY_TRACE in text else f"{text}. {_BY_TRACE}")
+    raise SetupError(text if _BY_HAND in text else f"{text}. {_BY_HAND}")
 
 
 def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -175,7 +172,7 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
         found.append((sum(len(run.calls) for run in runs), next(filter(None, wrong))))
     raise SetupError(
         f"{type(model).__name__} cannot be cut into stages, which hold only some of its layers and of"
-        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. {_BY_TRACE}"
+        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. {_BY_HAND}"
     )
 
 

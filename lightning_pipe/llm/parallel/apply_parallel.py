@@ -75,16 +75,6 @@ class StageParallelism:
             check_sequences(model, config, plan, styles)
         return plan
 
-    def refuse_traced(self) -> None:
-        """Refuse dimensions that need the model's modules, which a traced model no longer has."""
-        sizes = self.dimensions
-        if max(sizes.tp, sizes.cp, sizes.ep) > 1:
-            raise SetupError(
-                f"parallel.tp is {sizes.tp}, parallel.cp is {sizes.cp} and parallel.ep is {sizes.ep}, but the model is"
-                " split by tracing, which replaces modules by operations; expected 1 for all three. Set them to 1, or"
-                " use a model that is split by its layers (get_pp_module_config)"
-            )
-
     def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:
         """Apply all dimensions to a stage, in place."""
         meshes = self.meshes
@@ -96,16 +86,12 @@ class StageParallelism:
             parallelise_experts(
                 stage, meshes.expert, meshes.expert_data, reshard_after_forward=self.dimensions.reshard_after_forward
             )
-        self.apply_to_layers(stage, config.layers)
-
-    def apply_to_layers(self, stage: StageModule, layers: tuple[str, ...]) -> None:
-        """Apply checkpointing, compilation and data parallelism, which only need the layers' names."""
-        self.checkpoint(stage, layers)
+        self.checkpoint(stage, config.layers)
         if self.compile_options is not None:
-            compile_layers(stage, layers, **self.compile_options)
-        if self.meshes is not None and self.meshes.data is not None:
+            compile_layers(stage, config.layers, **self.compile_options)
+        if meshes is not None and meshes.data is not None:
             reshard = self.dimensions.reshard_after_forward
-            parallelise_stage(stage, layers, self.meshes.data, reshard_after_forward=reshard)
+            parallelise_stage(stage, config.layers, meshes.data, reshard_after_forward=reshard)
 
     def checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
         """Enable activation checkpointing for the selected layers."""

@@ -142,8 +142,8 @@ class StageHooks:
     def example_micro_batch(self) -> Mapping[str, Any] | None:
         """Return a micro-batch like those of training, with at least two rows and two tokens, made without data.
 
-        Strategies use it to trace the model or to measure its layers if their options require this. The default
-        returns None, which disables both.
+        Strategies measure the layers of the model with it if their options require this. The default returns None,
+        which disables that.
         """
         return None
 

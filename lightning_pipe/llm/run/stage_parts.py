@@ -264,8 +264,8 @@ class PartsMaker:
 
 def _refuse_export(*args: Any, **kwargs: Any) -> Any:
     raise SetupError(
-        "build_model traces the model (torch.export, PyTorch's pipeline), but tensors have no memory yet. Return the"
-        " model itself and set split.split_spec, or build a Pipe in the module's __init__: self.model = ..."
+        "build_model traces the model (torch.export, PyTorch's pipeline), but tensors have no memory yet. Build"
+        " the Pipe in the module's __init__: self.model = ..."
     )
 
 

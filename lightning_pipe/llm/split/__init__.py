@@ -1,5 +1,5 @@
-"""Assignment of modules to stages, by the names of layers or by a trace of the forward.
+"""Assignment of modules to stages, by the names of layers.
 
-New split rules belong here. The stage module is in ``model``. Other sub-packages import ``by_name``, ``options``,
-``stage_split`` and ``traced_split``.
+New split rules belong here. The stage module is in ``model``. Other sub-packages import ``by_name``, ``options`` and
+``stage_split``.
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
@@ -17,8 +17,7 @@ TiedEmbeddings = Literal["sum", "refuse"]
 class SplitOptions:
     """Points at which a model is cut into stages.
 
-    At most one of ``layers_per_stage``, ``layer_ranges``, a trace (``split_spec``, ``split_policy``) and a ``balance``
-    other than ``layers`` may be given.
+    At most one of ``layers_per_stage``, ``layer_ranges`` and a ``balance`` other than ``layers`` may be given.
 
     Args:
         layers_per_stage: number of layers of each stage (default None: follow ``balance``).
@@ -29,10 +28,6 @@ class SplitOptions:
             ``balance`` is ``layers``.
         output_weight: number of layers that the modules after the last layer count as (default 1). Used when
             ``balance`` is ``layers``.
-        split_spec: mapping from module FQNs to ``beginning`` or ``end``, for models that are not lists of layers. The
-            forward is traced with ``example_micro_batch``, and cut there and at its calls of ``pipe_split``.
-        split_policy: function that inserts split points into a trace, as for PyTorch's ``pipeline``, or ``equal_size``
-            for about the same number of parameters on each stage.
         tied_embeddings: handling of a parameter that stages on two ranks share, such as the weight of an embedding and
             a head: ``sum`` the gradients of all copies in every step (default), or ``refuse`` such a model.
 
@@ -45,8 +40,6 @@ class SplitOptions:
     balance: Balance = "layers"
     input_weight: int = 1
     output_weight: int = 1
-    split_spec: Mapping[str, Any] | None = None
-    split_policy: Any = None
     tied_embeddings: TiedEmbeddings = "sum"
 
     def __post_init__(self) -> None:
@@ -69,7 +62,6 @@ class SplitOptions:
         ways = {
             "split.layers_per_stage": layers is not None,
             "split.layer_ranges": ranges is not None,
-            "split.split_spec or split.split_policy": self.traces,
             "split.balance": self.balance != "layers",
         }
         given = [name for name, is_given in ways.items() if is_given]
@@ -77,8 +69,3 @@ class SplitOptions:
             raise SetupError(
                 f"{' and '.join(given)} are given, expected only one way to cut the model. Remove the others"
             )
-
-    @property
-    def traces(self) -> bool:
-        """True if the model is cut by tracing its forward."""
-        return self.split_spec is not None or self.split_policy is not None

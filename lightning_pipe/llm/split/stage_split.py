@@ -1,7 +1,6 @@
 """Split of a module's model into stages, of which each rank keeps its own.
 
-A model is cut in one of two ways. Cut by layers, its forward runs on every stage, and modules of other stages pass
-their input through. Cut by a trace of its forward, each stage runs a part of the trace::
+A model is cut by its layers: its forward runs on every stage, and modules of other stages pass their input through::
 
     unsplit model, without memory ──► modules of each stage ──► this rank's values ──► stages ──► parallelised stages
                                  └──► shapes that stages exchange
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
@@ -47,12 +45,11 @@ from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
 from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
 
 
 @dataclass(frozen=True)
 class Example:
-    """A micro-batch for tracing a model or measuring its layers.
+    """A micro-batch for measuring the layers of a model.
 
     Attributes:
         args: positional arguments of the model.
@@ -107,7 +104,7 @@ def split_model(
     placeholders: bool = False,
 ) -> SplitModel:
     """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this."""
-    cut = _cut(model, config, num_stages, options, parallelism, example)
+    cut = _Cut(model, derive_config(model) if config is None else config, num_stages, options, parallelism, example)
     for one in cut.tied:
         if options.tied_embeddings == "refuse":
             raise SetupError(
@@ -153,33 +150,8 @@ def _fill(
         on_all_ranks(lambda: load_into(without_adapters(model), pretrained), failed, dist.group.WORLD)
 
 
-def _cut(
-    model: nn.Module,
-    config: ModuleConfig | None,
-    num_stages: int,
-    options: SplitOptions,
-    parallelism: StageParallelism,
-    example: Callable[[], Example] | None,
-) -> _LayerCut | _TracedCut:
-    """Assign a model's modules and tensors to stages."""
-    if config is None and not options.traces:
-        try:
-            config = derive_config(model)
-        except SetupError:
-            if example is None:
-                raise
-    if config is None or options.traces:
-        if example is None:
-            raise SetupError(
-                "split.split_spec or split.split_policy is given, so the model is traced, but the module has no"
-                " example_micro_batch() to trace it with. Define it on the module, or remove the option"
-            )
-        return _TracedCut(model, num_stages, options, parallelism, example())
-    return _LayerCut(model, config, num_stages, options, parallelism, example)
-
-
-class _LayerCut:
-    """Split by layers."""
+class _Cut:
+    """Assignment of a model's modules to stages."""
 
     def __init__(
         self,
@@ -279,50 +251,6 @@ class _LayerCut:
         return part
 
 
-class _TracedCut:
-    """Split at the split points of a trace."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        num_stages: int,
-        options: SplitOptions,
-        parallelism: StageParallelism,
-        example: Example,
-    ) -> None:
-        parallelism.refuse_traced()
-        self._parallelism = parallelism
-        spec, policy = options.split_spec, options.split_policy
-        self._traced: TracedSplit = trace_split(
-            model,
-            example.args,
-            example.kwargs,
-            split_spec=None if spec is None else {name: _split_point(name, at) for name, at in spec.items()},
-            split_policy=split_into_equal_size(num_stages) if policy == "equal_size" else policy,
-            num_stages=num_stages,
-        )
-        self.tied = self._traced.shared
-
-    def mixtures(self, model: nn.Module) -> tuple[Mixture, ...]:
-        return ()  # a trace has operations in place of modules
-
-    def shapes(self, model: nn.Module) -> StageShapes:
-        fake, mode = fake_copy(model)
-        return StageShapes([self.stage(fake, index).eval() for index in range(self._traced.num_stages)], mode)
-
-    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
-        return {name for index in mine for name in self._traced.names(index)}.__contains__
-
-    def stage(self, model: nn.Module, index: int) -> StageModule:
-        return self._traced.make_stage(model, index)
-
-    def parallelise(self, stage: StageModule) -> None:
-        self._parallelism.apply_to_layers(stage, stage.module.layer_names)  # type: ignore[arg-type]
-
-    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
-        return join_stages(list(stages.values()))
-
-
 def _measured(
     model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], Example] | None
 ) -> Pieces[float]:
@@ -343,18 +271,6 @@ def _measured(
         microbatches=given.num_microbatches,
         group=dist.group.WORLD,
     )
-
-
-def _split_point(name: str, given: SplitPoint | str) -> SplitPoint:
-    points = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
-    if isinstance(given, SplitPoint):
-        return given
-    if str(given).lower() not in points:
-        raise SetupError(
-            f"split.split_spec['{name}'] is {given!r}; expected SplitPoint.BEGINNING, SplitPoint.END, 'beginning' or"
-            " 'end'"
-        )
-    return points[str(given).lower()]
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:

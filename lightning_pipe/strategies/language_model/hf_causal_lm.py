@@ -163,10 +163,7 @@ class HFCausalLM(PipelineModule):
 
 
 class _ChunkedHead(nn.Module):
-    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
-
-    In a trace, which replaces modules by operations, it is an ordinary head.
-    """
+    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -174,8 +171,7 @@ class _ChunkedHead(nn.Module):
         self.bias = head.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        is_traced = torch.compiler.is_exporting()
-        return nn.functional.linear(hidden, self.weight, self.bias) if is_traced else hidden
+        return hidden
 
 
 def read_config(given: Any) -> Any:

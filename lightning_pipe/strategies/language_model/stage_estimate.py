@@ -81,11 +81,6 @@ def estimate_stages(
     if module.model is None:
         with precision.module_init_context(), deferred_init():
             module.configure_model()
-    if plan.split.traces:
-        raise SetupError(
-            "split.split_spec or split.split_policy is given, so the model is traced, but an estimate expects a model"
-            " that is cut by its layers. Remove these options."
-        )
     config, sharing = layers_of(module), sharing_of(settings, module)
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
     footprints = footprints_of(module, config, item, settings, precision)

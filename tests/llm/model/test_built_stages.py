@@ -193,7 +193,7 @@ def test_one_device_runs_the_stages_in_order(ranks: list[dict[str, Any]]) -> Non
     ("what", "words"),
     [
         ("too few", "2 layers cannot go to 4 stages"),
-        ("traced", "build_model traces the model .* set split.split_spec, or build a Pipe in the module's"),
+        ("traced", "build_model traces the model .* Build the Pipe in the module's"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(what: str, words: str, ranks: list[dict[str, Any]]) -> None:
@@ -209,7 +209,7 @@ def test_a_pipe_refuses_other_sizes_than_its_traces() -> None:
 
 
 def test_a_pipe_whose_stages_skip_is_refused() -> None:
-    with pytest.raises(SetupError, match=r"submod_pp_1 of the Pipe uses getitem; .* set split.split_spec"):
+    with pytest.raises(SetupError, match=r"submod_pp_1 of the Pipe uses getitem; .* build its stages by hand"):
         BuiltStages(pipe(skips=True, count=3))
     several = BuiltStages(pipe(skips=True, count=2))
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)

@@ -183,8 +183,8 @@ def test_layers_that_are_skipped_at_random_are_refused() -> None:
         derive_config(model)
 
 
-def test_a_trial_says_how_to_cut_by_a_trace() -> None:
-    with pytest.raises(SetupError, match=r"set split\.split_policy to 'equal_size'"):
+def test_a_trial_says_how_to_cut_by_hand() -> None:
+    with pytest.raises(SetupError, match="return a list of modules from build_model"):
         config_of("repeats")
 
 

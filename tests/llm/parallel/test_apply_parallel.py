@@ -22,14 +22,6 @@ def parallelism(dimensions: ParallelDims, expert_data: object = None, **options:
     return StageParallelism(meshes, **options)
 
 
-@pytest.mark.parametrize("name", ["tp", "cp", "ep"])
-def test_a_traced_model_is_refused_where_its_own_modules_are_needed(name: str) -> None:
-    sizes: dict[str, Any] = {name: 2}
-    with pytest.raises(SetupError, match=rf"parallel.{name} is 2.*get_pp_module_config"):
-        parallelism(ParallelDims(**sizes)).refuse_traced()
-    parallelism(ParallelDims(dp_shard=2, dp_replicate=2)).refuse_traced()
-
-
 @pytest.mark.parametrize(
     ("mode", "expert_data", "refused"),
     [("selective", "others", True), ("selective", None, False), ("full", "others", False), (None, "others", False)],

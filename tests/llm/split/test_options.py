@@ -25,8 +25,8 @@ from lightning_pipe.llm.split.options import SplitOptions
             "split.layers_per_stage and split.balance are given",
         ),
         (
-            {"layer_ranges": [[0, 4]], "split_spec": {}},
-            "split.layer_ranges and split.split_spec or .* are given",
+            {"layer_ranges": [[0, 4]], "layers_per_stage": [4]},
+            "split.layers_per_stage and split.layer_ranges are given",
         ),
     ],
     ids=str,
@@ -34,9 +34,3 @@ from lightning_pipe.llm.split.options import SplitOptions
 def test_values_that_do_not_fit_are_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=words):
         SplitOptions(**given)
-
-
-def test_a_model_is_traced_where_split_points_or_a_policy_are_given() -> None:
-    assert SplitOptions(split_spec={}).traces
-    assert SplitOptions(split_policy="equal_size", split_spec={"middle": "end"}).traces
-    assert not SplitOptions(layers_per_stage=[1, 3]).traces

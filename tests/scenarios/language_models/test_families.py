@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_pipe.llm.parallel.attention_mode import FAMILIES as ON_PARTS
-from lightning_pipe.llm.split.options import SplitOptions
 from tests.distributed import run_ranks
 from tests.scenarios.language_models.families import (
     CHUNK,
@@ -145,31 +143,3 @@ def test_the_router_loss_of_all_layers_is_transformers_own() -> None:
     assert [outcome(found, schedule) for schedule in SCHEDULES] == ["", ""]
     without = by_a_plain_loop(config_of("qwen3_moe"))
     assert abs(found.plain[0] - without[0]) > 100 * WITHIN  # type: ignore[operator]
-
-
-# Cut by a trace
-
-
-class Traced(Noting):
-    def example_micro_batch(self) -> dict[str, Tensor]:
-        return batches()[0][0]
-
-
-def cut_by_a_trace(rank: int, world: int, family: str) -> list[float]:
-    module = Traced(config_of(family))
-    fit(module, llm("1f1b", COUNT, split=SplitOptions(split_policy="equal_size")), batches())
-    return module.losses
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("gpt2"),
-        pytest.param("gemma4_text", marks=pytest.mark.exhaustive),
-        pytest.param("zamba2", marks=pytest.mark.long),
-    ],
-)
-def test_a_family_can_be_cut_by_a_trace(family: str) -> None:
-    expected = by_a_plain_loop(config_of(family))
-    for losses in run_ranks(cut_by_a_trace, 2, family):
-        assert losses == pytest.approx(expected, abs=WITHIN)

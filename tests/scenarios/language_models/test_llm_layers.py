@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipe_split
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     VOCABULARY,
     WIDTH,
-    Noted,
     Tiny,
     TinyHF,
     Trained,
@@ -42,39 +39,6 @@ STEPS = 2  # of two lengths: the second is compiled for any length
 
 
 class WithExample(Tiny):
-    def example_micro_batch(self) -> dict[str, Tensor]:
-        tokens = torch.zeros(4, 6, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class Own(nn.Module):
-    """No list of layers, and something that skips the middle."""
-
-    def __init__(self, marked: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.last = nn.Linear(WIDTH, VOCABULARY)
-        self.marked = marked
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        embedded = self.embedding(input_ids)
-        x = self.first(embedded)
-        if self.marked:
-            pipe_split()
-        out: Tensor = self.last(self.middle(x) + embedded)
-        return out
-
-
-class Traced(Noted, PipelineModule):
-    def __init__(self, marked: bool = False) -> None:
-        super().__init__(optimizer="adamw")
-        self.marked = marked
-
-    def build_model(self) -> nn.Module:
-        return Own(self.marked)
-
     def example_micro_batch(self) -> dict[str, Tensor]:
         tokens = torch.zeros(4, 6, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
@@ -182,9 +146,6 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
     "by time": (partial(WithExample, optimizer="adamw"), "1f1b", {"balance": "time"}, True),
     "by memory": (partial(WithExample, optimizer="adamw"), "zbv_zero_bubble", {"balance": "memory"}, True),
     "a file": (partial(Tiny, optimizer="adamw"), "csv", {}, True),
-    "traced, at a module": (Traced, "1f1b", {"split_spec": {"middle": "beginning"}}, True),
-    "traced, at pipe_split": (partial(Traced, marked=True), "gpipe", {}, True),
-    "traced, as many parameters": (Traced, "interleaved_1f1b", {"split_policy": "equal_size"}, True),
     "handing on three tensors": (partial(Handing, False), "zbv_zero_bubble", {"balance": "time"}, True),
     "handing on a tuple": (
         partial(Handing, True),
@@ -205,7 +166,6 @@ OFTEN = (
     "compiled, in two parts",
     "by time",
     "a file",
-    "traced, at a module",
     "handing on three tensors",
     "handing on a tuple",
     "frozen, in two parts",
@@ -241,11 +201,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, cases: list[str]) -> dict[
             "put back": torch._functorch.config.donated_buffer,
         }
     found["no example"] = refused(Tiny(), balance="time")
-    found["no example to trace"] = refused(Tiny(), split_spec={"layers.2": "beginning"})
     found["several tensors"] = refused(Handing(as_one=False, told=False))
-    found["no such module"] = refused(Traced(), split_spec={"layers.9": "beginning"})
-    found["no such point"] = refused(Traced(), split_spec={"middle": "centre"})
-    found["too few points"] = refused(Traced(), schedule="interleaved_1f1b", split_spec={"middle": "beginning"})
     try:
         fit(Other(), llm(compare_batches=True), row_batches(1))
     except Exception as error:
@@ -301,11 +257,7 @@ def test_offloaded_states_are_in_checkpoints(ranks: Any) -> None:
     ("what", "words"),
     [
         ("no example", ["split.balance is 'time'", "example_micro_batch()", "split.balance to 'layers'"]),
-        ("no example to trace", ["split.split_spec or split.split_policy is given", "example_micro_batch()"]),
         ("several tensors", ["HandingOn cannot be cut", "set layer_outputs in the config to their number"]),
-        ("no such module", ["layers.9", "middle"]),
-        ("no such point", ["'centre'", "'beginning' or 'end'"]),
-        ("too few points", ["2", "4"]),
         ("other tokens", ["different batches", "digest"]),
     ],
 )

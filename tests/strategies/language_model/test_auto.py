@@ -52,7 +52,6 @@ from tests.tiers import sampled
         ({"stages_per_rank": 1}, "stages_per_rank=1"),
         ({"split": {"layers_per_stage": [2, 2]}}, r"split.layers_per_stage=\[2, 2\]"),
         ({"split": {"balance": "time", "input_weight": 2}}, "split.balance='time' and split.input_weight=2"),
-        ({"split": {"split_spec": {"middle": "end"}}}, "split.split_spec={'middle': 'end'}"),
     ],
     ids=str,
 )

@@ -168,5 +168,3 @@ def test_what_is_not_known_or_refused_is_an_error() -> None:
         estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
     with pytest.raises(SetupError, match="do not make the 3 ranks"):
         estimate_stages(llm(pp=2), Tiny(), row_batches(1)[0], 3, Precision())
-    with pytest.raises(SetupError, match="so the model is traced"):
-        estimate_stages(llm(split_policy="equal_size"), Tiny(), row_batches(1)[0], 2, Precision())
