@@ -1,14 +1,12 @@
 """Initial values of new rows, which depend only on the seed, the table and the id.
 
 A row therefore starts with the same values on every rank, in every batch, and after every expiry. The random bits come
-from SplitMix64, seeded for each id. They are converted to values only with operations that IEEE 754 rounds exactly, not
-with a library's logarithm or cosine, whose results differ between processors and between positions in an array. The
-values are therefore bitwise identical on every machine, with and without the compiled library.
+from SplitMix64, seeded for each id. Uniform values are bitwise identical on every machine. Normal values are PyTorch's
+quantiles, whose last bits may depend on the machine's C library, but not on the position in an array.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -22,9 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.dynamic.cache.normal_quantile import normal_quantile
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
-from lightning_pipe.recsys.kernels import native
 
 Values = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint64]
@@ -80,7 +76,8 @@ class Normal(Distribution):
     def values(self, bits: Bits) -> Values:
         # Midpoints of 2^52 intervals, so that no probability is 0 or 1.
         probabilities = (_signed(bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-        return (normal_quantile(probabilities) * self.std + self.mean).astype(np.float32)
+        quantiles = torch.special.ndtri(torch.from_numpy(probabilities)).numpy()
+        return (quantiles * self.std + self.mean).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -136,22 +133,11 @@ class InitialValues:
 
 
 def _random_bits(seed: int, keys: Keys, width: int) -> Bits:
-    """64 random bits for each column of each key, [keys, width]; same as lp_random_bits() in csrc/random_bits.cpp."""
-    library = native.library()
+    """64 random bits for each column of each key, [keys, width]."""
     unsigned = np.ascontiguousarray(keys).view(np.uint64)
-    if library is None:
-        start = _mixed(_mixed(unsigned + _STEP) ^ np.uint64(seed))
-        columns = np.arange(1, width + 1, dtype=np.uint64) * _STEP
-        return _mixed(start[:, None] + columns)
-    bits = np.empty((len(keys), width), np.uint64)
-    library.lp_random_bits(
-        ctypes.c_uint64(seed),
-        ctypes.c_void_p(unsigned.ctypes.data),
-        ctypes.c_int64(len(keys)),
-        ctypes.c_int64(width),
-        ctypes.c_void_p(bits.ctypes.data),
-    )
-    return bits
+    start = _mixed(_mixed(unsigned + _STEP) ^ np.uint64(seed))
+    columns = np.arange(1, width + 1, dtype=np.uint64) * _STEP
+    return _mixed(start[:, None] + columns)
 
 
 def _signed(bits: Bits) -> npt.NDArray[np.int64]:

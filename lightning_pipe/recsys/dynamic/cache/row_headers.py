@@ -6,7 +6,6 @@ will erase the record at the next write-back.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
-from lightning_pipe.recsys.kernels import native
 
 # Size of a header in a record: count and last_seen, int64 each.
 BYTES = 16
@@ -55,7 +53,6 @@ class RowHeaders:
         self._headers = np.zeros((capacity, 2), np.int64)
         self.counts, self.last_seen = self._headers[:, 0], self._headers[:, 1]
         self.dirty = np.zeros(capacity, np.uint8)
-        self._library = native.library()
 
     def read(self, rows: Slots) -> npt.NDArray[np.int64]:
         """Count and last step of *rows*: [rows, 2]."""
@@ -92,18 +89,6 @@ class RowHeaders:
 
     def begin(self, rows: Slots, step: int) -> Begun:
         """Begin a batch: count an occurrence of its *rows*, which are distinct."""
-        if self._library is None:
-            return self._begin_slowly(rows, step)
-        before, expired, young, numbers = (np.empty(size, np.int64) for size in (*[len(rows)] * 3, 2))
-        ttl = -1 if self.ttl is None else self.ttl
-        self._library.lp_row_headers_begin(
-            *(ctypes.c_void_p(array.ctypes.data) for array in (self._headers, self.dirty, rows)),
-            *(ctypes.c_int64(number) for number in (len(rows), step, ttl, self._threshold)),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (before, expired, young, numbers)),
-        )
-        return Begun(step, before, expired[: numbers[0]].copy(), young[: numbers[1]].copy())
-
-    def _begin_slowly(self, rows: Slots, step: int) -> Begun:
         before = self.last_seen[rows]
         expired = self.expired(rows, step)
         self.counts[expired] = 0

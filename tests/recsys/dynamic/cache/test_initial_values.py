@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, Distribution, InitialValues, Normal, Uniform
-from lightning_pipe.recsys.kernels import native
 
 DISTRIBUTIONS = [Uniform(-0.5, 0.25), Normal(1.0, 2.0)]
 UNIFORM = [
@@ -32,7 +31,7 @@ KEYS = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 5000)
 
 
 @pytest.mark.parametrize("one", [*DISTRIBUTIONS, Constant(3.0)])
-def test_a_row_is_the_same_in_every_batch(one: Distribution, way: str) -> None:
+def test_a_row_is_the_same_in_every_batch(one: Distribution) -> None:
     initial = InitialValues("table", 7, one, seed=1)
     rows = initial(KEYS)
     assert rows.shape == (5000, 7)
@@ -42,27 +41,17 @@ def test_a_row_is_the_same_in_every_batch(one: Distribution, way: str) -> None:
     assert torch.equal(InitialValues("table", 7, one, seed=1)(KEYS[4000:]), rows[4000:])
 
 
-@pytest.mark.parametrize("one", DISTRIBUTIONS)
-def test_the_compiled_library_changes_no_bit(one: Distribution, monkeypatch: pytest.MonkeyPatch) -> None:
-    initial = InitialValues("table", 5, one, seed=2)
-    compiled = initial(KEYS)
-    monkeypatch.setenv("LIGHTNING_PIPE_NATIVE", "0")
-    native.library.cache_clear()
-    assert torch.equal(initial(KEYS), compiled)
-    monkeypatch.undo()
-    native.library.cache_clear()
-
-
-def test_values_are_these_on_every_machine(way: str) -> None:
+def test_values_are_these_on_every_machine() -> None:
     keys = np.array([0, -1, 2**63 - 1])
     uniform = InitialValues("table", 2, Uniform(0.0, 1.0))(keys)
     normal = InitialValues("table", 2, Normal(0.0, 1.0))(keys)
     assert uniform.flatten().tolist() == UNIFORM
-    assert normal.flatten().tolist() == NORMAL
+    # The last bit may be another with another C library.
+    assert normal.flatten().tolist() == pytest.approx(NORMAL, rel=2**-23)
 
 
 @pytest.mark.parametrize("one", DISTRIBUTIONS)
-def test_seeds_tables_ids_and_columns_have_values_of_their_own(one: Distribution, way: str) -> None:
+def test_seeds_tables_ids_and_columns_have_values_of_their_own(one: Distribution) -> None:
     keys = np.arange(-100, 100)
     rows = [InitialValues(table, 4, one, seed=seed)(keys) for table, seed in (("a", 0), ("a", 1), ("b", 0), ("a", -1))]
     values = torch.stack(rows).double()
@@ -70,7 +59,7 @@ def test_seeds_tables_ids_and_columns_have_values_of_their_own(one: Distribution
     assert values.unique().numel() > 3190
 
 
-def test_uniform_values_are_uniform(way: str) -> None:
+def test_uniform_values_are_uniform() -> None:
     values = InitialValues("t", 16, Uniform(-0.5, 0.25))(np.arange(20000)).double().flatten()
     assert values.min() >= -0.5
     assert values.max() <= 0.25
@@ -81,7 +70,7 @@ def test_uniform_values_are_uniform(way: str) -> None:
     _no_neighbour_tells_of_another(values.view(-1, 16))
 
 
-def test_normal_values_are_normal(way: str) -> None:
+def test_normal_values_are_normal() -> None:
     values = InitialValues("t", 16, Normal(1.0, 2.0))(np.arange(20000)).double().flatten()
     at = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     edges = 1.0 + 2.0 * torch.special.ndtri(at)
@@ -99,7 +88,7 @@ def _no_neighbour_tells_of_another(rows: Tensor) -> None:
     assert torch.corrcoef(torch.cat([rows[1:].T, rows[:-1].T]))[:16, 16:].abs().max() < bound
 
 
-def test_constants_and_functions(way: str) -> None:
+def test_constants_and_functions() -> None:
     keys = np.array([3, -4])
     assert InitialValues("t", 2, Constant(0.5))(keys).tolist() == [[0.5, 0.5], [0.5, 0.5]]
     initial = InitialValues("t", 2, lambda ids: ids.unsqueeze(1) * torch.tensor([1.0, 10.0]))
