@@ -5,15 +5,15 @@ only these. No rank holds the whole model, neither in memory nor as the contents
 a tensor from several of the files, such as that of all experts of a layer, these are read together. The model's
 constructor computes tensors that are not in the files, such as rotary frequencies.
 
-The path of the folder is trusted, and so are links in it, which Hugging Face's cache consists of. The contents of the
-files are not trusted. The size, depth and numbers of JSON are checked before use, an index may only name files of the
-folder, and the safetensors package checks offsets against the file. No code in the folder is run.
+The path of the folder is trusted, and so are links in it, which Hugging Face's cache consists of. An index may only
+name files of the folder, and the safetensors package checks offsets against the file. No code in the folder is run.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,8 +36,8 @@ from lightning_pipe._compat.transformers import (
 )
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.llm.model.deferred import tensors_are_fake
-from lightning_pipe.llm.model.hf_files import check_header, read_bounded_config, read_index
 from lightning_pipe.llm.model.stage_module import registered_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,13 +90,7 @@ class PretrainedWeights:
                     )
                 for name in names or present:
                     header = opened.get_slice(name)
-                    shape = tuple(header.get_shape())
-                    if max(shape, default=0) >= 2**48:
-                        raise SetupError(
-                            f"{str(self.folder / file)!r} has the tensor {name[:200]!r} of shape {shape}, expected"
-                            " dimensions below 2**48. Write or download the file again"
-                        )
-                    self.tensors[name] = StoredTensor(file, shape, header.get_dtype())
+                    self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
 
     def config(self) -> Any:
         """The folder's ``PretrainedConfig``.
@@ -109,7 +103,6 @@ class PretrainedWeights:
             raise SetupError(
                 f"the folder {str(self.folder)!r} has no config.json. Copy or download all files of the model"
             )
-        read_bounded_config(path)
         try:
             config: Any = _import("transformers").AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
@@ -340,7 +333,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
             " safetensors with transformers: from_pretrained(...).save_pretrained(...)"
         )
     files: dict[str, list[str] | None] = {}
-    for name, file in read_index(index).items():
+    for name, file in _weight_map(index).items():
         cast(list[str], files.setdefault(file, [])).append(name)
     absent = listed("missing", [file for file in files if not (folder / file).is_file()])
     if absent:
@@ -348,11 +341,33 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     return files
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Names of the files that hold tensors, by the name of the tensor."""
+    try:
+        content = json.loads(index.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SetupError(
+            f"{str(index)!r} cannot be read: it is not JSON ({str(error)[:200]}). Copy or download it again"
+        ) from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise SetupError(
+            f"{str(index)!r} is not an index of weights: expected a dict as weight_map, got {shown(files)}. Copy or"
+            " download it again"
+        )
+    for name, file in files.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise SetupError(
+                f"{str(index)!r} cannot be used: expected a file in its folder as weight_map[{shown(name)}], got"
+                f" {shown(file)}. Copy or download the folder again"
+            )
+    return files
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     safetensors = _import("safetensors")
     try:
-        check_header(path)
         with safetensors.safe_open(path, framework="pt", device="cpu") as opened:
             yield opened
     except (safetensors.SafetensorError, OSError, TypeError, ValueError, OverflowError) as error:

@@ -49,19 +49,12 @@ def test_the_serial_order_is_that_of_the_tasks_and_not_of_the_file() -> None:
     assert plan.name == "plan"
 
 
-def test_defaults_may_be_shared_by_a_yaml_merge() -> None:
-    plan = PipelinePlan.from_yaml(
-        "tasks: {Copy: &ahead {stage: 1, stream: s}, Forward: {<<: *ahead, stage: 0}, Backward: }", TASKS
-    )
-    assert plan.schedule["Forward"] == TaskSchedule(0, "s")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tasks: {Copy: {}, Forward: {}, Backward: {}, Copy: {stage: 1}}", "repeats the key 'Copy' .*write it once"),
-        ("name: a\nname: b\ntasks: {}", "repeats the key 'name'"),
-        ("tasks: {Copy: {stage: 1, stage: 2}, Forward: {}, Backward: {}}", "repeats the key 'stage'"),
+        ("tasks: {Copy: {}, Forward: {}, Backward: {}, Copy: {stage: 1}}", "the key 'Copy' repeats; write it once"),
+        ("name: a\nname: b\ntasks: {}", "the key 'name' repeats"),
+        ("tasks: {Copy: {stage: 1, stage: 2}, Forward: {}, Backward: {}}", "the key 'stage' repeats"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}, Sing: {}}", "unknown task 'Sing'; the tasks are Copy, Forward"),
         ("tasks: {Copy: {}}", "leaves out Forward, Backward"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\ndepth: 3", "unknown key 'depth'; known keys are name, pipel"),
@@ -74,6 +67,10 @@ def test_defaults_may_be_shared_by_a_yaml_merge() -> None:
         ("name: x", "map each task to its schedule; found None"),
         ("", "a plan must be a mapping of .*; found NoneType"),
         ("tasks: {", "not valid YAML"),
+        ("tasks: {Copy: &a {stage: 1}, Forward: *a, Backward: {}}", r"found the alias \*a; write the value .*line 1"),
+        ("tasks: !!python/object/apply:os.system [ls]", "not valid YAML: could not determine a constructor"),
+        ("tasks: " + "[" * 5000, "not valid YAML"),
+        (f"# {'a' * 2**18}", "characters; expected at most 262144"),
         ("tasks: {Copy: {stage: two}, Forward: {}, Backward: {}}", "has stage 'two'"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\norder: Copy", "order is 'Copy'; write a list"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\norder: 0", "order is 0; write a list"),

@@ -355,7 +355,6 @@ def test_a_missing_parameter_is_an_error_even_where_the_class_ignores_it(
             {"hidden_size": 2**31, "intermediate_size": 2**31},
             "the llama model of the config cannot be made: RuntimeError: Storage size",
         ),
-        ({"head_dim": 2**31}, "'head_dim' is 2147483648, expected at most 65,536"),
     ],
     ids=str,
 )
@@ -434,7 +433,7 @@ def empty(folder: Path) -> None:
         (
             "1GB",
             lambda folder: (folder / "config.json").write_text("{"),
-            r"config\.json' cannot be read: it is not J",
+            r"config\.json' cannot be used: ",
         ),
         ("1GB", quantise, r"are quantised \(config\.json has a quantization_config\)"),
     ],
