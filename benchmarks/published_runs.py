@@ -1,6 +1,6 @@
 """Published training runs of other projects, predicted by the estimate of ``lightning-pipe llm estimate``.
 
-``python -m benchmarks.published_runs`` prints the tables of ``docs/published_runs.md`` from ``published_runs.yaml``. It
+``python -m benchmarks.published_runs`` prints a table for each source in ``published_runs.yaml``. It
 needs no GPU and allocates no weights. Nothing is fitted: memory and operations follow from the configuration alone, and
 a speed is predicted from the speed of another run of the same table.
 """

@@ -15,7 +15,6 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts
 SKIPPED = {
     "checkpoints.md": 2,
     "cluster.md": 5,
-    "migration.md": 3,
     "performance.md": 1,
     "serving.md": 7,
     "stacks.md": 2,
