@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.recsys.batch_memory_cases import Copying
 from tests.strategies.cases import (
@@ -65,19 +64,6 @@ def trained(plan: str, options: dict[str, Any], **memory: Any) -> dict[str, Any]
     }
 
 
-class Reads(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            assert batch.sparse.lengths().numel() > 0
-            batch.sparse.values().sum()
-
-
-def error_of_a_callback() -> str:
-    with pytest.raises(SetupError) as caught:
-        fit(Clicks(Pooled), recsys(free_features_early=True), callbacks=[Reads()])
-    return str(caught.value)
-
-
 class Profiles(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3:
@@ -95,7 +81,6 @@ def on_two_ranks(rank: int, world_size: int, cells: Sequence[tuple[str, str]]) -
     return {
         "plain": {name: trained("serial", options) for name, (options, _) in CASES.items()},
         "trained": {(name, plan): trained(plan, CASES[name][0], **EARLY) for name, plan in cells},
-        "error": error_of_a_callback(),
         "profiled": [profiled(), profiled(callbacks=[Profiles()])],
     }
 
@@ -116,10 +101,6 @@ def test_training_logging_validation_and_prediction_are_the_same_to_the_bit(
         assert found["logged"] == expected["logged"]
         assert difference(found["state"], expected["state"]) == []
         assert torch.equal(found["predicted"], expected["predicted"])
-
-
-def test_a_callback_that_reads_ids_is_told_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    assert all("were released (free_features_early)" in of_rank["error"] for of_rank in ranks)
 
 
 def test_a_profile_in_the_middle_changes_nothing(ranks: list[dict[str, Any]]) -> None:
