@@ -1,4 +1,4 @@
-"""Tiers of tests: ``make test`` leaves out those marked as exhaustive or long, ``make test-all`` those marked as long."""
+"""Tiers of tests: ``make test`` leaves out the tests marked as exhaustive or long, ``make test-all`` the long ones."""
 
 from __future__ import annotations
 
