@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import threading
-import time
-import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ TESTS = Path(__file__).parent
 # Files that take longest with --exhaustive, longest first. Workers start with them, so that none is alone at the end.
 LONGEST = [TESTS / f"{name}.py" for name in (TESTS / "longest.txt").read_text(encoding="utf-8").split()]
 
-TURNS = 3
-UNTIL = "LIGHTNING_PIPE_EXHAUSTIVE_UNTIL"
 FAILED = pytest.StashKey[bool]()
 
 # Read when the libraries are loaded, which the tests do after this.
@@ -42,18 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, what in TIERS.items():
         parser.addoption(f"--{marker}", action="store_true", help=f"run tests that are {marker}, too: {what}")
     parser.addoption(
-        "--exhaustive-minutes",
-        type=float,
-        metavar="N",
-        help="with --exhaustive: skip exhaustive tests that have not begun N minutes after the beginning",
-    )
-    parser.addoption(
-        "--turn",
-        type=int,
-        metavar="N",
-        help=f"run one of {TURNS} parts of the exhaustive tests, another one for each N",
-    )
-    parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
     )
 
@@ -62,8 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker, what in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {what}; run with --{marker}")
     begin(config)
-    if (minutes := config.getoption("--exhaustive-minutes")) is not None and not hasattr(config, "workerinput"):
-        os.environ[UNTIL] = str(time.time() + 60 * minutes)  # which workers inherit
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         share_servers()
         config.option.loadscopereorder = False  # the files with most tests are not those that take longest
@@ -75,9 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out(config))]
-    if (turn := config.getoption("--turn")) is not None:
-        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        unwanted += [item for item in exhaustive if (zlib.crc32(item.nodeid.encode()) + turn) % TURNS]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
@@ -103,13 +82,6 @@ def pytest_collection_finish() -> None:
     # A collection would visit all modules and tests: half a second each time.
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    minutes = item.config.getoption("--exhaustive-minutes")
-    if minutes is not None and time.time() > float(os.environ[UNTIL]) and item.get_closest_marker("exhaustive"):
-        pytest.skip(f"not begun {minutes:g} minutes after the beginning; --exhaustive without a limit runs it")
 
 
 def _shuffle(items: list[pytest.Item], order: random.Random) -> None:

@@ -41,7 +41,7 @@ GRACE = 60.0
 END = 60.0
 
 
-def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = HANG, fresh: bool = False) -> list[T]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = HANG) -> list[T]:
     """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes joined by Gloo over loopback.
 
     Args:
@@ -49,7 +49,6 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         world_size: number of processes.
         args: whatever can be pickled; each rank has its own copy.
         timeout: seconds for all of it, the start of the processes included.
-        fresh: start processes that have imported nothing, in place of copies of one that has.
 
     Returns:
         Each rank's value, in rank order; whatever can be pickled.
@@ -62,7 +61,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     # Pickled here, once: multiprocessing would have the ranks share the memory of tensors.
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_Rank(rank, world_size, call, Path(folder), timeout, fresh) for rank in range(world_size)]
+        ranks = [_Rank(rank, world_size, call, Path(folder), timeout) for rank in range(world_size)]
         try:
             for rank in ranks:
                 rank.start()
@@ -156,30 +155,24 @@ def threads_left(before: Collection[threading.Thread], end: float | None = None)
 class _Rank:
     """One process, as the test sees it."""
 
-    def __init__(self, index: int, world_size: int, call: bytes, folder: Path, timeout: float, fresh: bool) -> None:
+    def __init__(self, index: int, world_size: int, call: bytes, folder: Path, timeout: float) -> None:
         self.index = index
         self.value: Any = None
         self.failure: str | None = None
         self.reported = False
         self._stacks = folder / f"stacks_{index}"
-        self._server = None if fresh else _server(index % _SERVERS)
+        self._server = _server(index % _SERVERS)
         environment = {**os.environ, **_environment(index, world_size)}
-        given = None if fresh else environment  # a new process has it from its start
         self.connection, self._child_end = multiprocessing.Pipe()
         store = folder / "store"
-        self._process: Any = multiprocessing.get_context("spawn" if fresh else "forkserver").Process(  # type: ignore[attr-defined]
+        self._process: Any = multiprocessing.get_context("forkserver").Process(
             target=_serve,
-            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, END, given),
+            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, END, environment),
             name=f"rank {index}",
         )
-        self._environment = environment
 
     def start(self) -> None:
-        if self._server is None:
-            with mock.patch.dict(os.environ, self._environment):
-                self._process.start()
-        else:
-            _start(self._process, self._server)
+        _start(self._process, self._server)
         # From now on only the process holds it, so that its death is seen as the end of the connection.
         self._child_end.close()
 
@@ -346,11 +339,10 @@ def _serve(
     stacks: str,
     timeout: float,
     end: float,
-    environment: dict[str, str] | None,
+    environment: dict[str, str],
 ) -> None:
     """The life of a rank's process: join the group, call, report, wait for the others, leave."""
-    if environment is not None:
-        _start_anew(environment)
+    _start_anew(environment)
     # The rank's own processes, such as a loader's workers, start as those of a user's script do: multiprocessing would
     # have them start in the way that the rank was started, and import everything again.
     multiprocessing.set_start_method(None, force=True)
@@ -374,8 +366,7 @@ def _serve(
     connection.recv()
     _leave_group()
     codes.append(0)
-    if environment is not None:
-        atexit._run_exitfuncs()  # which the server leaves out
+    atexit._run_exitfuncs()  # which the server leaves out
 
 
 def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float, end: float) -> bytes:

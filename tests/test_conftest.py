@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import LONGEST, TURNS, pytest_collection_modifyitems
+from tests.conftest import LONGEST, pytest_collection_modifyitems
 from tests.patience import HANG
 from tests.tiers import TIERS
 
@@ -36,7 +36,6 @@ def items(marked: dict[int, str] | None = None) -> list[Any]:
 def config(**options: Any) -> Any:
     defaults: dict[str, Any] = {
         "--shuffle": None,
-        "--turn": None,
         **dict.fromkeys((f"--{marker}" for marker in TIERS), False),
     }
     given = defaults | {f"--{name}": value for name, value in options.items()}
@@ -88,41 +87,6 @@ def test_the_files_that_take_longest_come_first_and_the_others_as_they_were() ->
     ]
     pytest_collection_modifyitems(config(), found)  # type: ignore[arg-type]
     assert [item.path for item in found] == [*LONGEST, Path("a"), Path("b")]
-
-
-def test_the_turns_together_run_each_exhaustive_test_once_and_the_others_always() -> None:
-    found = []
-    for turn in range(7, 7 + TURNS):
-        given = items({1: "exhaustive", 3: "exhaustive"})
-        pytest_collection_modifyitems(config(turn=turn, exhaustive=True), given)
-        assert len(given) < len(TESTS)
-        found += [(str(item.path), item.number) for item in given]
-    assert sorted(found) == sorted(test for test in TESTS for _ in range(1 if test[1] in (1, 3) else TURNS))
-
-
-LIMITED = """
-import pytest
-
-@pytest.mark.exhaustive
-def test_exhaustive(): ...
-
-def test_plain(): ...
-"""
-
-
-@pytest.mark.parametrize("workers", ["0", "1"])
-@pytest.mark.parametrize(("minutes", "ended"), [("0", "1 passed, 1 skipped"), ("60", "2 passed")])
-def test_exhaustive_tests_after_the_limit_are_skipped_with_the_reason(
-    minutes: str, ended: str, workers: str, tmp_path: Path
-) -> None:
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "test_it.py").write_text(LIMITED)
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "--exhaustive"]
-    command += ["--exhaustive-minutes", minutes, "-n", workers, "--rootdir", str(tmp_path), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG / 2)
-    assert ended in run.stdout
-    assert (f"not begun {minutes} minutes after the beginning" in run.stdout) == ("skipped" in ended)
 
 
 @pytest.mark.parametrize("path", LONGEST, ids=lambda path: path.stem)

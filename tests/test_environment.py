@@ -95,6 +95,7 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
         import_torchrec()
 
 
+@pytest.mark.exhaustive
 def test_importing_the_package_warns_of_versions_that_do_not_fit(tmp_path: Path) -> None:
     folder = tmp_path / "torchrec-1.0.0.dist-info"
     folder.mkdir()

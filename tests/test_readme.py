@@ -42,6 +42,7 @@ def test_the_recommender_trains(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "100/100" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_language_model_trains_in_two_stages(folder: Path) -> None:
     Path("language.py").write_text(the_one_with("HFCausalLM"))
     command = [sys.executable, "language.py"]

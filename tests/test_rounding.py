@@ -78,16 +78,7 @@ def test_views_integers_and_copies_stay_exact() -> None:
         assert torch.equal(x[1:3].reshape(8), x.flatten()[4:12])
 
 
-def test_one_seed_gives_one_perturbation_and_another_another() -> None:
-    def run(seed: int) -> Tensor:
-        with Perturbed(seed):
-            return draw(50) * 3.7
-
-    assert torch.equal(run(0), run(0))
-    assert not torch.equal(run(0), run(1))
-
-
-@pytest.mark.parametrize("condition", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("condition", [1.0, 1000.0])
 def test_the_bound_grows_with_the_condition(condition: float) -> None:
     x = draw(100)
 
@@ -99,7 +90,7 @@ def test_the_bound_grows_with_the_condition(condition: float) -> None:
     assert bound / rounding.SPREADS == pytest.approx(condition * EPS, rel=0.1)
 
 
-@pytest.mark.parametrize("terms", [10, 1000, 100_000])
+@pytest.mark.parametrize("terms", [10, 100_000])
 def test_a_sum_in_any_order_is_within_the_bound(terms: int) -> None:
     x, y = draw(terms, seed=terms), draw(terms, seed=terms + 1)
     reference = Reference.of(lambda: {"sum": (x * y).sum()})
@@ -120,7 +111,7 @@ def test_training_in_another_order_of_additions_is_within_the_bound() -> None:
     assert Reference.of(trained).differences(found) == []
 
 
-@pytest.mark.parametrize("fault", [{"lr": 0.1003}, {"steps": 6}, {"skipped": 4}, {"skipped": 0}], ids=str)
+@pytest.mark.parametrize("fault", [{"lr": 0.1003}, {"skipped": 4}], ids=str)
 def test_a_small_fault_is_outside_the_bound(fault: dict[str, float]) -> None:
     reference = Reference.of(trained)
     assert reference.differences(trained(**fault)) != []  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tiers of tests: ``make test`` leaves out those marked as exhaustive, ``make test-all`` those marked as long."""
+"""Tiers of tests: ``make test`` leaves out the tests marked as exhaustive or long, ``make test-all`` the long ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 # Each has an option of its own name, which asks for those before it, too.
 TIERS = {
-    "exhaustive": "all combinations of what other tests sample, long scenarios",
+    "exhaustive": "long scenarios, and cases like those of other tests",
     "long": "minutes of fuzzing or soaking each",
 }
 

@@ -12,10 +12,8 @@ import pytest
 from torch.distributed import pipelining
 from torchrec.distributed.train_pipeline import train_pipelines
 
-import lightning_pipe.callbacks as callbacks
 import lightning_pipe.strategies as strategies
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
-from lightning_pipe.recsys import PLANS, TrainPipeline
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 FROM_TORCHREC, FROM_NEMO, FROM_PYTORCH = (
@@ -53,18 +51,6 @@ def test_every_pipeline_of_torchrec_is_named_with_all_its_arguments(name: str) -
     assert {name, *arguments} <= words(FROM_TORCHREC)
 
 
-def test_plans_that_are_named_exist() -> None:
-    table = FROM_TORCHREC.split("| argument or method")[0]
-    assert words(last_cells(table)) & set(PLANS) == {"serial", "base", "fused_sparse_dist", "semi_sync", "prefetch"}
-
-
-def test_what_is_said_to_be_the_same_is_an_argument_or_a_method() -> None:
-    row = next(line for line in FROM_TORCHREC.splitlines() if line.startswith("| `model`, `optimizer`"))
-    said = words(row.split("|")[1])
-    assert said <= set(inspect.signature(TrainPipeline).parameters)
-    assert all(hasattr(TrainPipeline, name) for name in ("progress", "detach", "attach", "reset"))
-
-
 def test_all_names_of_pytorchs_pipelining_are_named() -> None:
     own = set(pipelining.__all__) | {"TensorChunkSpec", "split_args_kwargs_into_chunks", "merge_chunks"}
     assert own <= words("\n".join(line.split("|")[1] for line in FROM_PYTORCH.splitlines() if line.startswith("| ")))
@@ -90,9 +76,3 @@ def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
     assert named <= fields
     others = words(re.sub(field, "", cells)) - set(signature)
     assert not [one for one in others if re.search(r"_(size|stage|layers|weight|buckets)$", one)]
-
-
-def test_callbacks_that_are_named_exist() -> None:
-    assert {
-        word for word in words(PAGE) if word.startswith("Pipeline") and word not in ("PipelineModule", "PipelineStage")
-    } <= set(callbacks.__all__)

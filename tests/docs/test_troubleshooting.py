@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -79,20 +78,6 @@ def test_the_package_has_no_other_public_error_class() -> None:
         if isinstance(node, ast.ClassDef) and any(getattr(base, "id", None) in bases for base in node.bases)
     }
     assert {name for name in defined if not name.startswith("_")} == CLASSES
-
-
-def test_a_text_follows_every_quoted_message() -> None:
-    parts = PAGE.split("\n\n")
-    assert [
-        part for part, after in itertools.pairwise(parts) if part.startswith("> ") and after.startswith(("> ", "#"))
-    ] == []
-
-
-def test_the_page_quotes_messages_and_none_twice() -> None:
-    quoted = [message for message, _ in ENTRIES]
-    assert quoted
-    assert len(quoted) == len(set(quoted))
-    assert len(re.findall(r"^> ", PAGE, re.MULTILINE)) == len(ENTRIES)
 
 
 @pytest.mark.parametrize(("quoted", "said"), ENTRIES)

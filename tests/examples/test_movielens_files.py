@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import zipfile
 from pathlib import Path
@@ -63,25 +62,6 @@ def test_the_files_are_read_out_of_the_wheel_once_and_kept(
     assert "GroupLens" in capsys.readouterr().out
 
 
-def test_a_wheel_with_other_files_leaves_nothing_in_the_cache(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        with zipfile.ZipFile(
-            Path(command[command.index("--dest") + 1]) / "recbole-1.2.1-py3-none-any.whl", "w"
-        ) as wheel:
-            wheel.writestr(f"{files.FOLDER_IN_WHEEL}/ml-100k.inter", "another file")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(SetupError, match=r"ml-100k\.inter in recbole-1\.2\.1.* has sha256"):
-        files.download(cache)
-    assert not cache.exists()
-    monkeypatch.setitem(files.SHA256, "ml-100k.inter", hashlib.sha256(b"another file").hexdigest())
-    with pytest.raises(SetupError, match=r"holds no recbole/dataset_example/ml-100k/ml-100k\.item"):
-        files.download(cache)
-
-
 def test_without_a_network_setup_says_what_pip_said_and_what_to_do(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,12 +76,3 @@ def test_without_a_network_setup_says_what_pip_said_and_what_to_do(
     # Another process of the node knows only that the files are not there.
     with pytest.raises(SetupError, match="first process of this node did not put them there"):
         MovieLensData().setup()
-
-
-def test_a_pip_that_hangs_is_abandoned(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pip(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(SetupError, match="failed with: no output for 120 s"):
-        files.download(cache)

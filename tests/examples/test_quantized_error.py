@@ -33,8 +33,9 @@ class Vectors(nn.Module):
 
 
 # Scale of the rows, and a number that is added: half precision has few digits for values far from zero.
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (1e-6, 0.0), (1e-2, 30.0), (100.0, -5.0), (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("bits", "scale", "offset"), [(8, 1.0, 0.0), (4, 1.0, 0.0), (8, 1e-2, 30.0), (4, 100.0, -5.0), (8, 0.0, 1.0)]
+)
 def test_a_value_differs_by_half_a_step_and_the_rounding_of_scale_and_offset(
     bits: int, scale: float, offset: float, tmp_path: Path
 ) -> None:
@@ -68,12 +69,6 @@ def test_scores_of_quantised_tables_are_within_their_bounds(bits: int, tmp_path:
     assert float((found - exact).abs().max()) > 1e-6
     if bits == 8:
         assert float((upper - lower).max()) < 0.1
-
-
-def test_a_table_of_fewer_steps_has_wider_bounds() -> None:
-    row = torch.tensor([[0.0, 1.0]])
-    assert value_bound(row, 8).item() == pytest.approx(1 / 510 + 2**-11 + 2**-17)
-    assert value_bound(row, 4).item() == pytest.approx(1 / 30 + 2**-11 + 2**-21)
 
 
 def test_the_auc_is_bounded_by_the_worst_order_of_the_scores() -> None:

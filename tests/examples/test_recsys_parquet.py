@@ -14,7 +14,6 @@ import pytest
 from examples.recsys_criteo.parquet import ParquetBatches, loader
 from tests.data.reading_cases import COLLATE, COLUMNS, check, seen_by_runs
 from tests.distributed import run_ranks
-from tests.tiers import sampled
 
 FILES, GROUPS, ROWS = 3, 4, 20  # row groups of a file, and rows of a group
 
@@ -38,8 +37,7 @@ def read(files: list[Path], workers: int, rank: int, ranks: int) -> Any:
     return loader(ParquetBatches(files, COLUMNS, COLLATE, 8, rank, ranks), workers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", sampled([1, 2, 3], lambda ranks: ranks == 1))
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), pytest.param(1, 2, marks=pytest.mark.exhaustive)])
 def test_a_run_continues_within_an_epoch_to_the_bit(
     files: list[Path], tmp_path: Path, ranks: int, workers: int
 ) -> None:

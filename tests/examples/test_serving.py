@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pyarrow.parquet as pq
@@ -30,12 +30,9 @@ from torchrec.datasets.utils import Batch
 from examples.recsys_criteo.model import CriteoDLRM
 from examples.serving.quantized_error import ScoreBounds, auc_bounds, batches, load, scores
 from examples.serving.quantized_error import main as compare
-from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized
+from lightning_pipe.recsys.serving.programs import write_quantized
 from tests.docs.pages import DOCS, ROOT, Block, blocks_of, run_command
 from tests.patience import HANG
-from tests.recsys.serving.test_programs import batches as small_batches
-from tests.recsys.serving.test_programs import expected, trained
-from tests.strategies.cases import Processed
 
 pytestmark = pytest.mark.exhaustive
 
@@ -160,20 +157,6 @@ def test_validation_rows_are_answered_with_the_trained_models_scores(
     assert torch.allclose(torch.tensor(found), torch.cat([exact[:size] for size in (1, 7, 1000)]), rtol=0, atol=1e-6)
 
 
-def test_odd_samples_are_refused_and_the_server_stays(port: int, validation: list[Batch]) -> None:
-    sample = samples_of(validation[0])[0]
-    for field, value, message in (
-        ("sparse_features", sample["sparse_features"] | {"cat_25": [10_000]}, "expected int from 0 to 9999, got 10000"),
-        ("sparse_features", sample["sparse_features"] | {"cat_0": [-1]}, "expected int from 0 to 9999, got -1"),
-        ("dense_features", [3e38] * 13, "expected values whose scores are finite"),
-    ):
-        with pytest.raises(HTTPError) as refused:
-            answer(port, [sample, sample | {field: value}])
-        assert refused.value.code == 400
-        assert message in json.loads(refused.value.read())["error"]
-    assert healthy(port)
-
-
 # ---------------------------------------------------------------------- in C++
 
 
@@ -209,17 +192,6 @@ def test_the_pages_commands_print_the_trained_models_scores_without_python(
     inputs[1][5] = 10_000
     torch.save(inputs, folder / "inputs.pt")
     run("./score model.pt2 inputs.pt || test $? -eq 1", folder)  # an error, not a signal
-
-
-def test_a_model_that_calls_fbgemm_needs_its_library(folder: Path, compiled: str) -> None:
-    module = trained(Processed)
-    form = write_aoti(module, small_batches()[0], folder / "weighted.pt2")
-    torch.save(form.tensors(small_batches()[1]), folder / "weighted.pt")
-    assert "Could not find schema for fbgemm::" in run("! ./score weighted.pt2 weighted.pt", folder)
-    code = block("./score model.pt2 inputs.pt $(dirname").code
-    code = code.replace("model.pt2", "weighted.pt2").replace("inputs.pt", "weighted.pt")
-    found = torch.tensor([float(line) for line in run(compiled + code, folder).split()])
-    assert torch.allclose(found, expected(module)[1], rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- quantised tables

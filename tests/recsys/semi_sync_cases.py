@@ -48,9 +48,6 @@ def falling(model: ShardedModel, optimizer: torch.optim.Optimizer, trained: int)
         group["lr"] = 0.05 * 0.9**trained
 
 
-RATES: dict[str, AfterBatch] = {"constant rates": constant, "falling rates": falling}
-
-
 @dataclass
 class Trained:
     losses: list[Tensor]

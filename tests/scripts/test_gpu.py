@@ -10,7 +10,6 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -70,23 +69,6 @@ def test_each_rule_compares_ways_that_a_program_of_its_part_saves(dry: bool) -> 
         assert not one.rules or compared == {way for ways in saved.values() for way in ways}, one.name
 
 
-def test_parts_have_names_of_their_own_and_the_exact_ones_come_first() -> None:
-    names = [one.name for one in parts(False)]
-    assert len(set(names)) == len(names)
-    assert names == [one.name for one in parts(True)]
-    assert names.index("recsys") == 0
-    assert names.index("blocking") < names.index("speed") < names.index("memcheck")
-
-
-def test_a_dry_run_uses_the_gpu_only_in_parts_that_need_one_and_a_real_run_uses_it_in_all() -> None:
-    for dry, kind in ((True, "cpu"), (False, "cuda")):
-        for one in parts(dry):
-            for command in (*one.commands, *([one.possible] if one.possible else [])):
-                if "--device" in command.arguments and "cpu.pt" not in " ".join(command.arguments):
-                    given = command.arguments[command.arguments.index("--device") + 1]
-                    assert given == kind, one.name
-
-
 # Runs.
 
 
@@ -121,38 +103,6 @@ def test_a_result_of_the_same_code_is_used_again_and_another_is_not(tmp_path: Pa
     assert count({**ABOUT, "code": "changed"}, measures("one", "run", str(runs), "print", "other arguments")) == 4
 
 
-RUN = """
-import sys
-from pathlib import Path
-from scripts.gpu.runner import run_parts
-from tests.scripts.test_gpu import ABOUT, MINUTES, measures
-folder = Path(sys.argv[1])
-first = measures("first", "run", f"{folder}/runs")
-second = measures("second", "run", f"{folder}/runs", "wait", sys.argv[2])
-run_parts([first, second], folder / "out", ABOUT, MINUTES)
-"""
-
-
-def test_a_run_continues_after_a_kill_with_the_part_that_was_running(tmp_path: Path) -> None:
-    outputs = []
-    for kill in (True, False):
-        fifo = tmp_path / f"fifo {kill}"  # the part of a killed run may have its own open a little longer
-        os.mkfifo(fifo)
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN, str(tmp_path), str(fifo)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        with fifo.open("w"):  # opens when the second part has opened it
-            if kill:
-                process.kill()
-                process.wait()
-        output, _ = process.communicate(timeout=HANG)
-        outputs.append(output)
-        assert (tmp_path / "out/second.json").exists() is not kill
-    assert "first: passed, " in outputs[0]
-    assert "first: passed (earlier result)" in outputs[1]
-    assert (tmp_path / "runs").read_text().count("run") == 3
-
-
 def test_parts_that_do_not_fit_into_the_time_are_left_without_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,24 +112,6 @@ def test_parts_that_do_not_fit_into_the_time_are_left_without_a_result(
     monkeypatch.setattr(runner, "_LEAST", 0.1)
     assert run_parts([hangs, after], tmp_path / "out", ABOUT, 0.05) == ["hangs", "after"]
     assert list((tmp_path / "out").glob("*.json")) == []
-
-
-def test_a_part_that_takes_more_than_its_own_time_fails(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    wait, open_ends = subprocess.Popen.wait, list[Any]()
-
-    def time_is_up(process: Any, timeout: float | None = None) -> int:
-        """The time ends once the program has begun to wait, however long its start takes."""
-        if timeout is None or open_ends:
-            return wait(process, timeout)
-        open_ends.append((tmp_path / "fifo").open("w"))
-        raise subprocess.TimeoutExpired("hangs", timeout)
-
-    with mock.patch.object(subprocess.Popen, "wait", time_is_up):
-        found = result(tmp_path, part("hangs", does("print", "begun", "wait", str(tmp_path / "fifo")), seconds=3))
-    open_ends[0].close()
-    assert found["status"] == "failed"
-    assert found["why"] == "took more than 3 s\nbegun"
 
 
 @pytest.mark.parametrize(
@@ -324,6 +256,7 @@ def script(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_script_installs_wheels_and_those_cut_into_parts_without_a_network(tmp_path: Path) -> None:
     wheels, out = tmp_path / "wheels", tmp_path / "out"
     wheels.mkdir()
@@ -352,30 +285,7 @@ def test_the_script_refuses_a_folder_without_wheels(tmp_path: Path) -> None:
     assert "no wheels in" in done.stderr
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "{}", '{"status"', '"passed"'])
-def test_a_part_with_a_damaged_result_runs_again(tmp_path: Path, content: str) -> None:
-    one = part("one", saves("serial=1", "base=1"), rules=EQUAL)
-    assert result(tmp_path, one)["status"] == "passed"
-    (tmp_path / "one.json").write_text(content)
-    assert result(tmp_path, one)["status"] == "passed"
-
-
 def test_a_part_whose_programs_saved_what_cannot_be_read_failed(tmp_path: Path) -> None:
     found = result(tmp_path, part("one", does("run", "{folder}/values.pt"), rules=EQUAL))
     assert found["status"] == "failed"
     assert found["why"].startswith("what the programs saved cannot be compared")
-
-
-@pytest.mark.parametrize("minutes", ["nan", "inf", "-1", "soon"])
-def test_a_time_that_is_no_number_of_minutes_is_refused(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        program.main(["--dry-run", "--minutes", minutes])
-    assert "--minutes" in capsys.readouterr().err
-
-
-def test_make_passes_the_arguments_on() -> None:
-    # A make that runs this test would pass its own flags and messages on.
-    ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    command = ["make", "-n", "gpu", "ARGS=--dry-run"]
-    shown = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, check=True)
-    assert shown.stdout.strip().endswith("scripts/gpu.sh --dry-run")

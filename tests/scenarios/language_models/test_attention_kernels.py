@@ -6,7 +6,7 @@ with the backward of a compiled one, and the other kernel is replaced by a loop 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -31,11 +31,8 @@ from tests.scenarios.language_models import families
 from tests.scenarios.language_models.test_hf_documents import WINDOW, config_of, documents, has_window, packed
 from tests.scenarios.language_models.test_packing import MAX_LENGTH, ROWS, WITHIN, batches, plain_losses
 from tests.strategies.llm_cases import SEED, Block, Tiny, TinyHF, TinyLM, fit, hf_config, llm, row_batches
-from tests.tiers import sampled
 
-OFTEN = ("1f1b", "zbv_zero_bubble")
-OTHERS = ("gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipev")
-SCHEDULES = [pytest.param(OFTEN, id="often"), pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive)]
+SCHEDULES = ("1f1b", "zbv_zero_bubble")
 
 
 def loop_over_documents(
@@ -100,14 +97,12 @@ def on_cpu(compiled: bool = False) -> Iterator[None]:
 # ---------------------------------------------------------------------- Hugging Face
 
 
-def trained(
-    rank: int, world: int, attention: str, schedules: Sequence[str], compiled: bool, options: dict[str, Any]
-) -> dict[str, list[float]]:
+def trained(rank: int, world: int, attention: str, compiled: bool, options: dict[str, Any]) -> dict[str, list[float]]:
     losses = {}
     micro_batches, rows = options.pop("micro_batches", ROWS), slice(None)
     if "dp_shard" in options:
         micro_batches, rows = ROWS // 2, slice(rank % 2, None, 2)
-    for schedule in schedules:
+    for schedule in SCHEDULES:
         with on_cpu(compiled):
             module = TinyHF(hf_config("llama"), attention=attention)
             mine = [{key: one[rows] for key, one in batch.items()} for batch in batches("best_fit")]
@@ -116,36 +111,28 @@ def trained(
     return losses
 
 
-def check(attention: str, schedules: Sequence[str], compiled: bool = False, world: int = 2, **options: Any) -> None:
+def check(attention: str, compiled: bool = False, world: int = 2, **options: Any) -> None:
     expected = plain_losses("llama", "best_fit")
-    for losses in run_ranks(trained, world, attention, schedules, compiled, options):
-        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in schedules}
+    for losses in run_ranks(trained, world, attention, compiled, options):
+        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in SCHEDULES}
 
 
-@pytest.mark.parametrize("schedules", SCHEDULES)
-def test_packed_documents_train_with_flex_attention_as_single_ones(schedules: Sequence[str]) -> None:
-    check("flex_attention", schedules, compiled=True)
+def test_packed_documents_train_with_flex_attention_as_single_ones() -> None:
+    check("flex_attention", compiled=True)
 
 
-@pytest.mark.parametrize("schedules", SCHEDULES)
-def test_packed_documents_train_with_varlen_attention_as_single_ones(schedules: Sequence[str]) -> None:
-    check("varlen_attn", schedules)
-
-
-@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
-def test_micro_batches_may_have_several_rows(attention: str) -> None:
-    check(attention, OFTEN, micro_batches=ROWS // 2)
+def test_packed_documents_train_with_varlen_attention_as_single_ones() -> None:
+    check("varlen_attn")
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
-@pytest.mark.parametrize("mode", sampled(["full", "selective"], lambda mode: mode == "full"))
-def test_recomputed_layers_train_with_kernels(mode: str, attention: str) -> None:
-    check(attention, OFTEN, attention == "flex_attention", activation_checkpoint={"mode": mode})
+def test_micro_batches_may_have_several_rows_and_layers_be_recomputed(attention: str) -> None:
+    check(attention, micro_batches=ROWS // 2, activation_checkpoint={"mode": "full"})
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", pytest.param("varlen_attn", marks=pytest.mark.exhaustive)])
-def test_sharded_stages_train_with_kernels(attention: str) -> None:
-    check(attention, OFTEN, attention == "flex_attention", 4, dp_shard=2)
+@pytest.mark.exhaustive
+def test_sharded_stages_train_with_kernels() -> None:
+    check("flex_attention", True, 4, dp_shard=2)
 
 
 REFUSED = {"doge", "gemma2", "vaultgemma"}  # masks of its own; capped attention
@@ -215,21 +202,20 @@ class Own(Tiny):
         return (ids,), {"position_ids": positions, "block_mask": blocks}
 
 
-def trained_own(rank: int, world: int, schedules: Sequence[str]) -> dict[str, list[float]]:
+def trained_own(rank: int, world: int) -> dict[str, list[float]]:
     losses = {}
-    for schedule in schedules:
+    for schedule in SCHEDULES:
         with on_cpu():
             module = Own()
-            fit(module, llm(schedule, ROWS if schedule == "dualpipev" else ROWS // 2), batches("best_fit"))
+            fit(module, llm(schedule, ROWS // 2), batches("best_fit"))
         losses[schedule] = module.losses
     return losses
 
 
-@pytest.mark.parametrize("schedules", SCHEDULES)
-def test_a_block_mask_that_is_built_for_each_micro_batch_trains_as_documents_alone(schedules: Sequence[str]) -> None:
+def test_a_block_mask_that_is_built_for_each_micro_batch_trains_as_documents_alone() -> None:
     expected = plain_losses("own", "best_fit")
-    for losses in run_ranks(trained_own, 2, schedules):
-        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in schedules}
+    for losses in run_ranks(trained_own, 2):
+        assert losses == {schedule: pytest.approx(expected, abs=WITHIN) for schedule in SCHEDULES}
 
 
 # ---------------------------------------------------------------------- refused

@@ -30,7 +30,6 @@ from tests.strategies.llm_cases import (
     trainer,
     unequal,
 )
-from tests.tiers import sampled, wanted
 
 STEPS = 2
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,8 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "interleaved_1f1b",
         {"dp_shard": 2, "reshard_after_forward": True},
     ),
-    "sharded, zero bubble": ("zbv_zero_bubble", {"dp_shard": 2}),
-    "replicated": ("gpipe", {"dp_replicate": 2}),
     "replicated, zero bubble": ("zbv_zero_bubble", {"dp_replicate": 2}),
     "sharded and replicated, one stage": (
         "gpipe",
@@ -48,10 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-OFTEN = ("sharded", "replicated, zero bubble", "sharded and replicated, one stage")
 # Batches of other lengths in one step, and validation in the middle of it.
-ACCUMULATED = ("1f1b", "zbv_zero_bubble")
-OFTEN_ACCUMULATED = ACCUMULATED[1:]  # the case "sharded" has the other schedule
 ACCUMULATED_BATCHES = 4  # two steps of two batches
 
 
@@ -59,10 +53,9 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
-def four_ranks(rank: int, world_size: int, cases: list[str], accumulated: list[str]) -> dict[str, Any]:
+def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for case in cases:
-        schedule, options = CASES[case]
+    for case, (schedule, options) in CASES.items():
         parts = 4 if case == "sharded and replicated, one stage" else 2
         mine = [{key: value[rank % parts :: parts] for key, value in batch.items()} for batch in row_batches(STEPS)]
         module = Tiny(optimizer="adamw")
@@ -77,14 +70,13 @@ def four_ranks(rank: int, world_size: int, cases: list[str], accumulated: list[s
             "val_loss": used.callback_metrics["val_loss"].item(),
         }
         found[case]["trained"].parameters = {k: v.detach() for k, v in found[case]["trained"].parameters.items()}
-    for schedule in accumulated:
-        batches = row_batches(ACCUMULATED_BATCHES)
-        mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in batches]
-        module = Tiny(optimizer="adamw")
-        of_trainer: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
-        strategy = llm(schedule, dp_shard=2)
-        fit(module, strategy, mine, loader(mine[-1:]), use_distributed_sampler=False, **of_trainer)
-        found[schedule] = [whole(one) for one in module.gradients]
+    batches = row_batches(ACCUMULATED_BATCHES)
+    mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in batches]
+    module = Tiny(optimizer="adamw")
+    of_trainer: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    strategy = llm("zbv_zero_bubble", dp_shard=2)
+    fit(module, strategy, mine, loader(mine[-1:]), use_distributed_sampler=False, **of_trainer)
+    found["accumulated"] = [whole(one) for one in module.gradients]
     reduced: set[Any] = set()
     reduce = _fsdp_param_group.foreach_reduce
 
@@ -100,9 +92,8 @@ def four_ranks(rank: int, world_size: int, cases: list[str], accumulated: list[s
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    accumulated = wanted(request.config, ACCUMULATED, OFTEN_ACCUMULATED.__contains__)
-    return run_ranks(four_ranks, 4, wanted(request.config, CASES, OFTEN.__contains__), accumulated)
+def trained() -> list[dict[str, Any]]:
+    return run_ranks(four_ranks, 4)
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +111,19 @@ def expected() -> Reference:
     return Reference.of(alone)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
+@pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_parameters_are_those_of_one_device(case: str, trained: Any, expected: Any) -> None:
     ranks = (results_of(rank[case]["trained"]) | {"val_loss": rank[case]["val_loss"]} for rank in trained)
     assert not ranks_beyond_rounding(ranks, expected)
 
 
-@pytest.mark.parametrize("schedule", sampled(ACCUMULATED, OFTEN_ACCUMULATED.__contains__))
-def test_gradients_of_other_lengths_add_up_in_the_shards(schedule: str, trained: Any) -> None:
+def test_gradients_of_other_lengths_add_up_in_the_shards(trained: Any) -> None:
     batches = row_batches(ACCUMULATED_BATCHES)
     pairs = [[*microbatches_of(batches[step], 4), *microbatches_of(batches[step + 1], 4)] for step in (0, 2)]
     expected = Reference.of(
         lambda: results_of(Trained([], train_alone(Tiny(optimizer="adamw"), "adamw", pairs, 8).gradients))
     )
-    assert not ranks_beyond_rounding((results_of(Trained([], rank[schedule])) for rank in trained), expected)
+    assert not ranks_beyond_rounding((results_of(Trained([], rank["accumulated"])) for rank in trained), expected)
 
 
 def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None:
@@ -141,18 +131,18 @@ def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None
         assert rank["half"] == ({torch.bfloat16}, {torch.float32})
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
+@pytest.mark.parametrize("case", CASES)
 def test_every_rank_says_one_loss_of_validation(case: str, trained: Any) -> None:
     assert len({results[case]["val_loss"] for results in trained}) == 1
 
 
 def test_parameters_are_sharded_where_that_is_asked_for(trained: Any) -> None:
-    for case in trained[0].keys() & CASES.keys():
+    for case in CASES:
         assert trained[0][case]["sharded"] == ["DTensor"], case
 
 
 def test_ranks_of_one_stage_agree_to_the_bit(trained: Any) -> None:
-    for case in trained[0].keys() & CASES.keys():
+    for case in CASES:
         ranks = [results[case]["trained"] for results in trained]
         groups = [(0, 1), (2, 3)] if case != "sharded and replicated, one stage" else [(0, 1), (0, 2), (0, 3)]
         for one, other in groups:

@@ -33,7 +33,6 @@ from tests.strategies.llm_cases import (
     trainer,
     values_of,
 )
-from tests.tiers import sampled, wanted
 
 STEPS = 2  # of two lengths: the second is compiled for any length
 
@@ -132,16 +131,13 @@ CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 AOT = {"backend": "aot_eager"}
 # module, schedule (or the file), strategy's options, whether the bits must be those of one device
 CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
-    "recomputed": (partial(Tiny, optimizer="adamw"), "1f1b", {"activation_checkpoint": {"mode": "full"}}, True),
     "recomputed, in two parts": (
         partial(Tiny, optimizer="adamw"),
         "zbv_zero_bubble",
         {"activation_checkpoint": {"mode": "selective", "every": 2}},
         True,
     ),
-    "compiled": (partial(Tiny, optimizer="adamw"), "interleaved_1f1b", {"compile_layers": AOT}, False),
     "compiled, in two parts": (partial(Tiny, optimizer="adamw"), "zbv_zero_bubble", {"compile_layers": AOT}, False),
-    "offloaded": (partial(Tiny, optimizer="adamw"), "1f1b", {"offload_optimizer": True}, True),
     "ranges": (partial(Tiny, optimizer="adamw"), "1f1b", {"layer_ranges": [(0, 1), (1, 4)]}, True),
     "by time": (partial(WithExample, optimizer="adamw"), "1f1b", {"balance": "time"}, True),
     "by memory": (partial(WithExample, optimizer="adamw"), "zbv_zero_bubble", {"balance": "memory"}, True),
@@ -153,23 +149,10 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
         {"activation_checkpoint": {"mode": "full"}},
         True,
     ),
-    "frozen": (Head, "1f1b", {}, False),
     "frozen, in two parts": (Head, "zbv_zero_bubble", {}, False),
     "groups": (Grouped, "1f1b", {}, False),
     "compared": (Tiny, "1f1b", {"compare_batches": True}, True),
 }
-
-
-# Offloaded states are compared with those that are not after a checkpoint, too; groups in the tests of checkpoints.
-OFTEN = (
-    "recomputed, in two parts",
-    "compiled, in two parts",
-    "by time",
-    "a file",
-    "handing on three tensors",
-    "handing on a tuple",
-    "frozen, in two parts",
-)
 
 
 def refused(module: Any, **options: Any) -> str:
@@ -187,9 +170,9 @@ class Other(Tiny):
         return batch | {"input_ids": (batch["input_ids"] + self.global_rank) % VOCABULARY}
 
 
-def on_two_ranks(rank: int, world: int, folder: Path, cases: list[str]) -> dict[str, Any]:
+def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for case in cases:
+    for case in CASES:
         module_of, schedule, options, _ = CASES[case]
         module = module_of()
         given = str(folder / "schedule.csv") if schedule == "csv" else schedule
@@ -219,13 +202,13 @@ def on_two_ranks(rank: int, world: int, folder: Path, cases: list[str]) -> dict[
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers")
     (folder / "schedule.csv").write_text(CSV)
-    return run_ranks(on_two_ranks, 2, folder, wanted(request.config, CASES, OFTEN.__contains__))
+    return run_ranks(on_two_ranks, 2, folder)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
+@pytest.mark.parametrize("case", CASES)
 def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
     module_of, _, _, exact = CASES[case]
 
@@ -244,7 +227,7 @@ def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> No
 
 
 def test_settings_of_the_compiler_are_put_back(ranks: Any) -> None:
-    assert all(rank[case]["put back"] for rank in ranks for case in OFTEN)
+    assert all(rank[case]["put back"] for rank in ranks for case in CASES)
 
 
 def test_offloaded_states_are_in_checkpoints(ranks: Any) -> None:

@@ -73,8 +73,7 @@ def leaves(outputs: Any) -> dict[str, Tensor]:
     return {f"tensor {number}": value for number, value in enumerate(found)}
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["all of it", "what prediction makes of it"])
-@pytest.mark.parametrize("kind", ["tuple", "dict"])
+@pytest.mark.parametrize(("kind", "whole"), [("tuple", True), ("dict", False)])
 def test_a_model_may_give_several_tensors(kind: str, whole: bool) -> None:
     expected = predicted(0, 1, kind, whole)
     rounded = Reference.of(lambda: leaves(predicted(0, 1, kind, whole)))

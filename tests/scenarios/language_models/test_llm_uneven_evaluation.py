@@ -14,21 +14,21 @@ from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.language_models.test_llm_dimensions import Experts
 from tests.strategies.llm_cases import SEED, Tiny, TinyHF, hf_config, llm, loader, row_batches, trainer
-from tests.tiers import sampled, wanted
+from tests.tiers import sampled_rows, wanted
 
 # Batches of the two parts of the data.
 PARTS = [(3, 0), (0, 1), (1, 4), (2, 5)]
-CASES: dict[str, dict[str, Any]] = {
+DIMENSIONS: dict[str, dict[str, Any]] = {
     "replicated": {"dp_replicate": 2},
-    "sharded": {"dp_shard": 2, "reshard_after_forward": True},
     "one stage, sharded": {"dp_shard": 2, "dp_replicate": 2},
     "tensor": {"dp_replicate": 2, "tp": 2},
-    "context": {"dp_shard": 2, "cp": 2},
-    "ring": {"dp_replicate": 2, "cp": 2, "cp_method": "ring"},
+    "ring": {"dp_shard": 2, "cp": 2, "cp_method": "ring"},
     "experts": {"dp_shard": 2, "ep": 2},
 }
+# Batches of the parts in each case; the others take longer, and count batches in the same way.
+COUNTED = [("replicated", counts) for counts in PARTS] + [(case, (1, 4)) for case in DIMENSIONS if case != "replicated"]
 # Models that these dimensions can share; the others train `Tiny`.
-OF_HUGGING_FACE = ("tensor", "context", "ring")
+OF_HUGGING_FACE = ("tensor", "ring")
 
 
 class Scores(PipelineModule):
@@ -78,8 +78,8 @@ def run_cases(rank: int, world_size: int, cases: Sequence[str]) -> dict[Any, Any
     found: dict[Any, Any] = {}
     for case in cases:
         torch.manual_seed(SEED)
-        used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), module_of(case)
-        for counts in PARTS:
+        used, module = trainer(llm("1f1b", 2, **DIMENSIONS[case]), use_distributed_sampler=False), module_of(case)
+        for counts in [counts for one, counts in COUNTED if one == case]:
             # As many parts of the data as dimensions, of which the others have none.
             parts = 4 if case == "one stage, sharded" else 2
             found[case, counts] = evaluated(used, module, (*counts, *(0,) * (parts - 2)), part_of(case, rank))
@@ -91,13 +91,9 @@ def run_cases(rank: int, world_size: int, cases: Sequence[str]) -> dict[Any, Any
     return found
 
 
-def often(case: str) -> bool:
-    return case == "replicated"
-
-
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    return run_ranks(run_cases, 4, wanted(request.config, CASES, often))
+    return run_ranks(run_cases, 4, wanted(request.config, DIMENSIONS, lambda case: case == "replicated"))
 
 
 def alone(case: str, count: int) -> dict[str, Any]:
@@ -112,8 +108,7 @@ def numbers(metrics: Any) -> dict[str, Any]:
     return {name: torch.tensor(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("counts", PARTS, ids=str)
-@pytest.mark.parametrize("case", sampled(CASES, often))
+@pytest.mark.parametrize(("case", "counts"), sampled_rows(COUNTED, lambda case: case[0] == "replicated"))
 def test_losses_and_predictions_are_those_of_one_device_over_all_batches(
     ranks: Any, case: str, counts: tuple[int, int]
 ) -> None:

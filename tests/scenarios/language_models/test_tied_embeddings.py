@@ -27,24 +27,18 @@ from tests.strategies.llm_cases import (
     train_with_lightning,
     trainer,
 )
-from tests.tiers import sampled, wanted
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STEPS = 2
 # schedule, strategy's options, trainer's options
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "on two ranks": ("1f1b", {}, {}),
-    "on two ranks of two stages": ("interleaved_1f1b", {}, {}),
     "on two ranks, in two parts": ("interleaved_zero_bubble", {}, {}),
-    "on one rank": ("zbv_zero_bubble", {}, {}),
-    "clipped": ("1f1b", {}, {"gradient_clip_val": 0.1}),
     "clipped, on one rank": ("dualpipev", {}, {"gradient_clip_val": 0.1}),
 }
 SHARDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sharded": ("1f1b", {"dp_shard": 2}, {"gradient_clip_val": 0.1}),
-    "replicated": ("interleaved_1f1b", {"dp_replicate": 2}, {"gradient_clip_val": 0.1}),
 }
-OFTEN = ("on two ranks", "clipped, on one rank", "sharded")
 V_AND_SHARDED = ("zbv_zero_bubble", {"dp_shard": 2})
 
 
@@ -76,8 +70,8 @@ def train(rank: int, cases: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def on_two_ranks(rank: int, world: int, folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
-    found = train(rank, cases)
+def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    found = train(rank, CASES)
     undisturbed, first, second = tied(), tied(), tied()
     fit(undisturbed, llm(), row_batches(STEPS), max_epochs=2)
     fit(first, llm(), row_batches(STEPS)).save_checkpoint(folder / "saved")
@@ -86,17 +80,13 @@ def on_two_ranks(rank: int, world: int, folder: Path, cases: dict[str, Any]) -> 
     return found
 
 
-def on_four_ranks(rank: int, world: int, cases: dict[str, Any]) -> dict[str, Any]:
-    found = train(rank, cases)
+def on_four_ranks(rank: int, world: int) -> dict[str, Any]:
+    found = train(rank, SHARDED)
     try:
         train(rank, {"": (*V_AND_SHARDED, {})})
     except Exception as error:
         found["refused"] = str(error)
     return found
-
-
-def some(request: pytest.FixtureRequest, cases: dict[str, Any]) -> dict[str, Any]:
-    return {case: cases[case] for case in wanted(request.config, cases, OFTEN.__contains__)}
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +95,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, folder, some(request, CASES))
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, folder)
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(on_four_ranks, 4, some(request, SHARDED))
+def four() -> list[dict[str, Any]]:
+    return run_ranks(on_four_ranks, 4)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +122,7 @@ def second_epoch() -> Reference:
     return Reference.of(lambda: {"losses": train_with_lightning(tied(), batches, max_epochs=2).losses[STEPS:]})
 
 
-@pytest.mark.parametrize("case", sampled([*CASES, *SHARDED], OFTEN.__contains__))
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_training_comes_to_what_one_device_comes_to(case: str, two: Any, four: Any, alone: Any) -> None:
     _, _, options = (CASES | SHARDED)[case]
     ranks = two if case in CASES else four
@@ -140,7 +130,7 @@ def test_training_comes_to_what_one_device_comes_to(case: str, two: Any, four: A
     assert not ranks_beyond_rounding(found, alone["gradient_clip_val" in options])
 
 
-@pytest.mark.parametrize("case", sampled([*CASES, *SHARDED], OFTEN.__contains__))
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_all_copies_stay_equal_to_the_bit(case: str, two: Any, four: Any) -> None:
     ranks = two if case in CASES else four
     copies = [copy for rank in ranks for copy in rank[case]["copies"].values()]

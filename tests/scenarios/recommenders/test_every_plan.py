@@ -1,12 +1,10 @@
-"""Every plan trains the bits that the serial plan trains: one table of features by plans by numbers of ranks.
-
-A feature is an entry of `FEATURES`. All of them train in one world for each number of ranks, and each cell is a test.
-"""
+"""Every plan trains the bits that the serial plan trains: each feature under the plans that may differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
-from tests.tiers import sampled_rows, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
 BY_COLUMN = {"people": "column_wise", "things": "row_wise", "tags": "data_parallel"}
@@ -55,85 +52,72 @@ class Feature:
 
     Attributes:
         module: makes the module.
+        plans: those that train it beside the serial one: the likeliest to differ.
         kinds: sharding type of each table; None leaves it to the planner.
         optimizer: of the tables.
         strategy: further arguments of the strategy.
         trainer: further arguments of the trainer.
         rows: of each rank.
-        ranks: numbers of ranks to train on.
-        plans: those that can train it.
     """
 
     module: Callable[[], Clicks]
+    plans: tuple[str, ...]
     kinds: dict[str, str] | None = None
     optimizer: dict[str, Any] = field(default_factory=lambda: ROW_WISE_ADAGRAD)
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: Callable[[], dict[str, Any]] = dict
     rows: int = 16
-    ranks: tuple[int, ...] = (1, 2)
-    plans: tuple[str, ...] = PLANS
 
 
 FEATURES = {
-    "pooled": Feature(
-        lambda: Clicks(Pooled), {"people": "row_wise", "things": "table_wise"}, ROW_WISE_ADAGRAD, ranks=(1, 2, 4)
-    ),
+    "pooled": Feature(lambda: Clicks(Pooled), ("prefetch",), {"people": "row_wise", "things": "table_wise"}),
     "sequences": Feature(
-        lambda: Clicks(Sequenced), {"past": "row_wise", "people": "column_wise"}, ADAGRAD, ranks=(1, 2, 4)
+        lambda: Clicks(Sequenced), ("fused_sparse_dist",), {"past": "row_wise", "people": "column_wise"}, ADAGRAD
     ),
     "several modules": Feature(
         lambda: Clicks(Mixed),
+        tuple(plan for plan in PLANS if plan != "serial"),
         {"people": "table_row_wise", "things": "row_wise", "tags": "data_parallel"},
         ADAGRAD,
-        ranks=(1, 2, 4),
     ),
-    # Their values are read in the lookup, which this plan has moved.
+    # Their values are read in the lookup, which "fused_sparse_dist" has moved.
     "processed features": Feature(
-        lambda: Clicks(Processed),
-        {"people": "column_wise", "things": "row_wise"},
-        SGD,
-        ranks=(1, 2, 4),
-        plans=tuple(plan for plan in PLANS if plan != "fused_sparse_dist"),
+        lambda: Clicks(Processed), ("prefetch",), {"people": "column_wise", "things": "row_wise"}, SGD
     ),
-    "TorchRec's DLRM": Feature(lambda: Clicks(Dlrm), ranks=(1, 2, 4)),
-    "16 bits on the wire": Feature(lambda: Clicks(Mixed), KINDS, strategy={"quantized_comms": HALF}),
+    "TorchRec's DLRM": Feature(lambda: Clicks(Dlrm), ("threaded_input",)),
+    "16 bits on the wire": Feature(lambda: Clicks(Mixed), ("base",), KINDS, strategy={"quantized_comms": HALF}),
     "16 bits on the wire, clipped": Feature(
         lambda: Clicks(Sequenced),
+        ("fused_sparse_dist",),
         SEQUENCES,
         strategy={"quantized_comms": HALF},
         trainer=lambda: {"gradient_clip_val": CLIP},
     ),
-    "16 bits on the wire, a loss that is scaled": Feature(
-        lambda: Clicks(Mixed), KINDS, strategy={"quantized_comms": HALF}, trainer=lambda: {"plugins": [half()]}
-    ),
     "8 bits on the wire": Feature(
         lambda: Clicks(Mixed),
+        ("prefetch",),
         {**KINDS, "people": "table_wise"},
         strategy={"quantized_comms": BYTES, "ids_on_wire": "int32"},
     ),
-    "ids of 64 bits on the wire": Feature(lambda: Clicks(Mixed), KINDS, strategy={"ids_on_wire": "int64"}),
-    "clipped by norm": Feature(lambda: Clicks(Mixed), BY_COLUMN, trainer=lambda: {"gradient_clip_val": CLIP}),
     "a scaled loss that overflows": Feature(
-        lambda: Overflows("tables"), BY_COLUMN, trainer=lambda: {"plugins": [half()], "gradient_clip_val": CLIP}
+        lambda: Overflows("tables"),
+        ("prefetch",),
+        BY_COLUMN,
+        trainer=lambda: {"plugins": [half()], "gradient_clip_val": CLIP},
     ),
-    "bf16": Feature(lambda: Clicks(Pooled), trainer=lambda: {"precision": "bf16-mixed"}),
     # The last batch is a short one.
-    "balanced batches": Feature(lambda: Clicks(Mixed), KINDS, strategy={"balancer": True}, rows=14),
-    "balanced batches, all rows gathered": Feature(
-        lambda: Clicks(Mixed),
-        KINDS,
-        strategy={
-            "balancer": {"class_path": "lightning_pipe.recsys.BatchBalancer", "init_args": {"exchange": "all_gather"}}
-        },
-        rows=14,
-    ),
-    "replicas of tables": Feature(lambda: Clicks(Pooled), strategy={"replicas": 2}, ranks=(2, 4)),
-    "gradients of two batches": Feature(
-        lambda: Clicks(Sequenced), SEQUENCES, ADAGRAD, trainer=lambda: {"accumulate_grad_batches": 2}
+    "balanced batches": Feature(lambda: Clicks(Mixed), ("prefetch",), KINDS, strategy={"balancer": True}, rows=14),
+    "replicas of tables": Feature(lambda: Clicks(Pooled), ("fused_sparse_dist",), strategy={"replicas": 2}),
+    "gradients of two batches in bf16": Feature(
+        lambda: Clicks(Sequenced),
+        ("fused_sparse_dist",),
+        SEQUENCES,
+        ADAGRAD,
+        trainer=lambda: {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
     ),
 }
 DYNAMIC = "dynamic tables"
-RANKS = (1, 2, 4)
+OF_DYNAMIC = ("fused_sparse_dist",)
 
 
 class InFlight(Callback):
@@ -199,43 +183,25 @@ def train_all(
     }
 
 
-# What differs most, on two ranks, with the plans beside the serial one.
-OFTEN: dict[str, tuple[str, ...]] = {
-    "pooled": ("prefetch",),
-    "sequences": ("fused_sparse_dist",),
-    "several modules": ("base", "threaded_input", "prefetch", "fused_sparse_dist"),
-    "16 bits on the wire": ("base",),
-    "a scaled loss that overflows": ("prefetch",),
-    DYNAMIC: ("fused_sparse_dist",),
+def plans_of(name: str) -> tuple[str, ...]:
+    return OF_DYNAMIC if name == DYNAMIC else FEATURES[name].plans
+
+
+# On four ranks one plan, with all kinds of sharding.
+CELLS = {
+    2: [(name, plan) for name in (*FEATURES, DYNAMIC) for plan in plans_of(name)],
+    4: [("several modules", "prefetch")],
 }
 
 
-def often(ranks: int, name: str, plan: str) -> bool:
-    return ranks == 2 and plan in ("serial", *OFTEN[name]) if name in OFTEN else False
-
-
-def cells_on(ranks: int) -> list[tuple[str, str]]:
-    """Name and plan of each cell of a number of ranks."""
-    names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
-    return [(name, plan) for name, (on, plans) in names.items() if ranks in on for plan in plans]
-
-
-def cells() -> list[Any]:
-    """Ranks, name and plan of each cell but the serial plan's, those of one number of ranks together."""
-    rows = [(ranks, *cell) for ranks in RANKS for cell in cells_on(ranks) if cell[1] != "serial"]
-    return sampled_rows(rows, lambda row: often(*row), "{0[1]}, {0[2]}, {0[0]} ranks".format)
-
-
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What every rank saw, by number of ranks: each world is started once."""
-    found: dict[int, list[dict[tuple[str, str], Cell]]] = {}
 
+    @cache
     def on(ranks: int) -> list[dict[tuple[str, str], Cell]]:
-        if ranks not in found:
-            cases = wanted(request.config, cells_on(ranks), lambda cell: often(ranks, *cell))
-            found[ranks] = run_ranks(train_all, ranks, tmp_path_factory.mktemp(f"stores of {ranks}"), cases)
-        return found[ranks]
+        cells = [(name, "serial") for name in dict.fromkeys(name for name, _ in CELLS[ranks])] + CELLS[ranks]
+        return run_ranks(train_all, ranks, tmp_path_factory.mktemp(f"stores of {ranks}"), cells)
 
     return on
 
@@ -246,7 +212,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> li
     return difference(one, other)
 
 
-@pytest.mark.parametrize(("ranks", "name", "plan"), cells())
+@pytest.mark.parametrize(("ranks", "name", "plan"), [(ranks, *cell) for ranks in CELLS for cell in CELLS[ranks]])
 def test_a_plan_trains_the_bits_of_the_serial_one(trained: Any, ranks: int, name: str, plan: str) -> None:
     for results in trained(ranks):
         found, serial = results[name, plan], results[name, "serial"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,6 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
-from tests.tiers import sampled, wanted
 
 # Below the norms of every step but a few.
 CLIP = 0.05
@@ -106,15 +105,7 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, st
 }
 
 
-def often_alone(name: str) -> bool:
-    return name in ("SGD", "row-wise Adagrad")
-
-
-def often_by_two(name: str) -> bool:
-    return name in ("Adagrad", "sequences")
-
-
-@pytest.mark.parametrize("name", sampled(TRAININGS, often_alone))
+@pytest.mark.parametrize("name", ["SGD", "row-wise Adagrad"])
 def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) -> None:
     network, optimizer, kinds = TRAININGS[name]
     reference = unsharded(network, optimizer, 4)
@@ -124,10 +115,13 @@ def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) 
     assert len(reference.differences(state_of(unclipped))) == len(reference.values)
 
 
-def two_ranks(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+OF_TWO_RANKS = ("Adagrad", "sequences")
+
+
+def two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     """States after each training."""
     found: dict[str, Any] = {}
-    for name in names:
+    for name in OF_TWO_RANKS:
         network, optimizer, kinds = TRAININGS[name]
         module = Clicks(network)
         strategy = recsys("prefetch", kinds, optimizer)
@@ -136,11 +130,11 @@ def two_ranks(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def trained_by_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(two_ranks, 2, wanted(request.config, TRAININGS, often_by_two))
+def trained_by_two() -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2)
 
 
-@pytest.mark.parametrize("name", sampled(TRAININGS, often_by_two))
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
 def test_two_ranks_train_as_lightning_trains_the_unsharded_module(name: str, trained_by_two: Any) -> None:
     network, optimizer, _ = TRAININGS[name]
     reference = unsharded(network, optimizer, 8)

@@ -118,12 +118,9 @@ def measured(rank: int, size: int, folder: Path) -> Any:
     return whole.rows, whole.values, whole.validated, whole.scores, continued, names
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_values_are_those_of_all_ranks_since_the_start_of_the_epoch_also_in_continued_runs(
-    size: int, tmp_path: Path
-) -> None:
-    ranks = run_ranks(measured, size, tmp_path)
-    steps = 24 // BATCH // size
+def test_values_are_those_of_all_ranks_since_the_start_of_the_epoch_also_in_continued_runs(tmp_path: Path) -> None:
+    ranks = run_ranks(measured, 2, tmp_path)
+    steps = 24 // BATCH // 2
     values = ranks[0][1]
     assert len(values) == 2 * steps
     for rows, of_rank, validated, scores, continued, names in ranks:
@@ -181,16 +178,15 @@ def stopped(rank: int, size: int, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("every", [None, 2], ids=["each epoch", "every 2 batches"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_all_ranks_stop_after_the_same_batch(size: int, every: int | None) -> None:
+def test_all_ranks_stop_after_the_same_batch(every: int | None) -> None:
     options = {} if every is None else {"val_check_interval": every, "check_val_every_n_epoch": None}
-    ends = run_ranks(stopped, size, options)
+    ends = run_ranks(stopped, 2, options)
     assert all(end == ends[0] for end in ends)
     steps, best, scores = ends[0]
     assert best == pytest.approx(min(scores), rel=1e-6)
     # The two validations after the best one were not better, and no batch followed them.
     assert len(scores) == int(np.argmin(scores)) + 3 < 20
-    assert steps == len(scores) * (every or 24 // BATCH // size)
+    assert steps == len(scores) * (every or 24 // BATCH // 2)
 
 
 def grouped(rank: int, size: int) -> list[dict[str, float]]:
@@ -219,8 +215,7 @@ def grouped(rank: int, size: int) -> list[dict[str, float]]:
     return [{"gauc": value.item(), "by hand": (sums[0] / sums[1]).item()}]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_auc_by_user_is_the_mean_over_the_users_of_all_ranks(size: int) -> None:
-    for (found,) in run_ranks(grouped, size):
+def test_auc_by_user_is_the_mean_over_the_users_of_all_ranks() -> None:
+    for (found,) in run_ranks(grouped, 2):
         assert 0.5 < found["gauc"] < 1
         assert found["gauc"] == pytest.approx(found["by hand"], rel=1e-6)

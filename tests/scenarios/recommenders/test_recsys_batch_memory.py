@@ -5,7 +5,6 @@ One spawn of two ranks runs every case; each test looks at one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from lightning.pytorch.callbacks import Callback
 from tests.distributed import run_ranks
 from tests.recsys.batch_memory_cases import Copying
 from tests.strategies.cases import (
-    PLANS,
     Clicks,
     Memory,
     Mixed,
@@ -29,23 +27,16 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
-from tests.tiers import sampled_rows, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
 EARLY: dict[str, Any] = {"free_features_early": True}
 # Options of the trainer, and plans.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "as it is": ({}, PLANS),
+    "as it is": ({}, ("threaded_input", "fused_sparse_dist")),
     "accumulation": ({"accumulate_grad_batches": 2}, ("prefetch",)),
-    "clipping": ({"gradient_clip_val": 0.05}, ("prefetch",)),
+    "clipping": ({"gradient_clip_val": 0.05}, ("base",)),
 }
 CELLS = [(name, plan) for name, (_, plans) in CASES.items() for plan in plans]
-
-
-def often(cell: tuple[str, str]) -> bool:
-    """Each plan once: the one with prefetches runs with options of the trainer."""
-    name, plan = cell
-    return name != "as it is" or plan != "prefetch"
 
 
 copies = partial(loader, collate_fn=lambda rows: Copying(collate(rows)))
@@ -77,20 +68,20 @@ def profiled(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     return module.losses, state_of(fit(module, recsys(**EARLY), copies(), **options))
 
 
-def on_two_ranks(rank: int, world_size: int, cells: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "plain": {name: trained("serial", options) for name, (options, _) in CASES.items()},
-        "trained": {(name, plan): trained(plan, CASES[name][0], **EARLY) for name, plan in cells},
+        "trained": {(name, plan): trained(plan, CASES[name][0], **EARLY) for name, plan in CELLS},
         "profiled": [profiled(), profiled(callbacks=[Profiles()])],
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, wanted(request.config, CELLS, often))
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2)
 
 
-@pytest.mark.parametrize(("name", "plan"), sampled_rows(CELLS, often))
+@pytest.mark.parametrize(("name", "plan"), CELLS)
 def test_training_logging_validation_and_prediction_are_the_same_to_the_bit(
     ranks: list[dict[str, Any]], name: str, plan: str
 ) -> None:

@@ -12,7 +12,6 @@ from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
     ADAGRAD,
-    PLANS,
     ROW_WISE_ADAGRAD,
     SGD,
     Batch,
@@ -28,23 +27,14 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
-from tests.tiers import sampled
 
 # ---------------------------------------------------------------------- Lightning's own loop
 
 
-def unsharded(network: Any, optimizer: dict[str, Any], epochs: int = 3) -> dict[str, Any]:
+def unsharded(optimizer: dict[str, Any]) -> dict[str, Any]:
     """What Lightning's own loop makes of a module."""
-    module = Clicks(network, in_backward=optimizer)
-    return outcome(module, fit(module, "auto", max_epochs=epochs))
-
-
-@pytest.fixture(
-    scope="module",
-    params=sampled([Pooled, Sequenced, Mixed], lambda network: network is Mixed, lambda network: network.__name__),
-)
-def network(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    module = Clicks(Mixed, in_backward=optimizer)
+    return outcome(module, fit(module, "auto", max_epochs=3))
 
 
 @pytest.fixture(scope="module", params=[SGD, ADAGRAD, ROW_WISE_ADAGRAD], ids=lambda optimizer: optimizer["class_path"])
@@ -55,27 +45,24 @@ def optimizer(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(network: Any, optimizer: dict[str, Any]) -> Reference:
+def reference(optimizer: dict[str, Any]) -> Reference:
     """The unsharded module after training, with the bound for other implementations."""
-    return Reference.of(lambda: unsharded(network, optimizer))
+    return Reference.of(lambda: unsharded(optimizer))
 
 
-def test_one_process_trains_as_lightning_does_without_sharding(
-    reference: Reference, network: Any, optimizer: dict[str, Any]
-) -> None:
-    for plan in PLANS:
-        module = Clicks(network, in_backward=optimizer)
-        used = fit(module, recsys(plan, optimizer=None), max_epochs=3)
-        assert reference.differences(outcome(module, used)) == [], plan
+def test_one_process_trains_as_lightning_does_without_sharding(reference: Reference, optimizer: dict[str, Any]) -> None:
+    module = Clicks(Mixed, in_backward=optimizer)
+    used = fit(module, recsys("prefetch", optimizer=None), max_epochs=3)
+    assert reference.differences(outcome(module, used)) == []
 
 
-def with_another_rate(network: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
+def with_another_rate(optimizer: dict[str, Any]) -> dict[str, Any]:
     """The tables' learning rate is off by one in a hundred."""
     arguments = {**optimizer["init_args"], "lr": optimizer["init_args"]["lr"] * 1.01}
-    return unsharded(network, {**optimizer, "init_args": arguments})
+    return unsharded({**optimizer, "init_args": arguments})
 
 
-def without_one_gradient(network: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
+def without_one_gradient(optimizer: dict[str, Any]) -> dict[str, Any]:
     """One sample of one step is left out of the loss."""
 
     class Forgetful(Clicks):
@@ -86,13 +73,13 @@ def without_one_gradient(network: Any, optimizer: dict[str, Any]) -> dict[str, A
             self.losses.append(self.loss_of(batch).item())
             return nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="none")[1:].mean()
 
-    module = Forgetful(network, in_backward=optimizer)
+    module = Forgetful(Mixed, in_backward=optimizer)
     return outcome(module, fit(module, "auto", max_epochs=3))
 
 
-def with_a_missed_row(network: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
+def with_a_missed_row(optimizer: dict[str, Any]) -> dict[str, Any]:
     """After the first epoch, the row that moved most is as it was before."""
-    before = Clicks(network).table_parameters()[0].detach().clone()
+    before = Clicks(Mixed).table_parameters()[0].detach().clone()
 
     class Lost(Clicks):
         def on_train_epoch_start(self) -> None:
@@ -101,7 +88,7 @@ def with_a_missed_row(network: Any, optimizer: dict[str, Any]) -> dict[str, Any]
                 row = int((table - before).abs().sum(1).argmax())
                 table[row] = before[row]
 
-    module = Lost(network, in_backward=optimizer)
+    module = Lost(Mixed, in_backward=optimizer)
     return outcome(module, fit(module, "auto", max_epochs=3))
 
 
@@ -109,11 +96,11 @@ def with_a_missed_row(network: Any, optimizer: dict[str, Any]) -> dict[str, Any]
     "fault", [with_another_rate, without_one_gradient, with_a_missed_row], ids=lambda fault: fault.__name__
 )
 def test_a_fault_is_found_by_the_comparison_with_the_unsharded_module(
-    reference: Reference, network: Any, optimizer: dict[str, Any], fault: Any
+    reference: Reference, optimizer: dict[str, Any], fault: Any
 ) -> None:
-    found = {line.split(":")[0] for line in reference.differences(fault(network, optimizer))}
+    found = {line.split(":")[0] for line in reference.differences(fault(optimizer))}
     assert "losses" in found
-    assert found >= {name for name, _ in Clicks(network).named_parameters() if is_table(name)}
+    assert found >= {name for name, _ in Clicks(Mixed).named_parameters() if is_table(name)}
 
 
 def all_in_one(optimizer: type[torch.optim.Optimizer], lr: float) -> Any:
@@ -128,7 +115,7 @@ IN_ONE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def as_ddp(rank: int, world_size: int) -> dict[str, Any]:
-    """Of each optimiser and plan: what differs from Lightning's DDP; of three more: losses and state with sharding."""
+    """Of each optimiser: what differs from Lightning's DDP; of three more: losses and state with sharding."""
     results: dict[str, Any] = {}
     for name, (optimizer, config) in IN_ONE.items():
         configure = all_in_one(optimizer, config["init_args"]["lr"])
@@ -140,11 +127,10 @@ def as_ddp(rank: int, world_size: int) -> dict[str, Any]:
             return {key: value for key, value in found.items() if not key.startswith("optimizer")}
 
         reference = Reference.of(replicated)
-        for plan in PLANS:
-            module = Clicks(Sequenced, optimizers=configure)
-            used = fit(module, recsys(plan, {"past": "row_wise", "people": "table_wise"}, config), max_epochs=3)
-            assert len(module.losses) == 9
-            results[f"{name}, {plan}"] = reference.differences(outcome(module, used))
+        module = Clicks(Sequenced, optimizers=configure)
+        used = fit(module, recsys("prefetch", {"past": "row_wise", "people": "table_wise"}, config), max_epochs=3)
+        assert len(module.losses) == 9
+        results[name] = reference.differences(outcome(module, used))
     for config in (SGD, ADAGRAD, ROW_WISE_ADAGRAD):
         module = Clicks(Pooled)
         strategy = recsys("prefetch", {"people": "row_wise", "things": "table_wise"}, config)
@@ -156,7 +142,7 @@ def as_ddp(rank: int, world_size: int) -> dict[str, Any]:
 def test_two_processes_train_as_lightnings_ddp_and_as_one_process_with_a_batch_of_both() -> None:
     first, second = run_ranks(as_ddp, 2)
     for results in (first, second):
-        for name in (f"{optimizer}, {plan}" for optimizer in IN_ONE for plan in PLANS):
+        for name in IN_ONE:
             assert results[name] == [], name
     for config in (SGD, ADAGRAD, ROW_WISE_ADAGRAD):
         name = str(config["class_path"])

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from lightning_pipe.recsys.kernels.fused import fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
-    PLANS,
     Batch,
     Clicks,
     Mixed,
+    Pooled,
     Rows,
     collate,
     fit,
@@ -34,9 +33,7 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
-from tests.tiers import sampled, sampled_rows
 
-NETWORKS: dict[str, Callable[[], Clicks]] = {"pooled": Clicks, "mixed": lambda: Clicks(Mixed)}
 KINDS = {"people": "row_wise", "things": "table_wise"}
 
 
@@ -107,10 +104,7 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("rewrite", "plan"),
-    sampled_rows(
-        product(("record", "direct", "fx"), PLANS),
-        [("record", "serial"), ("direct", "base"), ("fx", "prefetch"), ("record", "fused_sparse_dist")].__contains__,
-    ),
+    [("record", "serial"), ("direct", "base"), ("fx", "prefetch"), ("record", "fused_sparse_dist")],
 )
 def test_what_is_found_equals_what_the_module_computes_batch_by_batch(plan: str, rewrite: Any) -> None:
     expected = evaluations(plan, Clicks, rewrite={"evaluation": False})
@@ -119,11 +113,11 @@ def test_what_is_found_equals_what_the_module_computes_batch_by_batch(plan: str,
 
 @pytest.mark.parametrize(
     ("network", "plan"),
-    sampled_rows(product(NETWORKS, PLANS), lambda case: (case[0] == "pooled") == (case[1] in ("serial", "base"))),
+    [(Pooled, "base"), (Mixed, "threaded_input"), (Mixed, "prefetch"), (Mixed, "fused_sparse_dist")],
 )
-def test_a_validation_in_mid_epoch_changes_nothing_of_training(plan: str, network: str) -> None:
+def test_a_validation_in_mid_epoch_changes_nothing_of_training(plan: str, network: Any) -> None:
     def trained(**options: Any) -> tuple[Clicks, dict[str, Tensor]]:
-        module = NETWORKS[network]()
+        module = Clicks(network)
         used = fit(module, recsys(plan, **options), loader(40), loader(12), val_check_interval=3)
         return module, state_of(used)
 
@@ -167,7 +161,7 @@ def test_under_the_serial_plan_none_is() -> None:
     assert iterations == sorted(iterations)
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, ("serial", "prefetch").__contains__))
+@pytest.mark.parametrize("plan", ["serial", "prefetch"])
 def test_each_loader_may_have_batches_of_its_own_form(plan: str) -> None:
     def run(**options: Any) -> list[float]:
         module = Wrapped()
@@ -180,7 +174,7 @@ def test_each_loader_may_have_batches_of_its_own_form(plan: str) -> None:
     assert losses == run(rewrite={"evaluation": False})
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, ("base", "fused_sparse_dist").__contains__))
+@pytest.mark.parametrize("plan", ["base", "fused_sparse_dist"])
 def test_modules_that_are_called_twice_are_looked_up_as_they_are_called(plan: str) -> None:
     module, expected = Twice(), Everything()
     with pytest.warns(UserWarning, match="pipelined"):
@@ -189,7 +183,7 @@ def test_modules_that_are_called_twice_are_looked_up_as_they_are_called(plan: st
     assert module.evaluated == [loss for loss in expected.evaluated for _ in range(2)]
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, ("base", "prefetch").__contains__))
+@pytest.mark.parametrize("plan", ["base", "prefetch"])
 def test_an_error_leaves_the_module_as_it_was_and_training_can_begin(plan: str) -> None:
     class Breaking(Clicks):
         breaks = True
@@ -305,16 +299,12 @@ def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
     return results
 
 
-# Plans that `make test` runs on two ranks.
-OFTEN = ("prefetch", "fused_sparse_dist")
-
-
 @cache
 def ranks(plan: str) -> list[dict[str, Any]]:
     return run_ranks(run_plan, 2, plan)
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
+@pytest.mark.parametrize("plan", ["prefetch", "fused_sparse_dist"])
 def test_ranks_find_together_what_they_find_batch_by_batch(plan: str) -> None:
     for results in ranks(plan):
         ours, expected = results[f"{plan}, True"], results[f"{plan}, False"]
@@ -335,7 +325,6 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader() -> None:
     assert alone.differences({"rows": ranks("prefetch")[0]["prefetch, True"][1][0][:9]}) == []
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -346,12 +335,10 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader() -> None:
         ("second stream", r"uneven numbers of batches: all ranks have 3, with \d or more on rank 1 left over"),
     ],
 )
-def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(name: str, said: str, plan: str) -> None:
-    for results in ranks(plan):
-        assert re.search(said, results[f"{name}, {plan}"]), results[f"{name}, {plan}"]
-        assert "shortest" not in results[f"{name}, {plan}"]
+def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(name: str, said: str) -> None:
+    for results in ranks("prefetch"):
+        assert re.search(said, results[f"{name}, prefetch"]), results[f"{name}, prefetch"]
 
 
-@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
-def test_streams_of_one_length_are_evaluated_to_their_end(plan: str) -> None:
-    assert [len(results[f"even streams, {plan}"]) for results in ranks(plan)] == [3, 3]
+def test_streams_of_one_length_are_evaluated_to_their_end() -> None:
+    assert [len(results["even streams, prefetch"]) for results in ranks("prefetch")] == [3, 3]

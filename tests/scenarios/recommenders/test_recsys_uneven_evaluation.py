@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -35,22 +34,16 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
-from tests.tiers import sampled, sampled_rows, wanted
 
 BATCH = 3
 KINDS = {"people": "row_wise", "things": "table_wise"}
-# Rows of each rank.
-SHARDS: dict[int, list[tuple[int, ...]]] = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
+# Rows of each rank, and what they are read from.
+CASES: dict[int, list[tuple[tuple[int, ...], str]]] = {
+    2: [((7, 0), "files"), ((0, 7), "streams"), ((1, 10), "files")],
+    4: [((0, 1, 7, 10), "streams")],
+}
 # Rows of all ranks together, which Lightning's sampler shares out.
 TOTALS = (1, 7, 10)
-FORMS = ("files", "streams")
-CASES = [*product(range(4), FORMS)]
-
-
-def often(case: tuple[int, str]) -> bool:
-    """Each distribution of rows in one form."""
-    number, form = case
-    return form == FORMS[number % 2]
 
 
 class Scored(Clicks):
@@ -184,16 +177,9 @@ def joined(ranks: list[dict[str, Any]]) -> list[Any]:
 # ---------------------------------------------------------------------- cases
 
 
-def counts_of(world_size: int, number: int) -> tuple[int, ...]:
-    cases = SHARDS[world_size]
-    return cases[number % len(cases)]
-
-
-def run_cases(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for counts, form in dict.fromkeys((counts_of(world_size, number), form) for number, form in cases):
-        results[f"{counts}, {form}"] = evaluated(shard(counts, form))
-    for total in TOTALS:
+def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+    results = {f"{counts}, {form}": evaluated(shard(counts, form)) for counts, form in CASES[world_size]}
+    for total in TOTALS if world_size == 2 else ():
         results[f"{total} in all"] = evaluated(rows_of(0, total), own_loaders=False)
     return results
 
@@ -205,20 +191,12 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "a balancer": {"balancer": True},
     "dynamic tables": {},
 }
-EVEN, *SPLITS = ((5, 6), (1, 10), (0, 11))
-OTHER_CASES = [*product(OTHER_WAYS, SPLITS)]
+EVEN, UNEVEN = (5, 6), (0, 11)
 
 
-def often_other(case: tuple[str, tuple[int, int]]) -> bool:
-    name, counts = case
-    return counts == SPLITS[[*OTHER_WAYS].index(name) % 2]
-
-
-def run_other_ways(
-    rank: int, world_size: int, folder: Path, cases: Sequence[tuple[str, tuple[int, int]]]
-) -> dict[str, Any]:
+def run_other_ways(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, counts in [*product(OTHER_WAYS, [EVEN]), *cases]:
+    for name, counts in product(OTHER_WAYS, (EVEN, UNEVEN)):
         network: Any = Pooled
         if name == "dynamic tables":
             network = partial(Dynamic, folder / str(counts))
@@ -291,9 +269,9 @@ class Unsynced(Clicks):
         self.log("val_loss", self.loss_of(batch), batch_size=len(batch.label))
 
 
-@pytest.fixture(scope="module", params=sampled([2, 4], lambda ranks: ranks == 2, "{}_ranks".format))
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, request.param, wanted(request.config, CASES, often))
+@cache
+def ranks(world_size: int) -> list[dict[str, Any]]:
+    return run_ranks(run_cases, world_size)
 
 
 @pytest.fixture(scope="module")
@@ -305,15 +283,14 @@ def named(results: list[dict[str, Any]], name: str) -> list[Any]:
     return [of_rank[name] for of_rank in results]
 
 
-@pytest.mark.parametrize(("case", "form"), sampled_rows(CASES, often))
-def test_metrics_are_those_of_one_process_over_all_rows(ranks: list[dict[str, Any]], case: int, form: str) -> None:
-    counts = counts_of(len(ranks), case)
-    check(named(ranks, f"{counts}, {form}"), (0, sum(counts)))
+@pytest.mark.parametrize(("world_size", "counts", "form"), [(size, *case) for size in CASES for case in CASES[size]])
+def test_metrics_are_those_of_one_process_over_all_rows(world_size: int, counts: tuple[int, ...], form: str) -> None:
+    check(named(ranks(world_size), f"{counts}, {form}"), (0, sum(counts)))
 
 
 @pytest.mark.parametrize("total", TOTALS)
-def test_lightnings_sampler_repeats_no_row(ranks: list[dict[str, Any]], total: int) -> None:
-    check(named(ranks, f"{total} in all"), (0, total))
+def test_lightnings_sampler_repeats_no_row(total: int) -> None:
+    check(named(ranks(2), f"{total} in all"), (0, total))
 
 
 @pytest.mark.parametrize("network", [Sequenced, Mixed, Processed, Dlrm])
@@ -322,18 +299,15 @@ def test_every_kind_of_sharded_module_is_joined(two: list[dict[str, Any]], netwo
 
 
 @pytest.fixture(scope="module")
-def other_ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    cases = wanted(request.config, OTHER_CASES, often_other)
-    return run_ranks(run_other_ways, 2, tmp_path_factory.mktemp("stores"), cases)
+def other_ways(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(run_other_ways, 2, tmp_path_factory.mktemp("stores"))
 
 
-@pytest.mark.parametrize(("name", "counts"), sampled_rows(OTHER_CASES, often_other, "{0[0]}-{0[1]}".format))
-def test_uneven_ranks_find_what_even_ones_find(
-    other_ways: list[dict[str, Any]], name: str, counts: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_uneven_ranks_find_what_even_ones_find(other_ways: list[dict[str, Any]], name: str) -> None:
     even, uneven = (
         [numbers({**of_rank, "predicted": joined(ranks)}) for of_rank in ranks]
-        for ranks in (named(other_ways, f"{name}, {split}") for split in (EVEN, counts))
+        for ranks in (named(other_ways, f"{name}, {split}") for split in (EVEN, UNEVEN))
     )
     for expected, found in zip(even, uneven, strict=True):
         for metric, value in expected.items():
