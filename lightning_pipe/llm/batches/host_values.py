@@ -52,12 +52,7 @@ class RecordedCopies(TorchFunctionMode):
 
 
 def values_on_host(batch: Any, copies: RecordedCopies) -> Any:
-    """Return a batch with its tensors on the host, or the batch itself if none is on a device.
-
-    Args:
-        batch: a mapping, or a list or tuple of mappings. Other values are returned unchanged.
-        copies: recorded copies of its tensors.
-    """
+    """Return a batch with its tensors on the host, or the batch itself if none is on a device."""
     parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
     there = {id(value): value for value in values if _on_device(value)}

@@ -38,15 +38,7 @@ class MicroBatches:
     padded_rows: int
 
     def trim(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of the micro-batches, with one row for each row of the loader's batch.
-
-        Args:
-            outputs: one output for each micro-batch: a tensor (rows of the micro-batch, ...) with the same other
-                dimensions in all micro-batches, None, or a tuple, list or dict of these.
-
-        Raises:
-            InputError: the number of outputs is not the number of micro-batches, or the numbers of rows differ.
-        """
+        """Join the outputs of the micro-batches, with one row for each row of the loader's batch."""
         if any(isinstance(output, (tuple, list, dict)) for output in outputs):
             flat, structures = zip(*map(tree_flatten, outputs), strict=True)
             if len(set(map(len, flat))) == 1:
@@ -71,26 +63,7 @@ def count_tokens(labels: Tensor, ignore_index: int = -100) -> int:
 def split_batch(
     batch: Any, num_microbatches: int, keys: SequenceKeys | None = None, *, strict: bool = False
 ) -> MicroBatches:
-    """Cut a batch into micro-batches with the same number of rows.
-
-    Args:
-        batch: a mapping, or a list or tuple of mappings. In a mapping, every tensor has one row per sample in dimension
-            0 (``"input_ids"``, or else the first tensor, sets the number of rows), and other values go to every
-            micro-batch unchanged. The items of a list are used as micro-batches, such as packed ones, each with its own
-            ``cu_seq_lens``. A batch for one micro-batch may hold anything.
-        num_microbatches: number of micro-batches, at least 1.
-        keys: value of the ``"labels"`` in added rows, which do not count in the loss, and the dimension of each key's
-            rows (default: -100, and dimension 0 for all tensors).
-        strict: True to refuse a batch that does not fill all micro-batches (default False). With False, copies of the
-            last row (of a list: the last micro-batch) without labels are added.
-
-    Returns:
-        The micro-batches. If no row was added, their tensors are views of the batch's.
-
-    Raises:
-        InputError: the batch has no rows, a value that cannot be cut by rows, or, if ``strict``, rows that do not fill
-            all micro-batches.
-    """
+    """Cut a batch into micro-batches with the same number of rows."""
     if isinstance(batch, Mapping):
         return _cut(batch, num_microbatches, keys or SequenceKeys(), strict)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):

@@ -74,16 +74,6 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
     - ``cu_seq_lens_q/k`` (1-d, of one packed row): the last document is extended to the end, in a copy, and
       ``max_length_q/k`` are updated to the length of the longest document.
     - Missing entries are not added: a causal model without a mask does not attend to later positions.
-
-    Args:
-        micro_batch: tensors (rows, current length, ...) under the keys of ``keys``, and any other entries.
-        length: length to pad to, in tokens.
-        keys: pad values by key (default: those of :class:`SequenceKeys`).
-
-    Raises:
-        InputError: a tensor has no dimension 1 or is longer than ``length``, tensors have different lengths, a mask is
-            not square, ``cu_seq_lens`` does not describe one row, or a ``BlockMask`` is of another number of rows or
-            length.
     """
     padded = dict(micro_batch)
     keys = keys or SequenceKeys()
@@ -156,16 +146,7 @@ def _pad_square(mask: Tensor, length: int) -> Tensor:
 
 
 def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> None:
-    """Check that ``cu_seq_lens_q/k``, if present, are the document boundaries of one packed row.
-
-    Args:
-        micro_batch: micro-batch with or without boundaries.
-        rows: number of its rows.
-        length: tokens of a row.
-
-    Raises:
-        InputError: boundaries of several rows, or not ascending from 0 to at most ``length``.
-    """
+    """Check that ``cu_seq_lens_q/k``, if present, are the document boundaries of one packed row."""
     for key in _DOCUMENTS:
         ends = micro_batch.get(key)
         if ends is None:

@@ -122,9 +122,6 @@ def microbatch_counts(rows: int, pp_size: int) -> list[int]:
 
     They range from one to eight times the number of ranks. If more than five divide the batch, it selects five that are
     spread evenly, and twice the number of ranks if that divides the batch.
-
-    Raises:
-        SetupError: no number in this range divides the batch.
     """
     found = [count for count in range(_LEAST * pp_size, _MOST * pp_size + 1) if rows % count == 0]
     if not found:
@@ -151,13 +148,6 @@ def list_candidates(
     """List all candidates: PyTorch's schedules, numbers of stages and micro-batches, and splits.
 
     Layers are split by time, evenly, and, if memory is scarce, by memory.
-
-    Args:
-        config: module config of the model.
-        pp_size: number of ranks of the pipeline.
-        measured: measurements for the numbers of micro-batches to try.
-        by_memory: True if memory is scarce.
-        allowed: function that returns True for a schedule that may be used (default: all).
     """
     found: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
@@ -207,14 +197,7 @@ def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple
 def layers_by_memory(
     config: ModuleConfig, num_stages: int, footprints: Pieces[Footprint], optimizer_bytes: Pieces[int], kept: int
 ) -> tuple[int, ...]:
-    """Number of layers of each stage that minimises the memory of the stage that needs most.
-
-    Args:
-        config: module config of the model.
-        num_stages: number of stages of all ranks.
-        footprints: see :func:`~lightning_pipe.llm.choice.estimate.estimate`, also for *optimizer_bytes*.
-        kept: maximum number of micro-batches whose activations a stage keeps.
-    """
+    """Number of layers of each stage that minimises the memory of the stage that needs most."""
     costs = memory_costs(footprints, optimizer_bytes, kept)
     return layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))
 
@@ -222,13 +205,7 @@ def layers_by_memory(
 def stage_durations(
     pieces: Pieces[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
 ) -> dict[tuple[int, Kind], float]:
-    """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once.
-
-    Args:
-        pieces: work of the pieces for one micro-batch.
-        layers_per_stage: number of layers of each stage.
-        scales: factor for each kind of work; None (default) for 1.0.
-    """
+    """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once."""
     factors = scales or {}
     found: dict[tuple[int, Kind], float] = {}
     for stage in range(len(layers_per_stage)):
@@ -248,14 +225,7 @@ def stage_durations(
 def predict(
     candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
 ) -> SchedulePrediction:
-    """Predict the duration, bubble and memory of a candidate's step.
-
-    Args:
-        candidate: candidate to predict.
-        pp_size: number of ranks of the pipeline.
-        measured: measurements of the model.
-        calibration: corrections from real steps; None (default) for no corrections.
-    """
+    """Predict the duration, bubble and memory of a candidate's step."""
     known = calibration or Calibration()
     actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
     timeline = _timeline(candidate, actions, measured, known)
@@ -285,13 +255,7 @@ def calibrate(
     pp_size: int,
     measured: Measurements,
 ) -> Calibration:
-    """Derive corrections from real steps, for effects that measurements of single pieces do not show.
-
-    Args:
-        runs: real steps, each with its candidate, the bars recorded by each rank of the pipeline in order, and the
-            seconds of the step.
-        pp_size: see :func:`predict`, also for *measured*.
-    """
+    """Derive corrections from real steps, for effects that measurements of single pieces do not show."""
     scales: dict[Kind, list[float]] = {}
     overheads: list[float] = []
     fixed: list[float] = []
@@ -322,13 +286,7 @@ def calibrate(
 
 
 def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedule: int = 2) -> list[SchedulePrediction]:
-    """Fastest candidates, at most ``of_a_schedule`` of each schedule, since their prediction errors are similar.
-
-    Args:
-        predictions: predictions of all candidates.
-        most: maximum number of candidates.
-        of_a_schedule: maximum number of candidates of each schedule (default 2).
-    """
+    """Fastest candidates, at most ``of_a_schedule`` of each schedule, since their prediction errors are similar."""
     kept: list[SchedulePrediction] = []
     for one in sorted(predictions, key=lambda one: one.seconds):
         like = [other for other in kept if other.candidate.spec == one.candidate.spec]

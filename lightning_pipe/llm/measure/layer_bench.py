@@ -73,20 +73,7 @@ class Pieces(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerBench:
-    """Builds and measures the pieces of a model.
-
-    Args:
-        model: unsplit model, real or deferred; it is not changed.
-        config: module config of the model.
-        args: arguments of the model for one micro-batch, on ``device``.
-        kwargs: keywords of the model for one micro-batch.
-        device: device to run on.
-        prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
-        varies: function from a layer's index to a value that ``prepare`` depends on; layers with equal values may share
-            a measurement (default: no dependence).
-        within: context manager entered while a piece's placeholders are made, and while it runs and is measured; not
-            while the model is cut.
-    """
+    """Builds and measures the pieces of a model."""
 
     model: nn.Module
     config: ModuleConfig
@@ -98,13 +85,7 @@ class LayerBench:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
-        """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once.
-
-        Args:
-            loss_of: function from the last piece's output, and the part of the model that computed it, to the loss: a
-                scalar.
-            question: measurement of a piece.
-        """
+        """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once."""
         config = self.config
         inputs, first = self.args, None
         if config.input_fqns:

@@ -31,11 +31,6 @@ def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], kept: int) 
     """Memory of each piece: parameters, gradients, buffers, optimizer states, and activations kept for backward.
 
     A piece's output counts for the piece itself, not for the next one.
-
-    Args:
-        footprints: footprints for one micro-batch.
-        states: bytes of optimizer states.
-        kept: maximum number of micro-batches whose activations a stage keeps.
     """
 
     def cost(one: Footprint, of_optimizer: int) -> float:
@@ -64,20 +59,6 @@ def measure_costs(
     """Measure the cost of the input modules, of each layer and of the output modules, with one micro-batch.
 
     Arguments as for :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, and:
-
-    Args:
-        model: see :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, also for *config*, *args*, *kwargs*,
-            *loss_of* and *clock*.
-        unit: "time" (default), in seconds, or "memory", in bytes.
-        microbatches: maximum number of micro-batches whose activations a stage keeps, for memory (default 1).
-        optimizer_states: number of tensors of a parameter's size that the optimiser keeps for it, for memory (default
-            2, as Adam).
-        group: ranks that need the same costs; the first rank measures and broadcasts them, and each rank must make this
-            call. None (default) to measure on this rank.
-
-    Raises:
-        SetupError: an unknown unit; a model that cannot be cut as the config describes; on every rank, if the first
-            rank could not measure.
     """
     if unit not in ("time", "memory"):
         raise SetupError(f"the unit of costs is {unit!r}; expected 'time' or 'memory'")

@@ -117,17 +117,6 @@ def measure_work(
     """Measure the seconds of each piece for one micro-batch: medians of five runs, after two warm-up runs.
 
     It runs under the autocast mode of the caller. Random states are preserved.
-
-    Args:
-        model: see :class:`~lightning_pipe.llm.measure.layer_bench.LayerBench`, also for *config*, *args*, *kwargs*
-            (both with values), *prepare* and *varies*.
-        loss_of: function from the model's output, and the part of the model that computed it, to the loss: a scalar.
-        device: device to measure on (default CPU).
-        parts: True (default) to measure a backward in two parts, too; False to count all of it as the second part.
-        clock: function that returns seconds.
-
-    Raises:
-        SetupError: a model that cannot be cut as the config describes.
     """
     watch = _LayerWatch(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
@@ -181,9 +170,6 @@ def measure_footprints(
     Temporary memory within an operation is not seen. A model that reads the values of its tensors is run with values,
     on the CPU. Arguments as for :func:`measure_work`; tensors may be on any device, including the meta device (then
     without values), and count as CPU tensors.
-
-    Raises:
-        SetupError: a model that cannot be cut as the config describes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # targets of the loss
 

@@ -46,14 +46,6 @@ def measure_links(
 
     A message takes half of the median round trip. The group is the one that the pipeline uses, so its connections exist
     and their setup is not measured.
-
-    Args:
-        group: process group of the pipeline.
-        device: device of the messages.
-        clock: function that returns seconds.
-
-    Returns:
-        The link of each pair of :func:`neighbours` that starts with this rank.
     """
     rank, found = dist.get_rank(group), {}
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (_SMALL, _LARGE))

@@ -133,22 +133,7 @@ def estimate_memory(
     sharing: Sharing | None = None,
     keeps_messages: bool = True,
 ) -> list[RankMemory]:
-    """Estimate the memory of each rank.
-
-    Args:
-        actions: actions by rank, from ``simulation.actions_of``.
-        layers_per_stage: number of layers of each stage.
-        pieces: footprints for one micro-batch.
-        optimizer_bytes: bytes of optimiser states for the parameters of each piece.
-        sharing: numbers of ranks that share each stage; None (default) for no sharing. Parameters are assumed to be
-            shared evenly, and layers to be sharded completely by tensor parallelism; activations of layers are assumed
-            not to be sharded by it.
-        keeps_messages: True (default) if hidden states that are received or sent exist until the end of the step, as in
-            PyTorch; False if those of a micro-batch exist until its backward, as in Megatron-LM.
-
-    Returns:
-        The memory of each rank of the pipeline, in order.
-    """
+    """Estimate the memory of each rank."""
     shared = sharing or Sharing()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     numbers = range(len(layers_per_stage))

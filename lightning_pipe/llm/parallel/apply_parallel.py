@@ -49,14 +49,7 @@ class StageParallelism:
         return self.compile_options is None
 
     def check(self, model: nn.Module, config: ModuleConfig) -> TensorPlan:
-        """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan.
-
-        Returns:
-            The plan of tensor parallelism; empty if ``tp`` is 1.
-
-        Raises:
-            SetupError: a dimension that the model does not support. Every rank raises the same error.
-        """
+        """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan."""
         sizes, checkpoint = self.dimensions, self.activation_checkpoint
         if sizes.cp > 1 and sizes.cp_method == "ring":
             check_ring()
@@ -83,11 +76,7 @@ class StageParallelism:
         return plan
 
     def refuse_traced(self) -> None:
-        """Refuse dimensions that need the model's modules, which a traced model no longer has.
-
-        Raises:
-            SetupError: tensor, context or expert parallelism is enabled.
-        """
+        """Refuse dimensions that need the model's modules, which a traced model no longer has."""
         sizes = self.dimensions
         if max(sizes.tp, sizes.cp, sizes.ep) > 1:
             raise SetupError(
@@ -97,13 +86,7 @@ class StageParallelism:
             )
 
     def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:
-        """Apply all dimensions to a stage, in place.
-
-        Args:
-            stage: stage with materialised parameters.
-            config: module config of the unsplit model.
-            plan: tensor-parallel plan returned by :meth:`check`.
-        """
+        """Apply all dimensions to a stage, in place."""
         meshes = self.meshes
         if self.can_replay_routing:
             watch_routers(stage.module, config.layers)

@@ -25,13 +25,7 @@ def takes_boundaries(implementation: str) -> bool:
 
 
 def check_family(model: Any) -> None:
-    """Check that a Hugging Face causal LM computes with an attention kernel what it computes without.
-
-    Raises:
-        SetupError: a family that transformers does not use FlashAttention for, with ``varlen_attn``: its layers would
-            have no mask, or would need another one than a causal one; Doge with FlexAttention, which transformers does
-            not give its mask.
-    """
+    """Check that a Hugging Face causal LM computes with an attention kernel what it computes without."""
     name, family = implementation_of(model.config), model.config.model_type
     if (name == VARLEN and not supports_flash(model)) or (name == "flex_attention" and family == "doge"):
         expected = "that transformers uses FlashAttention for" if name == VARLEN else "other than doge"
@@ -42,11 +36,7 @@ def check_family(model: Any) -> None:
 
 
 def check_device(model: nn.Module, device: torch.device) -> None:
-    """Check that the attention of a Hugging Face causal LM can be trained on a device.
-
-    Raises:
-        SetupError: FlexAttention, FlashAttention or ``varlen_attn`` on a CPU, where they have no backward.
-    """
+    """Check that the attention of a Hugging Face causal LM can be trained on a device."""
     name = implementation_of(model.config) if is_causal_lm(model) else ""
     if device.type in ("cpu", "mps") and (name == "flex_attention" or takes_boundaries(name)):
         raise SetupError(

@@ -83,11 +83,6 @@ class OwnMasks:
 
     A chunk's mask does not show the pattern between chunks: a window at least as long as a chunk, or as a piece of a
     balanced chunk, goes unnoticed. Rows of padding are not compared, since no token attends to padding.
-
-    Args:
-        whole: mask of the whole sequences, (rows or 1, heads or 1, length, length); None for causal attention.
-        rank: see :func:`~lightning_pipe.llm.parallel.context_parallel.chunk_positions`, also for *size* and *balanced*.
-        square: True if ``whole`` is a mask of the batch (default False: of its padding and documents).
     """
 
     def __init__(
@@ -99,15 +94,7 @@ class OwnMasks:
         self._checked: tuple[ReferenceType[Tensor], int] | None = None
 
     def check(self, mask: Tensor | None, length: int) -> None:
-        """Check that a mask equals the whole mask on the chunk's tokens.
-
-        Args:
-            mask: mask of the model, which can be broadcast to (rows, heads, length, length); None for no mask.
-            length: number of tokens of the chunk.
-
-        Raises:
-            SetupError: they differ.
-        """
+        """Check that a mask equals the whole mask on the chunk's tokens."""
         if mask is not None:
             self._compare(mask, length)
 
@@ -161,20 +148,6 @@ class CheckedAttention(nn.Module):
 
     It is used for the forwards on fake tensors that infer shapes. Every rank runs these for all stages, before any
     stage runs with data, so an error is raised on every rank and no neighbour is left waiting.
-
-    Args:
-        stage: stage of the model, with fake parameters.
-        layers: FQNs of the whole model's layers. Each layer must call ``scaled_dot_product_attention``, unless it
-            consists of PyTorch modules that treat each token independently.
-        size: number of ranks that sequences are cut over.
-        method: ``ulysses`` (default), which shares the heads among these ranks, or ``ring``, which has no attention
-            dropout.
-        tensor_size: number of ranks that tensor parallelism shares a layer's heads among (default 1).
-
-    Raises:
-        SetupError: a Hugging Face config of another family than :data:`FAMILIES`, with a sliding window or with rotary
-            frequencies that depend on the length. Forward raises it for attention that is not intercepted, cannot be
-            shared among the ranks, or would give other results than on one device.
     """
 
     def __init__(
@@ -257,11 +230,7 @@ class _Watch(AttentionMode):
 
 
 def check_mask_heads(mask: Tensor | None, query: Tensor) -> None:
-    """Check that a mask of (rows or 1, heads or 1, ...) has 1 head or those of the query.
-
-    Raises:
-        SetupError: another number of heads.
-    """
+    """Check that a mask of (rows or 1, heads or 1, ...) has 1 head or those of the query."""
     if mask is not None and mask.shape[1] not in (1, query.shape[1]):
         raise SetupError(
             f"the batch's attention_mask has {mask.shape[1]} heads, and attention {query.shape[1]} on this rank. Use a"
@@ -278,21 +247,7 @@ def check_call(
     square: bool,
     dropout: float = 0.0,
 ) -> None:
-    """Check that a call can be computed over several ranks.
-
-    Args:
-        query: query of a chunk, (rows, heads, length / c, width).
-        key: key of the same chunk, with the same number of heads or fewer.
-        attn_mask: the call's argument.
-        is_causal: the call's argument.
-        size: number of ranks that share the heads.
-        square: True if the batch has a mask of (rows or 1, heads or 1, length, length), which is used instead of the
-            call's.
-        dropout: dropout probability, if the method does not support dropout (default 0.0).
-
-    Raises:
-        SetupError: a call that is not supported.
-    """
+    """Check that a call can be computed over several ranks."""
     if dropout:
         raise SetupError(
             f"scaled_dot_product_attention is called with dropout_p={dropout}, which ring attention does not support;"

@@ -64,16 +64,7 @@ class FullAttention:
 
 
 def chunk_positions(rank: int, size: int, length: int, *, balanced: bool = False) -> Tensor:
-    """Positions of the tokens that a rank holds: (length / size), int64, on the CPU, ascending.
-
-    Args:
-        rank: rank in the context dimension.
-        size: number of ranks in the context dimension.
-        length: tokens of the whole sequence; a multiple of ``size``, or of ``2 * size`` if balanced.
-        balanced: True to divide the sequence into ``2 * size`` pieces and give each rank one piece counted from the
-            beginning and one from the end, which balances the cost of causal attention over ranks. False (default) for
-            one of ``size`` contiguous pieces.
-    """
+    """Positions of the tokens that a rank holds: (length / size), int64, on the CPU, ascending."""
     pieces = torch.arange(length).chunk(2 * size if balanced else size)
     return torch.cat([pieces[rank], pieces[-1 - rank]]) if balanced else pieces[rank]
 
@@ -94,21 +85,6 @@ def cut_sequence(
     - ``cu_seq_lens_q/k``, the document boundaries of a packed row;
     - ``position_ids``, where a new document begins wherever they do not increase by one, and a mask of (rows, length),
       whose zeros mark padding. No token attends to padding, and positions may jump next to it.
-
-    Args:
-        micro_batch: padded micro-batch, on any device.
-        rank: see :func:`chunk_positions`, also for *size* and *balanced*.
-        keys: keys of the values of (rows, length, ...) that are cut; all other values stay unchanged.
-
-    Returns:
-        The micro-batch with chunks of (rows, length / size, ...). If it has no ``position_ids``, it gets those of the
-        chunk, (rows, length / size), counted from the beginning of each whole document. A model's own masks must have
-        the chunk's shape, so a square mask is cut in both dimensions, and ``cu_seq_lens`` become the boundaries of the
-        documents' parts in the chunk.
-
-    Raises:
-        InputError: a length that the ranks do not divide, no sequences or sequences of several lengths, a mask of
-            another shape, or both a mask and documents, which may contradict each other.
     """
     sequences = _sequences(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
@@ -143,26 +119,13 @@ def cut_sequence(
 
 
 def check_sequence(micro_batch: Mapping[str, Any], keys: SequenceKeys | None = None) -> None:
-    """Check that a micro-batch can be cut, apart from its length, which padding changes.
-
-    Raises:
-        InputError: as :func:`cut_sequence`, except for the length.
-    """
+    """Check that a micro-batch can be cut, apart from its length, which padding changes."""
     _, length = _rows_and_length(_sequences(micro_batch, keys))
     attention_of(micro_batch, length)
 
 
 def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
-    """Outputs for whole sequences, on every context rank; no gradients flow through it.
-
-    Args:
-        part: this rank's outputs, contiguous or not; (rows, length / size, ...), the same shape on all ranks.
-        group: ranks that hold the chunks, in the order of the chunks.
-        balanced: True if the chunks were cut with ``balanced=True`` (default False).
-
-    Returns:
-        (rows, length, ...).
-    """
+    """Outputs for whole sequences, on every context rank; no gradients flow through it."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.detach().contiguous(), group=group)
     whole = torch.cat(parts, 1)
@@ -197,16 +160,7 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
-    """Attention pattern that a micro-batch describes; see :func:`cut_sequence`.
-
-    Args:
-        micro_batch: micro-batch whose sequences have this length.
-        length: tokens of a row.
-
-    Raises:
-        InputError: both a mask and documents, which may contradict each other, or ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k`` that differ.
-    """
+    """Attention pattern that a micro-batch describes."""
     mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
     ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
     if isinstance(mask, Tensor) and mask.ndim == 4:
@@ -239,11 +193,7 @@ def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Position of each token in its document, from 0: (rows or 1, length), int64.
-
-    Args:
-        documents: document numbers, as in :class:`FullAttention`.
-    """
+    """Position of each token in its document, from 0: (rows or 1, length), int64."""
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
     return places - torch.where(begins, places, 0).cummax(1).values

@@ -57,17 +57,13 @@ class ContextRanks:
     def cut(
         self, micro_batch: Mapping[str, Any], keys: SequenceKeys
     ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]:
-        """This rank's chunk of a padded micro-batch, and the context for its forwards; see :func:`cut_sequence`."""
+        """This rank's chunk of a padded micro-batch, and the context for its forwards."""
         ring = self.method == "ring"
         part, attention = cut_sequence(micro_batch, self.group.rank(), self.size, keys, balanced=ring)
         return part, partial(RingAttention if ring else Ulysses, self.group, attention)
 
     def check(self, micro_batch: Mapping[str, Any], keys: SequenceKeys) -> None:
-        """Check that a micro-batch can be cut, before all ranks pad to a common length.
-
-        Raises:
-            InputError: it cannot be cut (see :func:`cut_sequence`).
-        """
+        """Check that a micro-batch can be cut, before all ranks pad to a common length."""
         check_sequence(micro_batch, keys)
 
     def inputs(self, part: dict[str, Any], model_inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -76,13 +72,6 @@ class ContextRanks:
         A Hugging Face causal LM always gets the chunk's ``position_ids``. Unless the mask is square, it gets a mask of
         ones or no mask: a model that builds a mask repeats the heads of keys, and ranks that differ in this would send
         each other tensors of different shapes. The attention pattern comes from the batch, not from the model.
-
-        Args:
-            part: chunk returned by :meth:`cut`.
-            model_inputs: function from a micro-batch to the model's arguments and keywords.
-
-        Raises:
-            InputError: a model of another kind does not get the positions, so it would count from 0 in every chunk.
         """
         positions, watched = part["position_ids"], _Watched(part)
         given = model_inputs(watched)
@@ -104,7 +93,7 @@ class ContextRanks:
         return arguments, keywords
 
     def join(self, part: Tensor) -> Tensor:
-        """Whole outputs from the ranks' parts of (rows, length / size, ...); see :func:`join_sequence`."""
+        """Whole outputs from the ranks' parts of (rows, length / size, ...)."""
         return join_sequence(part, self.group, balanced=self.method == "ring")
 
 

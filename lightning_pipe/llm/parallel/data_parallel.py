@@ -21,15 +21,7 @@ from lightning_pipe.llm.parallel.gradients import force_sum_reduction
 def parallelise_stage(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False
 ) -> None:
-    """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks.
-
-    Args:
-        stage: module that ``PipelineStage`` runs. It becomes the FSDP root, where schedules look for it.
-        layers: FQNs of the whole model's layers, each of which is gathered separately.
-        mesh: mesh of the ranks that hold this stage: dimensions ``replicate`` and ``shard``, or one of them.
-        reshard_after_forward: release gathered parameters after each forward, and gather them again for backward
-            (default False): less memory, more communication. It has no effect without sharding.
-    """
+    """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks."""
     own = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
     spread = spread_parameters(stage)
     # Half-precision gradients are reduced in float32.

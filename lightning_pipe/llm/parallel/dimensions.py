@@ -118,10 +118,6 @@ class ParallelDims:
 class StageMeshes:
     """Device meshes over all ranks, one for each purpose; constructing them is collective.
 
-    Args:
-        dimensions: dimensions fitted to the number of ranks.
-        device_type: type of the ranks' devices.
-
     Attributes:
         dimensions: dimensions fitted to the number of ranks.
         root: mesh of the dimensions ``pipeline``, ``replicate``, ``shard`` and ``tensor``. The ranks that share a

@@ -28,12 +28,7 @@ from lightning_pipe.llm.parallel.turns import pass_turn
 
 
 def check_experts(model: nn.Module, size: int) -> None:
-    """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks.
-
-    Raises:
-        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers or Hugging Face's blocks of
-            experts, experts of another layout, or a number of experts that ``size`` does not divide.
-    """
+    """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks."""
     layers = experts_of(model)
     if not layers:
         raise SetupError(
@@ -68,17 +63,6 @@ def parallelise_experts(
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
     ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelise_stage`` does
     at its end.
-
-    Args:
-        stage: stage with the materialised parameters of all experts.
-        mesh: one-dimensional mesh of the ranks that share the experts.
-        data_mesh: mesh of the ranks that hold the same experts, from the same root mesh as ``mesh``: dimensions
-            ``replicate`` and ``shard``, or one of them. If ``replicate`` manages the rest of the stage, the experts
-            need a ``replicate`` mesh, too. None if no other rank holds the same experts.
-        reshard_after_forward: as for the rest of the stage (default False); used if ``data_mesh`` has ``shard``.
-
-    Raises:
-        SetupError: as :func:`check_experts`; experts whose widths cannot be sharded evenly over ``shard``.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
     layers = experts_of(stage)

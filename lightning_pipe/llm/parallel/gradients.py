@@ -35,17 +35,6 @@ class GradientNorm:
 
     Every rank of the pipeline constructs one, which compares the parameters they hold, and all ranks call it together.
     Among ranks that share a sharded parameter, either all have its gradient or none, which FSDP2 ensures.
-
-    Args:
-        order: names of all parameters of the unsplit model, in the order of a single-device optimiser.
-        parameters: this rank's parameters, by these names. A parameter that several stages hold (tied embeddings) must
-            be passed by one stage only, so that it counts once.
-        group: process group of the ranks that together hold the model's stages, one rank of each; None if this rank
-            holds all stages.
-
-    Raises:
-        SetupError: raised on every rank: orders that differ between ranks, or a parameter passed by no stage or by
-            several.
     """
 
     def __init__(
@@ -62,14 +51,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, norm_type: float = 2.0) -> Tensor:
-        """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it.
-
-        Args:
-            norm_type: p of the p-norm, above 0 (default 2.0); infinity for the largest absolute value.
-
-        Returns:
-            A scalar on the device of this rank's parameters, with the dtype of ``get_total_norm``'s result.
-        """
+        """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it."""
         if not norm_type > 0:
             raise SetupError(f"norm_type must be a number above 0, got {norm_type}. Use 2.0 or inf, for example")
         own = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
@@ -127,11 +109,6 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
 
     The factor is that of ``torch.nn.utils.clip_grads_with_norm_``, and the gradients are bitwise the same. They are
     multiplied even if the factor is 1, which avoids synchronising with the device.
-
-    Args:
-        parameters: this rank's parameters; those without a gradient are skipped.
-        max_norm: norm to clip to, in the unit of the gradients.
-        total_norm: total norm over all stages and shards, from :class:`GradientNorm`; scalar.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     for gradients in alike(_local(parameters)):
@@ -155,9 +132,6 @@ def force_sum_reduction(module: nn.Module) -> None:
 
     A loss that is a sum over tokens has gradients that add up, and they are divided once by the number of all tokens.
     Setting the divide factor alone is not enough: it requests a reduction that Gloo does not support.
-
-    Args:
-        module: module that may contain sharded or replicated modules.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -93,12 +93,7 @@ _DESCRIPTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class HFDocuments:
-    """Inputs that separate documents in one model.
-
-    Args:
-        config: Hugging Face config of the model.
-        dtype: dtype of its parameters.
-    """
+    """Inputs that separate documents in one model."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._family: str = config.model_type
@@ -116,17 +111,7 @@ class HFDocuments:
         return HFDocuments(model.config, next(kinds, torch.get_default_dtype()))
 
     def check(self, micro_batch: Mapping[str, Any]) -> None:
-        """Check that the model separates the documents of a micro-batch, if its rows have several.
-
-        Args:
-            micro_batch: micro-batch from the user, with ``input_ids`` or other sequences of (rows, length).
-
-        Raises:
-            InputError: ``cu_seq_lens`` that do not describe one row; the model's family, or its attention
-                implementation, is not known to separate documents; documents longer than a sliding window;
-                ``cu_seq_lens`` and ``position_ids`` that contradict each other; padding before tokens with
-                ``varlen_attn``.
-        """
+        """Check that the model separates the documents of a micro-batch, if its rows have several."""
         if self._implementation == VARLEN and _masks_earlier_tokens(micro_batch.get("attention_mask")):
             raise InputError(
                 f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
@@ -165,12 +150,7 @@ class HFDocuments:
             )
 
     def keywords(self, micro_batch: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keywords for a micro-batch, with the inputs that separate its documents.
-
-        Args:
-            micro_batch: padded micro-batch that passed :meth:`check`.
-            keywords: keywords from the user's ``model_inputs``.
-        """
+        """The model's keywords for a micro-batch, with the inputs that separate its documents."""
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
             plain, mask = dict(keywords), keywords.get("attention_mask")

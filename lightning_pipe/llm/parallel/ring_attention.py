@@ -35,11 +35,7 @@ _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_
 
 
 def check_ring() -> None:
-    """Check that this PyTorch has the functions that the ring is built from.
-
-    Raises:
-        SetupError: one of these functions, which are not public, is missing.
-    """
+    """Check that this PyTorch has the functions that the ring is built from."""
     try:
         from torch.distributed.tensor.experimental import _context_parallel
 
@@ -60,9 +56,6 @@ class RingAttention(AttentionMode):
 
     Every rank of the group enters it around the same forward, as with
     :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. It supports any number of heads, and no attention dropout.
-
-    Args:
-        group: see :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`, also for *attention*.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:

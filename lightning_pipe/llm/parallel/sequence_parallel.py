@@ -34,17 +34,7 @@ Styles = Mapping[str, str | ParallelStyle]
 
 
 def check_sequences(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
-    """Check that a model works on parts of the tokens outside its blocks.
-
-    Args:
-        model: unsplit model.
-        config: names of its modules.
-        plan: its tensor-parallel plan.
-        styles: the plan's style of each module.
-
-    Raises:
-        SetupError: a model or plan that is not supported; the message names the module.
-    """
+    """Check that a model works on parts of the tokens outside its blocks."""
     reason, own = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
     blocks = _blocks(model, config, styles)
     whole = {
@@ -85,12 +75,6 @@ def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, st
     """Let the layers of a stage work on this rank's part of the tokens, in place; the stage takes and returns all.
 
     Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKENS`` cut.
-
-    Args:
-        model: model of the stage.
-        config: names of the unsplit model's modules.
-        mesh: mesh of the ranks that share the stage.
-        styles: see :func:`check_sequences`.
     """
 
     def moved(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:

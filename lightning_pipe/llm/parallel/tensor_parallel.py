@@ -60,19 +60,6 @@ def parallelise_tensors(
     head_dim)``), and in a fused matrix the parts of one head must be adjacent. Dropout between ``colwise`` and
     ``rowwise`` is drawn by each rank for its part. Dropout elsewhere must be the same on all ranks, so their random
     states must be equal.
-
-    Args:
-        stage: stage with materialised parameters, equal on every rank of the mesh.
-        config: module config of the whole model.
-        mesh: mesh of the ranks that share the stage: one named dimension, from the same root mesh as the one of data
-            parallelism.
-        plan: plan of the unsplit model, checked by
-            :func:`~lightning_pipe.llm.parallel.tensor_plan.resolve_tensor_plan`.
-        sequences: True for a part of the tokens on each rank between blocks of matrices, in a model checked by
-            :func:`~lightning_pipe.llm.parallel.sequence_parallel.check_sequences` (default False).
-
-    Raises:
-        SetupError: as ``resolve_tensor_plan``, except for names that match no module; a mesh of several dimensions.
     """
     _check_mesh(mesh)
     model = stage.module
@@ -95,13 +82,7 @@ def parallelise_tensors(
 
 
 class TensorGradients:
-    """Completes the gradients of whole parameters after a step's last backward: one all-reduce of a few small vectors.
-
-    Args:
-        model: module that holds the stages' modules, after :func:`parallelise_tensors`, data parallelism and all other
-            changes.
-        mesh: mesh given to :func:`parallelise_tensors`.
-    """
+    """Completes the gradients of whole parameters after a step's last backward: one all-reduce of a few small vectors."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         _check_mesh(mesh)
@@ -117,10 +98,6 @@ class TensorGradients:
 
         Call it after the data-parallel reduction and after all accumulated batches; otherwise gradients would be summed
         twice. The first time that no gradient contains NaN or infinity, the ranks compare their gradients.
-
-        Raises:
-            SetupError: raised on every rank of the mesh: a parameter that the plan leaves whole has different gradients
-                on the ranks, or one that it marks as partial has equal gradients.
         """
         whole: dict[str, Tensor] = {}
         incomplete: dict[str, Tensor] = {}

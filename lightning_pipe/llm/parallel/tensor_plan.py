@@ -54,16 +54,6 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
     Only the layers' entries of the config's ``base_model_tp_plan`` are used; embedding, last norm and head stay whole
     on every rank. Modules with parameters between sharded matrices, which that plan leaves out, are added as
     ``partial_gradient``.
-
-    Args:
-        model: unsplit model; its parameters may be fake.
-        config: module config of the model.
-
-    Returns:
-        A plan for :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
-
-    Raises:
-        SetupError: the model has no plan, or its plan names no module of its layers.
     """
     needed = (
         "Add get_tensor_parallel_plan() to the model; it returns a dict from module names, such as"
@@ -96,24 +86,7 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
 def resolve_tensor_plan(
     model: nn.Module, config: ModuleConfig, plan: TensorPlan, size: int
 ) -> dict[str, str | ParallelStyle]:
-    """Resolve a plan to the style of each module, and check it. All ranks get the same result for the unsplit model.
-
-    Args:
-        model: unsplit model, or one of its stages; its parameters may be fake.
-        config: module config of the unsplit model.
-        plan: dict from names of the unsplit model's modules, in which ``*`` stands for one part between dots, to a word
-            or a ``ParallelStyle``. The words are listed in
-            :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
-        size: number of ranks that share a layer.
-
-    Returns:
-        PyTorch's style, ``replicate`` or ``partial_gradient``, by name of each module that the model holds.
-
-    Raises:
-        SetupError: an entry that names no module of the unsplit model, or a module outside the layers; an unknown
-            style, or one that the module does not support; widths, heads or key-value heads that are not divisible by
-            the size.
-    """
+    """Resolve a plan to the style of each module, and check it. All ranks get the same result for the unsplit model."""
     is_whole = not any(isinstance(module, PassThrough) for module in model.modules())
     found: dict[str, str | ParallelStyle] = {}
     for pattern, given in plan.items():

@@ -30,12 +30,7 @@ class _Stopped(BaseException):
 
 
 class Turns:
-    """Two calls that take turns. They share the caller's random state, which the second call must not advance.
-
-    Args:
-        device: device of the calls.
-        clock: time in seconds (default ``time.perf_counter``).
-    """
+    """Two calls that take turns. They share the caller's random state, which the second call must not advance."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._clock = device, clock
@@ -47,11 +42,7 @@ class Turns:
         self._random: list[torch.Tensor] = []  # at the end of the first call
 
     def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Run both calls, the first in this thread.
-
-        Raises:
-            BaseException: the error of the call that failed; the other call is stopped where it waits for its turn.
-        """
+        """Run both calls, the first in this thread."""
         global _current
         assert _current is None
         stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)

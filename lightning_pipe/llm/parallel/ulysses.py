@@ -34,10 +34,6 @@ class Ulysses(AttentionMode):
     The number of query heads must be a multiple of the number of ranks. Key and value heads need not be: they are
     repeated first, as far as necessary. A mask that the model built from its chunk is replaced. Attention dropout is
     drawn by each rank for its own heads: equally random as on one device, but with other numbers.
-
-    Args:
-        group: ranks that hold the chunks, in the order of the chunks.
-        attention: attention pattern of the whole sequences; None (default) for causal attention.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:

@@ -32,20 +32,7 @@ _SUMS = 4
 
 @dataclass(eq=False)
 class BatchRuns:
-    """Runs batches for a module whose model is in stages. Every rank must make the same calls.
-
-    Args:
-        module: module that defines the loss and the prediction of a micro-batch.
-        runner: runner of this rank's stages.
-        preparation: preparation of this rank's batches.
-        meshes: device meshes of all ranks.
-        last_stage_rank: rank of the last stage within the pipeline.
-        group: CPU process group of all ranks, which must not be used by other work while a batch runs.
-        device: device of this rank.
-        scaling: loss scaling in half precision; None without it.
-        has_routers: True if any stage of any rank has a mixture of experts.
-        detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
-    """
+    """Runs batches for a module whose model is in stages. Every rank must make the same calls."""
 
     module: StageHooks
     runner: PipelineRunner
@@ -72,13 +59,7 @@ class BatchRuns:
             self.scaling.end()
 
     def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
-        """Compute the loss of a batch on every rank, and its gradients if gradients are enabled.
-
-        Args:
-            batch: batch of a dataloader.
-            prepared: the batch prepared in advance, or None. If the user has replaced the batch since then, the new
-                batch is prepared now.
-        """
+        """Compute the loss of a batch on every rank, and its gradients if gradients are enabled."""
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
         scale = self.scaling.begin(step.tokens) if train and self.scaling is not None else 1.0
@@ -109,13 +90,7 @@ class BatchRuns:
         return micro_batches, routers
 
     def _router_tokens(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
-        """Tokens over which routers are balanced: those that the module names, or all, without added rows and padding.
-
-        Args:
-            micro_batch: padded micro-batch.
-            rows: number of rows of the batch from the first row of the micro-batch; any after them are copies.
-            length: length of the micro-batch before padding.
-        """
+        """Tokens over which routers are balanced: those that the module names, or all, without added rows and padding."""
         counted = self.module.router_tokens(micro_batch)
         tokens = micro_batch.get("input_ids") if counted is None else counted
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or (len(tokens) <= rows and tokens.shape[1] <= length):
@@ -172,12 +147,7 @@ class BatchRuns:
         return from_rank(joined, failed, pipeline, self.last_stage_rank, InputError)
 
     def join(self, batch: Any, *, with_losses: bool) -> None:
-        """Run another pipeline's batch without counting its tokens and losses.
-
-        Args:
-            batch: batch of another pipeline.
-            with_losses: True if the other pipelines call :meth:`run`, False for :meth:`predict`.
-        """
+        """Run another pipeline's batch without counting its tokens and losses."""
         step = self.preparation.finish(self.preparation.begin(batch, counts=False))
         self.runner.evaluate(step.micro_batches, lambda output, target: output)
         self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
@@ -215,12 +185,7 @@ class BatchRuns:
         return self._agree_on_failure(totals)
 
     def _agree_on_failure(self, totals: Tensor) -> Tensor:
-        """Sum *totals* over all ranks, and raise on all ranks if one failed.
-
-        Raises:
-            InputError: On every rank, if a stage or a result failed on any rank. The rank that failed raises its own
-                exception.
-        """
+        """Sum *totals* over all ranks, and raise on all ranks if one failed."""
         failure = self.runner.failure
         found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
         dist.all_reduce(found, group=self.group)

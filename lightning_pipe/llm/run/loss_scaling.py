@@ -17,11 +17,6 @@ class LossScaling:
 
     The initial factors of scalers are meant for a mean loss. A loss summed over tokens is larger, so it is also divided
     by a power of two near the number of tokens. All factors are powers of two, so scaling does not round.
-
-    Args:
-        scaler: scaler of the optimiser steps. Its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
-        group: CPU process group of all ranks that step together.
-        device: device of this rank.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device) -> None:

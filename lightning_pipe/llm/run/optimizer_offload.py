@@ -33,17 +33,6 @@ class OffloadedState:
     While a bucket is stepped, only its state is on the device. Optimisers of ``torch.optim`` step each parameter
     independently, so results do not change. Other optimisers may combine parameters, so all of their state is moved
     together. A closure runs before any state is moved.
-
-    Args:
-        optimizer: optimiser over parameters on any device, DTensors included. State that is on the host already (such
-            as a step count) stays there during the step.
-        bucket_bytes: size of a bucket in bytes of this rank's parameters (default 2**28); a larger parameter is a
-            bucket of one. The state of AdamW in 32 bits takes twice as much. Larger buckets mean fewer calls of the
-            step
-            and more device memory.
-
-    Raises:
-        SetupError: the optimiser is LBFGS, which evaluates its closure in the middle of a step.
     """
 
     def __init__(self, optimizer: Optimizer, bucket_bytes: int = 2**28) -> None:

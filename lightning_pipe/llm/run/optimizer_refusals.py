@@ -12,11 +12,7 @@ from lightning_pipe.llm.parallel.dimensions import ParallelDims
 
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that check for overflow on their own rank's gradients only. Call it if losses are scaled.
-
-    Raises:
-        SetupError: such an optimizer.
-    """
+    """Refuse optimizers that check for overflow on their own rank's gradients only. Call it if losses are scaled."""
     for optimizer in optimizers:
         if looks_for_overflow(optimizer):
             raise SetupError(
@@ -29,13 +25,6 @@ def refuse_sharded(optimizers: Sequence[Optimizer], sizes: ParallelDims) -> None
     """Refuse optimizers whose step PyTorch cannot compute for sharded parameters.
 
     Muon is not refused: its products of matrices are those of whole matrices.
-
-    Args:
-        optimizers: optimizers of this rank, of the same classes on all ranks.
-        sizes: parallel dimensions.
-
-    Raises:
-        SetupError: such an optimizer, on ranks that share parameters.
     """
     found = next((type(one).__name__ for one in optimizers if isinstance(one, Adafactor)), None)
     shared = [f"parallel.{name}={size}" for name in ("dp_shard", "tp", "ep") if (size := getattr(sizes, name)) > 1]

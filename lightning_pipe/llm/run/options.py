@@ -28,11 +28,7 @@ _GROUPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """Checked arguments of ``LLMPipelineStrategy``, with the same names. Names and mappings are converted.
-
-    Raises:
-        SetupError: If a value has the wrong type, or if groups exclude each other.
-    """
+    """Checked arguments of ``LLMPipelineStrategy``, with the same names. Names and mappings are converted."""
 
     schedule: ScheduleSpec
     num_microbatches: int | None = None
@@ -80,20 +76,12 @@ class LLMOptions:
         return StageSettings(plan, sizes, parallelism, self.batching, self.offload_optimizer)
 
     def plan(self, sizes: ParallelDims) -> StagePlan:
-        """Default plan for cutting and scheduling models, which does not depend on the model.
-
-        Raises:
-            SetupError: If the schedule does not support ``stages_per_rank``.
-        """
+        """Default plan for cutting and scheduling models, which does not depend on the model."""
         per_rank = count_stages(self.schedule, sizes.pp, self.stages_per_rank)
         return StagePlan(self.schedule, sizes.pp, per_rank, self.num_microbatches or 2 * sizes.pp, self.split)
 
     def check_schedule(self, spec: ScheduleSpec, sizes: ParallelDims) -> None:
-        """Refuse a schedule that would train on wrong gradients with these options.
-
-        Raises:
-            SetupError: If it would. The message names an alternative.
-        """
+        """Refuse a schedule that would train on wrong gradients with these options."""
         check_combination(
             spec,
             sharding="fsdp" if sizes.dp_shard > 1 else "replicate" if sizes.dp_replicate * sizes.cp > 1 else None,

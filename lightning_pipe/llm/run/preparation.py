@@ -79,21 +79,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class BatchPreparation:
-    """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
-
-    Args:
-        hooks: inputs of the model, and numbers of loss tokens.
-        batching: padding, cutting and comparison of batches.
-        group: CPU process group of all ranks, not used concurrently for other communication.
-        pipelines: ranks of each pipeline in that group; all ranks of a pipeline have the same batch.
-        num_microbatches: number of micro-batches of a batch; None if every batch is a list of any number.
-        length_multiple: number that padded lengths are also a multiple of (default 1).
-        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
-        mixtures: mixtures of the whole model that can replay choices of experts (default: none).
-        context: ranks that share this rank's sequences; None (default) if sequences are not shared.
-        documents: inputs that separate the documents of packed rows, used without context parallelism; None (default)
-            to leave documents to the model.
-    """
+    """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order."""
 
     hooks: StageHooks
     batching: Batching
@@ -112,14 +98,7 @@ class BatchPreparation:
         return self.batching.sequence_keys(self.hooks.ignore_index)
 
     def begin(self, batch: Any, copies: RecordedCopies | None = None, *, counts: bool = True) -> PreparedBatch:
-        """Cut a batch and start gathering its numbers.
-
-        Args:
-            batch: batch of a loader.
-            copies: copies that were recorded when the batch was moved to the device (default None). The host waits for
-                the device once if the batch has other tensors there.
-            counts: False to exclude its tokens from the total, for a batch of another pipeline (default True).
-        """
+        """Cut a batch and start gathering its numbers."""
         cut, on_host, error = None, None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
@@ -190,12 +169,7 @@ class BatchPreparation:
             left -= added
 
     def finish(self, prepared: PreparedBatch) -> StepInputs:
-        """Wait for the numbers of all ranks, and pad.
-
-        Raises:
-            InputError: raised on every rank: a batch that cannot be cut or is too long, or ranks of one pipeline with
-                different batches.
-        """
+        """Wait for the numbers of all ranks, and pad."""
         prepared.work.wait()
         table: list[list[int]] = prepared.gathered.tolist()
         if prepared.error is not None:

@@ -16,11 +16,6 @@ class StageRecorder:
     """Records the events of this rank's stages from construction until :meth:`stop`.
 
     If other code has enabled the runner's events before, these events stay with the runner.
-
-    Args:
-        runner: runner of this rank's stages.
-        mesh: mesh of all ranks; the first dimension is the pipeline, the others are several pipelines.
-        keep: maximum number of events to keep; older events are dropped.
     """
 
     def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
@@ -39,12 +34,7 @@ class StageRecorder:
             del events[self._taken :]
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
-        """Stop recording, and return a bar for each forward, backward and wait of a micro-batch.
-
-        Args:
-            tasks: bars of the tasks that ran in the same time, which determine the iterations.
-            rank: this rank.
-        """
+        """Stop recording, and return a bar for each forward, backward and wait of a micro-batch."""
         self.batch_done()
         self._runner.record_events = self._wanted
         ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)

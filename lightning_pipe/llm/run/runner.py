@@ -59,19 +59,6 @@ class _Made:
 class PipelineRunner:
     """One rank's part of a pipeline; all ranks of the group call the same methods with micro-batches of the same size.
 
-    Args:
-        stages: this rank's :class:`~lightning_pipe.llm.model.stage_module.StageModule` s, by stage.
-        num_stages: number of stages of all ranks together.
-        spec: schedule.
-        group: process group of the pipeline's ranks, in which neighbours send to each other.
-        device: device of the stages.
-        shapes: shapes of all stages.
-        cache_bytes: limit in bytes for the buffers of cached schedules, on the rank that needs most (default 2**30). At
-            least one schedule is always kept. Raise it if rebuilding schedules for changing lengths takes time.
-        carry_failures: True (default) to finish a run with zeros after a stage's forward fails, since its neighbours
-            wait. Set it to False if a stage's parameters are gathered from other ranks, which wait within the forward.
-        overlap: see :func:`~lightning_pipe.llm.schedules.step.build_schedule`.
-
     Attributes:
         events: list that the stages append bars to while ``record_events`` is set.
         failure: first exception of a forward or a result of this rank in the last run, or None. The run is completed
@@ -94,29 +81,11 @@ class PipelineRunner:
     _replaced: bool = field(default=False, init=False)
 
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
-        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
-
-        Args:
-            micro_batches: any number of micro-batches (see ``fitting_schedule``), all of one shape.
-            loss_of: function from the last stage's output and the micro-batch's target to the loss: a scalar, summed
-                over tokens.
-
-        Returns:
-            The losses of the micro-batches in order, detached; empty on a rank without the last stage.
-        """
+        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``."""
         return self._run(micro_batches, loss_of, train=True)
 
     def evaluate(self, micro_batches: Sequence[StageInputs], result_of: Callable[[Tensor, Any], Any]) -> list[Any]:
-        """Forward of every micro-batch, without gradients.
-
-        Args:
-            micro_batches: any number, all of one shape.
-            result_of: function from the last stage's output and the micro-batch's target to the result. It is called
-                right after each forward, so that only one micro-batch's output exists at a time.
-
-        Returns:
-            The results in the order of micro-batches; empty on a rank without the last stage.
-        """
+        """Forward of every micro-batch, without gradients."""
         return self._run(micro_batches, result_of, train=False)
 
     def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:

@@ -18,16 +18,7 @@ from lightning_pipe.llm.split.stage_split import SplitModel
 
 
 class StageGradients:
-    """Gradient work between the last backward of a step and its optimisers; all ranks make the same calls.
-
-    Args:
-        split: this rank's part of the model.
-        meshes: meshes of all ranks.
-        rank_of_stage: pipeline rank of each stage.
-
-    Raises:
-        SetupError: a rank would hold two copies of one parameter under data parallelism.
-    """
+    """Gradient work between the last backward of a step and its optimisers; all ranks make the same calls."""
 
     def __init__(self, split: SplitModel, meshes: StageMeshes, rank_of_stage: Mapping[int, int]) -> None:
         self._split = split
@@ -48,11 +39,7 @@ class StageGradients:
         self._norm: GradientNorm | None = None
 
     def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimisers.
-
-        Raises:
-            SetupError: raised on every rank: only some copies are frozen, or they are in different groups or in none.
-        """
+        """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimisers."""
         held = dict(self._split.kept.named_parameters())
         own = {}
         for one in self._split.tied:

@@ -168,11 +168,7 @@ class StageHooks:
 
 
 def labels_of(micro_batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a micro-batch.
-
-    Raises:
-        InputError: If it has no labels.
-    """
+    """Return the labels of a micro-batch."""
     if "labels" not in micro_batch:
         raise InputError(
             f"The loss needs 'labels', but the batch has only the keys {', '.join(map(repr, micro_batch))}. Add labels"

@@ -175,16 +175,6 @@ class PartsMaker:
         """Split the module's model, and replace it by the part that this rank keeps.
 
         The unsplit model cannot be used afterwards, except with *placeholders*.
-
-        Args:
-            module: module with an unsplit model.
-            plan: plan for cutting and scheduling the model.
-            record: record of the model's construction, if the model has no memory yet.
-            placeholders: True to use placeholder values, without changes to the unsplit model and the loss scale
-                (default False).
-
-        Raises:
-            SetupError: If the model cannot be trained in these stages.
         """
         model = module.model
         assert model is not None
@@ -258,11 +248,7 @@ class PartsMaker:
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 
     def check(self, module: StageHooks) -> None:
-        """Check that the module can be trained, before its parts are built.
-
-        Raises:
-            SetupError: On every rank, if the module has no model, or if the models of the ranks differ.
-        """
+        """Check that the module can be trained, before its parts are built."""
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
         check_device(module.model, self.device)
@@ -303,16 +289,7 @@ def _config_of(model: nn.Module) -> list[tuple[str, str]]:
 def example_of(
     module: StageHooks, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
 ) -> Callable[[], Example] | None:
-    """Return a function that converts a micro-batch to an example of the model's inputs.
-
-    Args:
-        module: module whose hooks define inputs and loss.
-        num_microbatches: number of micro-batches in a batch.
-        micro_batch: micro-batch to convert (default: the module's ``example_micro_batch``).
-
-    Returns:
-        The function, or None if no micro-batch is available.
-    """
+    """Return a function that converts a micro-batch to an example of the model's inputs."""
     given = module.example_micro_batch() if micro_batch is None else micro_batch
     if given is None:
         return None

@@ -43,13 +43,6 @@ def llm_plan(
 
     ``ScheduleStep`` calls the context's ``training_step``, and ``ScaleGradients`` its ``run_backward``; the caller sets
     both. ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
-
-    Args:
-        transfer: function that moves a batch to the device.
-        prepare: function of a batch and of the copies that moved it, which cuts the batch and starts the exchange
-            between ranks; its result becomes the context's ``prepared``.
-        hand_over: function called with the prepared batch before the training step, which runs that batch, and with
-            None after the step (default None: not called).
     """
 
     give = hand_over or (lambda _: None)
@@ -99,12 +92,7 @@ def llm_plan(
 def llm_evaluation_plan(
     transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any], name: str
 ) -> PipelinePlan:
-    """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward.
-
-    Args:
-        transfer: see :func:`llm_plan`, also for *prepare*.
-        name: name of the plan.
-    """
+    """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward."""
 
     def forward(ctx: LLMContext) -> None:
         """Do nothing: the caller runs the forward between begin_task and end_task."""

@@ -82,17 +82,7 @@ class BubbleReport:
 
 
 def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
-    """Break down the time of a step's ranks, and simulate the step from its durations.
-
-    Args:
-        events: bars of one step, for each rank of the pipeline in order, each in the order of recording. Only times of
-            the same rank are subtracted from each other.
-        actions: actions of each rank, from ``simulation.actions_of`` for this schedule; may be empty.
-
-    Raises:
-        InputError: a rank without events.
-        SetupError: an action without a recorded duration.
-    """
+    """Break down the time of a step's ranks, and simulate the step from its durations."""
     silent = [rank for rank, row in enumerate(events) if not row]
     if silent or not events:
         raise InputError(
@@ -130,16 +120,7 @@ def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> 
 
 
 def summarise(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
-    """Medians over steps of one schedule.
-
-    Args:
-        spec: schedule.
-        num_microbatches: number of micro-batches in a step.
-        steps: measured steps, at least one, all with the same number of ranks.
-
-    Raises:
-        InputError: no steps.
-    """
+    """Medians over steps of one schedule."""
     if not steps:
         raise InputError("no step was measured; expected at least one. Train more batches, or start measuring earlier")
 

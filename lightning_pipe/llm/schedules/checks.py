@@ -38,15 +38,7 @@ Sharding = Literal["fsdp", "replicate", "ddp"]
 def check_microbatches(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> None:
-    """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number.
-
-    Args:
-        spec: see :func:`~lightning_pipe.llm.schedules.simulation.actions_of`, also for the other arguments.
-
-    Raises:
-        SetupError: too few micro-batches, or a number that is not divisible as required; any error of a user's class; a
-            file of actions that do not fit together.
-    """
+    """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number."""
     if num_microbatches < 1:
         raise SetupError(f"num_microbatches must be at least 1, got {num_microbatches}")
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
@@ -95,11 +87,7 @@ def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> tuple[s
 def fitting_schedule(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> ScheduleSpec:
-    """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages.
-
-    Raises:
-        SetupError: see :func:`check_microbatches`, for any reason other than the number.
-    """
+    """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages."""
     if _unsupported_number(spec, num_microbatches, pp_size) is not None:
         spec = schedule_of_any_number(spec)
     check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
@@ -109,11 +97,7 @@ def fitting_schedule(
 def describe_replacement(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> str:
-    """Reason for which :func:`fitting_schedule` replaces a schedule, and the cost in memory.
-
-    Raises:
-        SetupError: an error of a user's class.
-    """
+    """Reason for which :func:`fitting_schedule` replaces a schedule, and the cost in memory."""
     unsupported = _unsupported_number(spec, num_microbatches, pp_size)
     assert unsupported is not None
     reason, supported = unsupported
@@ -248,16 +232,6 @@ def check_combination(
                                                     after forward, else         donated buffers, else
                                                     refused                     refused
     ==================================  ==========  ==========================  ==========================
-
-    Args:
-        spec: schedule. Backwards run in two parts, for inputs and for weights, in the zero-bubble schedules, in
-            DualPipeV, and in files and classes that list such actions.
-        sharding: wrapper of each stage: FSDP2's ``fully_shard``, its ``replicate``, or DDP; None for no wrapper.
-        reshard_after_forward: option of ``fully_shard``; None for the default, which is False here.
-        compiled: True if layers are compiled with ``torch.compile``.
-
-    Raises:
-        SetupError: a refused combination; the message names an alternative.
     """
     if sharding == "ddp":
         raise SetupError(

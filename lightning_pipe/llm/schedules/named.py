@@ -79,21 +79,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 
 
 def find_schedule(given: str | type | Path) -> ScheduleSpec:
-    """Find the schedule of a name, class or file.
-
-    Args:
-        given: one of:
-
-            - a name of :data:`SCHEDULES`, or PyTorch's class name of a schedule, with or without "Schedule", in any
-              case;
-            - a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single") or
-              ``PipelineScheduleMulti`` ("loop" or "v", as it places the stages of two ranks);
-            - the path of a CSV file with a row of actions for each rank, as PyTorch writes it, with communication or
-              without. The placement is inferred from the file.
-
-    Raises:
-        SetupError: an unknown schedule, or a file without a valid one.
-    """
+    """Find the schedule of a name, class or file."""
     if isinstance(given, type):
         return _of_class(given)
     if isinstance(given, Path) or given.lower().endswith(".csv"):
@@ -161,9 +147,6 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
     """Read the actions of each rank from a CSV file in PyTorch's format.
 
     Empty fields, which mean idling, are skipped.
-
-    Raises:
-        SetupError: a file that cannot be read, or that contains an invalid action.
     """
     try:
         text = read_text(path, str(path), "name a file of actions")
@@ -197,15 +180,7 @@ def _action(text: str) -> _Action | None:
 
 
 def ranks_of_stages(actions: Mapping[int, Sequence[_Action]], what: str) -> dict[int, int]:
-    """Rank of each stage that is listed.
-
-    Args:
-        actions: actions of each rank.
-        what: description of the schedule for error messages.
-
-    Raises:
-        SetupError: a stage without a rank, or on two.
-    """
+    """Rank of each stage that is listed."""
     ranks: dict[int, int] = {}
     for rank, row in actions.items():
         for action in row:
@@ -227,17 +202,7 @@ def place_stages(placement: Placement, pp_size: int, num_stages: int) -> dict[in
 
 
 def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None = None) -> int:
-    """Number of stages that each rank holds.
-
-    Args:
-        spec: schedule.
-        pp_size: number of ranks of the pipeline.
-        stages_per_rank: requested number; None (default) for one stage with placement "single", else two, or the number
-            in the file.
-
-    Raises:
-        SetupError: a number of stages that the schedule does not support.
-    """
+    """Number of stages that each rank holds."""
     wanted, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
     if spec.path is not None:
         ranks = ranks_of_stages(read_actions(spec.path), f"the schedule in {spec.path}")
@@ -257,16 +222,7 @@ def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None =
 
 
 def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Stages that a rank holds, first to last.
-
-    Args:
-        spec: see :func:`count_stages`, also for *pp_size* and *stages_per_rank*.
-        rank: rank in the pipeline, from 0.
-
-    Raises:
-        SetupError: a number of stages per rank that the schedule does not support. With another number, the ranks of
-            zero-bubble V and DualPipeV would wait for each other forever.
-    """
+    """Stages that a rank holds, first to last."""
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     return tuple(stage for stage, holder in place_stages(spec.placement, pp_size, num_stages).items() if holder == rank)
 
@@ -279,18 +235,7 @@ def construct_schedule(
     *,
     overlap: bool = False,
 ) -> _PipelineSchedule:
-    """Construct PyTorch's schedule object, with unscaled gradients.
-
-    Args:
-        spec: schedule.
-        stages: this rank's ``PipelineStage`` objects, first to last.
-        num_microbatches: number of micro-batches in a step.
-        loss_fn: function from the last stage's output and a target to the loss of a micro-batch; None for no loss.
-        overlap: True to keep DualPipeV's overlapped actions (default False: parted).
-
-    Raises:
-        SetupError: any error of the schedule's constructor.
-    """
+    """Construct PyTorch's schedule object, with unscaled gradients."""
     make: Callable[..., Any] = spec.schedule_class
     held = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
     try:
@@ -326,14 +271,7 @@ class _PlaceholderStage:
 def listed_actions(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> dict[int, list[_Action]]:
-    """Actions that a schedule lists for each rank, without idling and with overlapped actions one after the other.
-
-    Args:
-        spec: see :func:`~lightning_pipe.llm.schedules.simulation.actions_of`, also for the others.
-
-    Raises:
-        SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
-    """
+    """Actions that a schedule lists for each rank, without idling and with overlapped actions one after the other."""
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     mine = stages_of_rank(spec, 0, pp_size, stages_per_rank)
     stages = [_PlaceholderStage(index, num_stages, pp_size) for index in mine]

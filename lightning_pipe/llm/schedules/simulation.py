@@ -32,20 +32,7 @@ KINDS: dict[_ComputationType, Kind] = {
 def actions_of(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> dict[int, list[_Action]]:
-    """Forwards and backwards of each rank, in order. It needs no process group.
-
-    Args:
-        spec: schedule.
-        pp_size: number of ranks of the pipeline.
-        num_microbatches: number of micro-batches in a step.
-        stages_per_rank: number of stages of each rank; None (default) for the schedule's default.
-
-    Returns:
-        Actions by rank; empty for a user's single-stage class that does not list its actions.
-
-    Raises:
-        SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
-    """
+    """Forwards and backwards of each rank, in order. It needs no process group."""
     listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
     computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
     if issubclass(spec.schedule_class, Schedule1F1B):
@@ -106,20 +93,7 @@ def simulate(
     messages: Mapping[tuple[int, int], float] | None = None,
     overhead: float = 0.0,
 ) -> ScheduleTimeline:
-    """Simulate actions that start as early as possible, in the order of each rank.
-
-    Args:
-        actions: actions by rank, from :func:`actions_of`.
-        durations: duration of each stage's forward, backward, input_backward and weight_backward, as far as the
-            schedule uses them, in any unit. A schedule that splits the backward runs the whole backward of stage 0 in
-            weight_backward.
-        messages: transfer time of a stage's output between two ranks, in the same unit (default: no time). Neither rank
-            is busy during a transfer.
-        overhead: time in which a rank is not computing before each action (default 0.0).
-
-    Raises:
-        SetupError: a missing duration, or ranks that wait for each other in a cycle.
-    """
+    """Simulate actions that start as early as possible, in the order of each rank."""
     rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
     num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
     spans: dict[int, list[Bar]] = {rank: [] for rank in actions}

@@ -46,23 +46,7 @@ def build_schedule(
     *,
     overlap: bool = False,
 ) -> _PipelineSchedule:
-    """Build a schedule for training, in which gradients are neither scaled nor averaged.
-
-    Args:
-        spec: schedule, with a number of micro-batches that passed ``check_microbatches``.
-        stages: this rank's stages, first to last, used by no other schedule. Each needs ``input_args`` and
-            ``output_args``, so that PyTorch runs nothing to infer shapes; tensors with gradients must have
-            ``requires_grad`` set.
-        num_microbatches: number of micro-batches in a step.
-        loss_fn: function from the last stage's output and a micro-batch's target to its loss; called on the last
-            stage's rank.
-        overlap: True to let the forward and the backward of an overlapped action take turns, for stages that exchange
-            tokens of experts (default False: one after the other). The same on all ranks.
-
-    Raises:
-        SetupError: stages that are not this rank's, have no shapes, or share a parameter internally under a schedule
-            that splits the backward; any error of the schedule's constructor.
-    """
+    """Build a schedule for training, in which gradients are neither scaled nor averaged."""
     _check_stages(spec, stages, has_backward=True)
     check_shared_parameters(spec, {stage.stage_index: stage.submod for stage in stages})
     schedule = construct_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn), overlap=overlap)
@@ -81,16 +65,6 @@ def build_evaluation(
 
     PyTorch's own evaluation runs the training schedule without its backwards: it reallocates buffers at each change
     between the two, keeps every micro-batch's output, and fails for schedules in V order.
-
-    Args:
-        spec: training schedule; only its placement of stages is used.
-        stages: this rank's evaluation stages, separate from those of training, over the same modules.
-        num_microbatches: number of micro-batches in a step; any number.
-        result_of: function from the last stage's output and a micro-batch's target to any result, which
-            :func:`run_schedule` puts into ``losses``. The outputs need not be kept then. None (default) for no results.
-
-    Raises:
-        SetupError: stages that are not this rank's, or have no shapes.
     """
     _check_stages(spec, stages, has_backward=False)
     return _Evaluation(list(stages), num_microbatches, spec, result_of and _timed(stages, result_of))
@@ -104,19 +78,7 @@ def run_schedule(
     *,
     losses: list[Any] | None = None,
 ) -> None:
-    """Run one step over all micro-batches, together with the other ranks of the pipeline.
-
-    Args:
-        schedule: from :func:`build_schedule` or :func:`build_evaluation`; the latter runs without gradients.
-        arg_mbs: inputs of the first stage for each micro-batch; ignored on ranks without it.
-        kwarg_mbs: keywords of all of this rank's stages for each micro-batch.
-        target_mbs: target of each micro-batch; ignored on ranks without the last stage.
-        losses: list that is filled with the losses, or an evaluation's results, of the micro-batches in order,
-            detached; unchanged on ranks without the last stage.
-
-    Raises:
-        SetupError: a training schedule that is run without gradients.
-    """
+    """Run one step over all micro-batches, together with the other ranks of the pipeline."""
     stages = _stages(schedule)
     if schedule._has_backward and not torch.is_grad_enabled():
         raise SetupError(
@@ -178,15 +140,7 @@ def _check_stages(spec: ScheduleSpec, stages: Stages, *, has_backward: bool) -> 
 
 
 def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
-    """Refuse shared parameters that PyTorch cannot differentiate in two parts.
-
-    Args:
-        spec: schedule.
-        stages: this rank's modules, by stage.
-
-    Raises:
-        SetupError: a stage uses one parameter in two places.
-    """
+    """Refuse shared parameters that PyTorch cannot differentiate in two parts."""
     if not splits_backward(spec):
         return
     for index, module in stages.items():

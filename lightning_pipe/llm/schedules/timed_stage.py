@@ -34,16 +34,6 @@ class TimedStage(PipelineStage):
 
     On an accelerator each time is taken after synchronising with the current stream, so that times are exact. While
     events are recorded, this costs the overlap of launching kernels with running them.
-
-    Args:
-        args: arguments of PyTorch's stage.
-        events: list that recorded bars are appended to; one list for all stages of a rank. Times are seconds of
-            ``time.perf_counter``. The stage does not know its rank and pipeline, which are 0 in its bars.
-        recording: function that returns True while events are recorded, called before each forward or backward.
-        on_failure: function called with an exception of a forward. The stage then continues with zeros, since
-            neighbours wait for its output; the last stage returns a zero in place of the loss. None (default) to raise
-            the exception.
-        kwargs: keywords of PyTorch's stage.
     """
 
     def __init__(
@@ -166,7 +156,7 @@ class TimedStage(PipelineStage):
 
 
 def run_in_turns(stage: Any, other: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run work of two stages of a rank, both at a time; see :class:`~lightning_pipe.llm.parallel.turns.Turns`."""
+    """Run work of two stages of a rank, in turns."""
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 
