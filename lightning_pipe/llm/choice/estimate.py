@@ -27,12 +27,7 @@ from lightning_pipe.llm.split.by_name import split_evenly
 
 @dataclass(frozen=True)
 class Refused:
-    """A schedule that cannot be used.
-
-    Attributes:
-        schedule: name of the schedule.
-        reason: message of the error that refused it.
-    """
+    """A schedule that cannot be used."""
 
     schedule: str
     reason: str

@@ -27,15 +27,7 @@ LossOf = Callable[[Any, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Piece of a model to measure.
-
-    Attributes:
-        stage: stage that holds only this piece.
-        modules: modules of the piece.
-        run: forward from inputs to outputs. The last piece returns the loss.
-        inputs: inputs of ``run``.
-        batch: tensors of the micro-batch, which exist regardless of the piece.
-    """
+    """Piece of a model to measure."""
 
     stage: StageModule
     modules: tuple[nn.Module, ...]

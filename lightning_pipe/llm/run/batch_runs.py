@@ -90,7 +90,7 @@ class BatchRuns:
         return micro_batches, routers
 
     def _router_tokens(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
-        """Tokens over which routers are balanced: those that the module names, or all, without added rows and padding."""
+        """Tokens over which routers are balanced: the module's, or all, without added rows and padding."""
         counted = self.module.router_tokens(micro_batch)
         tokens = micro_batch.get("input_ids") if counted is None else counted
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or (len(tokens) <= rows and tokens.shape[1] <= length):

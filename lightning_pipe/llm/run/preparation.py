@@ -26,6 +26,7 @@ from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_hos
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
+from lightning_pipe.llm.parallel.context_parallel import check_sequence
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
@@ -58,16 +59,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of one schedule step.
-
-    Attributes:
-        micro_batches: inputs of the stages for each micro-batch.
-        tokens: total number of loss tokens of all data-parallel ranks.
-        cut: division of the batch into micro-batches, for joining outputs.
-        on_host: the same division of the batch's values on the host.
-        length: length that all sequences are padded to, over all context ranks.
-        lengths: length of each micro-batch before padding.
-    """
+    """Inputs of a step; ``lengths`` are those before padding, ``tokens`` those of all data-parallel ranks."""
 
     micro_batches: list[StageInputs]
     tokens: int
@@ -117,7 +109,7 @@ class BatchPreparation:
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
                 if self.context is not None:
-                    self.context.check(padded, self.keys)
+                    check_sequence(padded, self.keys)
                 elif self.documents is not None:
                     self.documents.check(padded)
             digest = _digest(on_host.items) if self.batching.compare_batches else 0

@@ -34,14 +34,7 @@ ResultOf = Callable[[Tensor, Any], Any]
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Inputs of the stages for one micro-batch.
-
-    Attributes:
-        args: tensors for the first stage.
-        kwargs: keywords for every stage.
-        target: target of the loss, on the last stage.
-        contexts: factories of context managers that are entered around each stage's forward.
-    """
+    """Inputs of the stages for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -150,9 +143,8 @@ class PipelineRunner:
             spec = fitting_schedule(self.spec, *numbers)
             if spec != self.spec and not self._replaced:
                 self._replaced = True
-                replacement = describe_replacement(self.spec, *numbers)  # on every rank, so that all raise its errors
                 if dist.get_rank() == 0:
-                    warnings.warn(replacement, stacklevel=2)
+                    warnings.warn(describe_replacement(self.spec, count, self.group.size()), stacklevel=2)
             schedule = build_schedule(spec, stages, count, _output, overlap=self.overlap)
         else:
             schedule = build_evaluation(self.spec, stages, count, _output)

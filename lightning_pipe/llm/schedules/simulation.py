@@ -12,26 +12,27 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from torch.distributed.pipelining.schedules import Schedule1F1B, _Action, _ComputationType
+from torch.distributed.pipelining.schedules import Schedule1F1B
 
+from lightning_pipe._compat.pipelining import Action, ComputationType
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.named import ScheduleSpec, listed_actions
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
-Actions = Mapping[int, Sequence[_Action]]
+Actions = Mapping[int, Sequence[Action]]
 
-KINDS: dict[_ComputationType, Kind] = {
-    _ComputationType.FORWARD: "forward",
-    _ComputationType.FULL_BACKWARD: "backward",
-    _ComputationType.BACKWARD_INPUT: "input_backward",
-    _ComputationType.BACKWARD_WEIGHT: "weight_backward",
+KINDS: dict[ComputationType, Kind] = {
+    ComputationType.FORWARD: "forward",
+    ComputationType.FULL_BACKWARD: "backward",
+    ComputationType.BACKWARD_INPUT: "input_backward",
+    ComputationType.BACKWARD_WEIGHT: "weight_backward",
 }
 
 
 def actions_of(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> dict[int, list[_Action]]:
+) -> dict[int, list[Action]]:
     """Forwards and backwards of each rank, in order. It needs no process group."""
     listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
     computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
@@ -41,20 +42,16 @@ def actions_of(
     return computed
 
 
-def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:
+def _count_forwards(actions: Sequence[Action]) -> list[Action]:
     """The same actions of one stage, with forwards numbered in order."""
     count = iter(range(len(actions)))
-    forward = _ComputationType.FORWARD
+    forward = ComputationType.FORWARD
     return [a._replace(microbatch_index=next(count)) if a.computation_type is forward else a for a in actions]
 
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Simulated timeline of all ranks, starting at 0.
-
-    Attributes:
-        spans: bars of each rank, in order. Times are in the unit of the durations.
-    """
+    """Simulated timeline of all ranks, starting at 0."""
 
     spans: Mapping[int, Sequence[Bar]]
 
