@@ -160,6 +160,12 @@ def test_the_named_entry_of_chunk_dims_lets_the_value_be_cut(value: Any, dim: in
         assert item["extra"].shape[dim] == 2
 
 
+def test_outputs_may_be_none() -> None:
+    joined = split_batch(batch_of(3), 2).trim([(torch.zeros(2), None), (torch.ones(2), None)])
+    assert joined[0].tolist() == [0, 0, 1]
+    assert joined[1] is None
+
+
 def test_any_mapping_is_a_batch_and_rows_are_those_of_its_first_tensor_without_input_ids() -> None:
     batch = UserDict({"name": "a", "inputs_embeds": torch.ones(4, 3, 2), "flags": [1, 2]})
     items = split_batch(batch, 2).items

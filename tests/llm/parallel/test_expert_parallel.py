@@ -329,3 +329,15 @@ def test_a_number_of_experts_that_the_ranks_do_not_divide_is_refused() -> None:
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(SetupError, match="Sequential has no experts"):
         check_experts(nn.Sequential(nn.Linear(2, 2)), 2)
+
+
+def test_experts_of_another_layout_are_refused_by_name() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(2, 4), nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    with pytest.raises(
+        SetupError, match=r"the experts '0\.experts' are a ModuleList; expected a class whose parameters"
+    ):
+        check_experts(nn.Sequential(Listed()), 2)

@@ -98,8 +98,18 @@ def test_stages_train_as_a_plain_loop(model_type: str, schedule: str) -> None:
     check(4, model_type, schedule)
 
 
+@pytest.mark.exhaustive
+def test_biases_and_parallel_blocks_train_as_a_plain_loop() -> None:
+    check(4, "gpt_neox", "1f1b")
+
+
 def test_sharded_and_recomputed_layers_train_as_a_plain_loop() -> None:
     check(4, "qwen3", "1f1b", pp=1, dp_shard=2, activation_checkpoint={"mode": "full"})
+
+
+@pytest.mark.exhaustive
+def test_chunks_of_sequences_are_shared_too() -> None:
+    check(4, "llama", "1f1b", pp=1, cp=2, cp_method="ring")
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
@@ -126,6 +126,17 @@ def test_widths_and_heads_that_ranks_cannot_share_are_refused(changes: Any, size
     model, config = known("llama", **changes)
     with pytest.raises(SetupError, match=message):
         resolve_tensor_plan(model, config, derive_tensor_plan(model, config), size)
+
+
+def test_heads_may_be_any_number_where_the_parts_are_gathered() -> None:
+    model, config = known("llama", num_key_value_heads=1)
+    gathered = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
+    plan = {name: gathered[str(word)] for name, word in LLAMA.items()}
+    resolved = resolve_tensor_plan(model, config, plan, 2)
+    kinds = {"colwise_rep": ColwiseParallel, "rowwise_rep": RowwiseParallel}
+    assert {name: type(style) for name, style in resolved.items()} == {
+        name: kinds[word] for pattern, word in plan.items() for name in of_every_layer(pattern, config)
+    }
 
 
 def test_a_stage_may_lack_the_layers_that_an_entry_is_for() -> None:

@@ -52,6 +52,21 @@ def test_turns_pass_inside_a_backward() -> None:
     assert x.grad.tolist() == [2.0] * 3
 
 
+def test_both_calls_compute_under_the_callers_autocast() -> None:
+    found: list[torch.dtype] = []
+
+    def multiply() -> None:
+        found.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        pass_turn()
+        found.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        Turns(CPU).run(multiply, multiply)
+    assert found == [torch.bfloat16] * 4
+    Turns(CPU).run(multiply, multiply)
+    assert found[4:] == [torch.float32] * 4
+
+
 def test_the_first_call_draws_the_random_numbers_that_it_draws_alone() -> None:
     def draw() -> list[float]:
         drawn = []

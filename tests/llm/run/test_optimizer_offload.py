@@ -155,6 +155,17 @@ def test_the_state_is_on_the_host_whole_when_a_step_returns(bucket_bytes: int, s
 # ---------------------------------------------------------------------- checkpoints and neighbours
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_checkpoint_of_either_kind_is_read_by_the_other(writes: bool, device: SecondDevice) -> None:
+    expected, _, _ = train(OPTIMIZERS["AdamW"], DEVICE)
+    first, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=200 if writes else None, steps=range(1, 2))
+    saved = inner([value.detach() for value in first]), copy.deepcopy(inner(optimizer.state_dict()))
+    found, optimizer, _ = train(
+        OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=None if writes else 200, steps=range(2, STEPS + 1), loaded=saved
+    )
+    assert same(found, expected)
+
+
 def test_state_that_is_loaded_or_put_on_the_device_is_moved_off_it(device: SecondDevice) -> None:
     parameters, optimizer, offloaded = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=200)
     assert offloaded is not None
