@@ -184,7 +184,7 @@ def ranks_of_stages(actions: Mapping[int, Sequence[Action]], what: str) -> dict[
                     )
     missing = sorted(set(range(len(ranks))) - set(ranks))
     if missing:
-        raise SetupError(f"{what} lacks stage(s) {missing}; expected all from 0 to {max(ranks, default=0)}")
+        raise SetupError(f"{what} lacks stage(s) {missing[:5]}; expected all from 0 to {max(ranks, default=0)}")
     return ranks
 
 
