@@ -6,27 +6,45 @@ PyTorch 2.14 made steps over given micro-batches public (``step(arg_mbs=...)``);
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineSchedule,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping as ranks_by_stage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _add_send_recv, _add_unshard_reshard
+from torch.distributed.pipelining.schedules import _Action as Action
+from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as RuntimeSchedule
 
 from lightning_pipe._compat.torch import is_view
 
-_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
+__all__ = [
+    "Action",
+    "ComputationType",
+    "ForwardSchedule",
+    "RuntimeSchedule",
+    "Schedule",
+    "forget_batch",
+    "make_detachable",
+    "part_overlapped",
+    "ranks_by_stage",
+    "run_microbatches",
+    "run_overlapped",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "take_actions",
+]
+
+_BACKWARDS = (ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_INPUT)
 _TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 
 
 def run_microbatches(
-    schedule: _PipelineSchedule,
-    stages: Sequence[Any],
+    schedule: Schedule,
     arg_mbs: list[tuple[Any, ...]],
     kwarg_mbs: list[dict[str, Any]],
     target_mbs: list[Any] | None,
@@ -37,33 +55,39 @@ def run_microbatches(
         step: Callable[..., Any] = schedule.step
         step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, losses=losses, return_outputs=False)
     else:
-        for stage in stages:
+        for stage in _stages_of(schedule):
             stage.has_backward = schedule._has_backward
             stage.clear_runtime_states()
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=False)
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
 def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], Callable[[], None]], None]) -> None:
     """Let *run* run the forward and the backward of a schedule's overlapped actions, which PyTorch runs one by one.
 
     A schedule with a function of its own for such actions keeps it.
+    A schedule with a function of its own for such actions keeps it. *run* is called with the stages of a forward and of
+    a backward, and with functions that run them.
     """
-    overlapped = _ComputationType.OVERLAP_F_B
-    rows = getattr(schedule, "pipeline_order_with_comms", None) or {}  # a file with communication has no other order
+    overlapped = ComputationType.OVERLAP_F_B
+    rows = getattr(schedule, "pipeline_order_with_comms", None) or {}
     actions = [action for row in rows.values() for action in row]
     parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
-    pairs = [{_ComputationType.FORWARD, one} for one in _BACKWARDS]
+    pairs = [{ComputationType.FORWARD, one} for one in _BACKWARDS]
     usual = all({one.computation_type for one in pair} in pairs and len(pair) == 2 for pair in parts)
     if parts and usual and overlapped not in schedule._comp_type_to_function_map:
         schedule.register_custom_function(overlapped, partial(_overlap, run))
 
 
-def _overlap(run: Callable[..., None], action: _Action, context: Any) -> None:
+def _overlap(run: Callable[..., None], action: Action, context: Any) -> None:
     """As PyTorch's runtime, except for the order of the two computations."""
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
     forward, backward = sorted(
-        action.sub_actions or (), key=lambda one: one.computation_type != _ComputationType.FORWARD
+        action.sub_actions or (), key=lambda one: one.computation_type != ComputationType.FORWARD
     )
     for one, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
         schedule._assert_unsharded(stages[one.stage_index])
@@ -81,7 +105,7 @@ def _overlap(run: Callable[..., None], action: _Action, context: Any) -> None:
 
     def run_backward() -> None:
         stage, index = stages[backward.stage_index], backward.microbatch_index
-        whole = backward.computation_type == _ComputationType.FULL_BACKWARD
+        whole = backward.computation_type == ComputationType.FULL_BACKWARD
         schedule.backward_counter[backward.stage_index] += whole
         last = schedule.backward_counter[backward.stage_index] == schedule._n_microbatches
         loss = schedule._maybe_get_loss(stage, index)
@@ -111,6 +135,69 @@ def _not_a_view(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and is_view(value) else value
 
 
-def forget_output(stage: Any, microbatch: int) -> None:
-    """Release the output of a stage that runs no backward, which would be kept until the end of the step."""
-    del stage.fwd_cache[microbatch]
+def take_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:
+    """Let a schedule run these computations of each rank, to which PyTorch adds the communication."""
+    schedule.pipeline_order = actions
+    schedule._prepare_schedule_with_comms(actions)
+
+
+def part_overlapped(schedule: Any) -> None:
+    """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
+
+    PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
+    so neighbours would wait for a backward that they do not need. The order of computations stays the same. Without
+    tokens of experts to send, nothing would be gained by running both at a time.
+    """
+    parted = {
+        rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]
+        for rank, row in schedule.pipeline_order.items()
+    }
+    take_actions(schedule, parted)
+
+
+def forget_batch(schedule: Schedule) -> None:
+    """Release the tensors that PyTorch would keep until the next step."""
+    schedule._internal_losses.clear()
+    for stage in _stages_of(schedule):
+        stage.clear_runtime_states()  # outputs, an evaluation's inputs, gradients of receive buffers
+        stage.bwd_cache.clear()  # the first stage's gradients of its inputs, which are unused
+        stage.backward_state.clear()
+        stage.dw_runner.clear()
+
+
+class ForwardSchedule(RuntimeSchedule):
+    """Forwards of all micro-batches of one stage, then of the rank's next, as LoopedBFS before its backwards."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        num_microbatches: int,
+        rank_of_stage: dict[int, int],
+        result_of: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__(stages, num_microbatches, loss_fn=result_of, scale_grads=False)
+        self._has_backward = False
+        self.stage_index_to_group_rank = rank_of_stage
+        for stage in stages:
+            stage.stage_index_to_group_rank = rank_of_stage
+        self.pipeline_order = {
+            rank: [
+                Action(stage, ComputationType.FORWARD, microbatch)
+                for stage, holder in rank_of_stage.items()
+                if holder == rank
+                for microbatch in range(num_microbatches)
+            ]
+            for rank in range(self.pp_group_size)
+        }
+        self.pipeline_order_with_comms = _add_send_recv(
+            {rank: _add_unshard_reshard(list(actions)) for rank, actions in self.pipeline_order.items()},
+            stage_to_rank=rank_of_stage.__getitem__,
+            num_stages=self._num_stages,
+        )
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
+        if stage.is_last:
+            del stage.fwd_cache[mb_index]  # PyTorch frees it in backward, so all outputs would stay until the end

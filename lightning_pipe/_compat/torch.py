@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import _unsafe_preserve_version_counter as version_counters_preserved
 from torch.autograd import profiler
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._functional_collectives import (
+    all_gather_single_autograd,
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.fx.experimental import _config as shape_options
@@ -41,9 +49,13 @@ __all__ = [
     "COMPILED",
     "GROUPED_MM",
     "EnumerableShardingSpec",
+    "FakeTensorMode",
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
+    "all_gather_single_autograd",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
     "backend_of",
     "default_gloo_devices",
     "default_store",
@@ -59,8 +71,11 @@ __all__ = [
     "is_view",
     "keep_in_cpp",
     "looks_for_overflow",
+    "multiply_all",
+    "norms_of",
     "optimizers_in_backward",
     "overflow_flags",
+    "overloads_of",
     "pop_dispatch_mode",
     "pop_function_mode",
     "present_as_gloo",
@@ -68,6 +83,7 @@ __all__ = [
     "push_function_mode",
     "pytree",
     "register_pytree_node",
+    "replicate",
     "saved_tensor_hooks",
     "schema_of",
     "set_optimizer_in_backward",
@@ -80,6 +96,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "version_counters_preserved",
+    "wait_tensor",
 ]
 
 # The method of process groups has another name before PyTorch 2.13.
@@ -206,6 +223,21 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``GradScaler.step`` lets the optimizer itself skip steps after an overflow, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors of one device and type in place, in one kernel."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """2-norm of each tensor of one device and type, in one kernel."""
+    return torch._foreach_norm(tensors)
+
+
+def overloads_of(operator: Any) -> Any:
+    """Operator of ``torch.ops`` whose overload a dispatch mode sees."""
+    return operator._overloadpacket
 
 
 def schema_of(operator: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lightning_pipe._compat.pipelining import forget_output, make_detachable, run_microbatches
+from lightning_pipe._compat.pipelining import forget_batch, make_detachable, run_microbatches
 
 PIECES = [torch.ones(2, 3) * number for number in (1.0, 2.0)]
 
@@ -44,7 +44,7 @@ def test_a_step_takes_micro_batches_as_they_are(stage: PipelineStage) -> None:
     schedule = ScheduleGPipe(stage, 2, loss_of, scale_grads=False)
     losses: list[Tensor] = []
     keywords = [{"shift": 0.0}, {"shift": 1.0}]  # a number, which PyTorch would not know how to cut
-    run_microbatches(schedule, [stage], [(one,) for one in PIECES], keywords, ["a", "b"], losses)
+    run_microbatches(schedule, [(one,) for one in PIECES], keywords, ["a", "b"], losses)
     assert [float(loss.detach()) for loss in losses] == [12.0, 30.0]
     assert seen == ["a", "b"]
     assert float(stage.submod.weight.grad) == 18.0  # type: ignore[arg-type]
@@ -63,5 +63,5 @@ def test_what_a_stage_holds_can_be_made_detachable_and_forgotten(stage: Pipeline
     ((copy,), _) = stage.fwd_cache[0]
     assert torch.equal(copy.detach(), output.detach())
     copy.detach_()
-    forget_output(stage, 0)
+    forget_batch(schedule)
     assert not stage.fwd_cache

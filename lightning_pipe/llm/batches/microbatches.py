@@ -25,13 +25,7 @@ _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One schedule step's micro-batches, in order.
-
-    Attributes:
-        items: the micro-batches, each with the same number of rows.
-        rows: rows of the loader's batch, over all micro-batches.
-        padded_rows: rows added at the end to fill the last micro-batches.
-    """
+    """One schedule step's micro-batches, in order."""
 
     items: list[dict[str, Any]]
     rows: int

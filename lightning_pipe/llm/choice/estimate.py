@@ -27,12 +27,7 @@ from lightning_pipe.llm.split.by_name import split_evenly
 
 @dataclass(frozen=True)
 class Refused:
-    """A schedule that cannot be used.
-
-    Attributes:
-        schedule: name of the schedule.
-        reason: message of the error that refused it.
-    """
+    """A schedule that cannot be used."""
 
     schedule: str
     reason: str
@@ -50,19 +45,7 @@ def estimate(
     optimizer_bytes: Pieces[int],
     sharing: Sharing | None = None,
 ) -> SchedulePrediction:
-    """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time.
-
-    Args:
-        candidate: way to train.
-        pp_size: number of ranks of the pipeline.
-        footprints: footprints for one of its micro-batches.
-        optimizer_bytes: bytes of optimiser states for each piece.
-        sharing: numbers of ranks that share each stage; None (default) for no sharing.
-
-    Returns:
-        A prediction whose ``seconds`` is a number of operations of one rank, including those it could run while it
-        waits.
-    """
+    """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time."""
     count, shared = candidate.num_microbatches, sharing or Sharing()
     work = operations_of(footprints)
     # Ranks of tensor parallelism share the products of layers, and each computes the whole head.

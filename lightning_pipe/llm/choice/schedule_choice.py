@@ -39,14 +39,7 @@ _KINDS: tuple[Kind, ...] = ("forward", "backward", "input_backward", "weight_bac
 
 @dataclass(frozen=True)
 class ScheduleCandidate:
-    """Way to train: a schedule with its numbers of stages, micro-batches and layers.
-
-    Attributes:
-        spec: schedule.
-        stages_per_rank: number of stages of each rank.
-        num_microbatches: number of micro-batches of a batch.
-        layers_per_stage: number of layers of each stage, in order.
-    """
+    """Way to train: a schedule with its numbers of stages, micro-batches and layers."""
 
     spec: ScheduleSpec
     stages_per_rank: int
@@ -56,15 +49,7 @@ class ScheduleCandidate:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of a model, for each number of micro-batches.
-
-    Attributes:
-        work: seconds (or any unit) of each piece.
-        footprints: bytes of each piece.
-        optimizer_bytes: bytes of optimiser states for each piece.
-        links: links between neighbouring ranks; empty (default) if messages take no time.
-        sharing: numbers of ranks that share each stage.
-    """
+    """Measurements of a model by number of micro-batches; without links, messages take no time."""
 
     work: Mapping[int, Pieces[LayerWork]]
     footprints: Mapping[int, Pieces[Footprint]]
@@ -90,15 +75,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SchedulePrediction:
-    """Predicted step of a candidate, and its measured times.
-
-    Attributes:
-        candidate: predicted candidate.
-        seconds: duration of a step, without the optimiser's step.
-        bubble: share of all ranks' time in which they do not compute.
-        memory: memory of each rank of the pipeline.
-        times: seconds of a real step in each round; empty (default) if it was not run.
-    """
+    """Predicted step of a candidate, and the seconds of real steps in each round, if any ran."""
 
     candidate: ScheduleCandidate
     seconds: float
@@ -225,14 +202,7 @@ def stage_durations(
 def predict(
     candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
 ) -> SchedulePrediction:
-    """Predict the duration, bubble and memory of a candidate's step.
-
-    Args:
-        candidate: candidate to predict.
-        pp_size: number of ranks of the pipeline.
-        measured: measurements of the model.
-        calibration: corrections from real steps; None (default) for no corrections.
-    """
+    """Predict the duration, bubble and memory of a candidate's step."""
     known = calibration or Calibration()
     actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
     timeline = _timeline(candidate, actions, measured, known)

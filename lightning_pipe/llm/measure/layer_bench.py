@@ -27,15 +27,7 @@ LossOf = Callable[[Any, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Piece of a model to measure.
-
-    Attributes:
-        stage: stage that holds only this piece.
-        modules: modules of the piece.
-        run: forward from inputs to outputs. The last piece returns the loss.
-        inputs: inputs of ``run``.
-        batch: tensors of the micro-batch, which exist regardless of the piece.
-    """
+    """Piece of a model to measure."""
 
     stage: StageModule
     modules: tuple[nn.Module, ...]
@@ -73,20 +65,7 @@ class Pieces(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerBench:
-    """Builds and measures the pieces of a model.
-
-    Args:
-        model: unsplit model, real or deferred; it is not changed.
-        config: module config of the model.
-        args: arguments of the model for one micro-batch, on ``device``.
-        kwargs: keywords of the model for one micro-batch.
-        device: device to run on.
-        prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
-        varies: function from a layer's index to a value that ``prepare`` depends on; layers with equal values may share
-            a measurement (default: no dependence).
-        within: context manager entered while a piece's placeholders are made, and while it runs and is measured; not
-            while the model is cut.
-    """
+    """Builds and measures the pieces of a model."""
 
     model: nn.Module
     config: ModuleConfig

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipe._compat.attention import SAME_OPERATIONS
+from lightning_pipe._compat.pipelining import stage_backward_input, stage_backward_weight
 from lightning_pipe._compat.torch import (
     GROUPED_MM,
+    FakeTensorMode,
     TorchDispatchMode,
     is_view,
+    overloads_of,
     schema_of,
     tree_leaves,
     tree_map_only,
@@ -40,13 +42,6 @@ from lightning_pipe.llm.model.shapes import NoConditions
 from lightning_pipe.llm.model.stage_module import StageModule
 
 _CPU = torch.device("cpu")
-# Operators that the registry lacks, mapped to operators with the same number of operations.
-_LIKE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 _WARM_UPS = 2
 _RUNS = 5
 
@@ -168,8 +163,7 @@ def measure_footprints(
     """Find the bytes and operations of each piece for one micro-batch, by running it on tensors without memory.
 
     Temporary memory within an operation is not seen. A model that reads the values of its tensors is run with values,
-    on the CPU. Arguments as for :func:`measure_work`; tensors may be on any device, including the meta device (then
-    without values), and count as CPU tensors.
+    on the CPU. Tensors may be on any device, including the meta device, and count as CPU tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # targets of the loss
 
@@ -268,11 +262,11 @@ class _Operations(TorchDispatchMode):
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output, packet = func(*args, **(kwargs or {})), func._overloadpacket
+        output, packet = func(*args, **(kwargs or {})), overloads_of(func)
         if func is GROUPED_MM:
             rows, width = args[0].shape[-2:]
             self.total += 2 * rows * width * args[1].shape[-1]
-        elif (count := flop_registry.get(_LIKE.get(packet, packet))) is not None:
+        elif (count := flop_registry.get(SAME_OPERATIONS.get(packet, packet))) is not None:
             found = count(*args, **(kwargs or {}), out_val=output)
             names = [one.name for one in schema_of(func).arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}

@@ -18,12 +18,7 @@ _ROUND_TRIPS = 11
 
 @dataclass(frozen=True)
 class Link:
-    """Link between two ranks, the same in both directions.
-
-    Attributes:
-        latency: seconds for an empty message.
-        seconds_per_byte: additional seconds for each byte.
-    """
+    """Link between two ranks, the same in both directions, in seconds."""
 
     latency: float
     seconds_per_byte: float

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from torch.distributed.pipelining.schedules import _Action
-
+from lightning_pipe._compat.pipelining import Action
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
@@ -195,7 +194,7 @@ def _hidden(pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: i
     return before[-1].output if before else pieces.empty.output
 
 
-def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory], unreduced: Sequence[int]) -> tuple[int, int, int]:
+def _peak(row: Sequence[Action], stages: Sequence[_StageMemory], unreduced: Sequence[int]) -> tuple[int, int, int]:
     """Bytes of activations and of unreduced gradients at the peak of their sum, and most live micro-batches.
 
     Micro-batches count once for each stage. Gradients of a stage are reduced after its last backward.

@@ -18,7 +18,6 @@ from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelise_experts
-from lightning_pipe.llm.parallel.ring_attention import check_ring
 from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
 from lightning_pipe.llm.parallel.tensor_parallel import parallelise_tensors
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
@@ -26,13 +25,7 @@ from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_pl
 
 @dataclass(frozen=True)
 class StageParallelism:
-    """Parallel dimensions of a rank's stages, and the execution options of their layers.
-
-    Attributes:
-        meshes: device meshes over all ranks; None for a single rank.
-        activation_checkpoint: selection of layers that are recomputed in backward; None for no layer.
-        compile_options: options of ``torch.compile`` for each layer; None to leave layers uncompiled.
-    """
+    """Parallel dimensions of a rank's stages, and the execution options of their layers."""
 
     meshes: StageMeshes | None = None
     activation_checkpoint: ActivationCheckpoint | None = None
@@ -51,8 +44,6 @@ class StageParallelism:
     def check(self, model: nn.Module, config: ModuleConfig) -> TensorPlan:
         """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan."""
         sizes, checkpoint = self.dimensions, self.activation_checkpoint
-        if sizes.cp > 1 and sizes.cp_method == "ring":
-            check_ring()
         if sizes.ep > 1:
             check_experts(model, sizes.ep)
         selective = checkpoint is not None and checkpoint.mode == "selective"

@@ -160,7 +160,7 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
-    """Attention pattern that a micro-batch describes; see :func:`cut_sequence`."""
+    """Attention pattern that a micro-batch describes."""
     mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
     ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -17,7 +17,7 @@ from lightning_pipe._compat.torch import tree_leaves, tree_map
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm
-from lightning_pipe.llm.parallel.context_parallel import check_sequence, cut_sequence, join_sequence
+from lightning_pipe.llm.parallel.context_parallel import cut_sequence, join_sequence
 from lightning_pipe.llm.parallel.ring_attention import RingAttention
 from lightning_pipe.llm.parallel.ulysses import Ulysses
 
@@ -27,14 +27,7 @@ ModelInputs = Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """The ranks that share the sequences of one batch.
-
-    Attributes:
-        group: process group of these ranks, in the order of their chunks.
-        method: ``ulysses`` (default) exchanges heads for tokens; ``ring`` passes keys and values around the ranks.
-        causal_lm: True for a Hugging Face causal LM, which builds its own masks.
-        leaves_masks_out: True if that model builds no mask from a mask of ones.
-    """
+    """The ranks that share the sequences of one batch."""
 
     group: dist.ProcessGroup
     method: ContextMethod = "ulysses"
@@ -57,14 +50,10 @@ class ContextRanks:
     def cut(
         self, micro_batch: Mapping[str, Any], keys: SequenceKeys
     ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]:
-        """This rank's chunk of a padded micro-batch, and the context for its forwards; see :func:`cut_sequence`."""
+        """This rank's chunk of a padded micro-batch, and the context for its forwards."""
         ring = self.method == "ring"
         part, attention = cut_sequence(micro_batch, self.group.rank(), self.size, keys, balanced=ring)
         return part, partial(RingAttention if ring else Ulysses, self.group, attention)
-
-    def check(self, micro_batch: Mapping[str, Any], keys: SequenceKeys) -> None:
-        """Check that a micro-batch can be cut, before all ranks pad to a common length."""
-        check_sequence(micro_batch, keys)
 
     def inputs(self, part: dict[str, Any], model_inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments and keywords for this rank's chunk.
@@ -93,7 +82,7 @@ class ContextRanks:
         return arguments, keywords
 
     def join(self, part: Tensor) -> Tensor:
-        """Whole outputs from the ranks' parts of (rows, length / size, ...); see :func:`join_sequence`."""
+        """Whole outputs from the ranks' parts of (rows, length / size, ...)."""
         return join_sequence(part, self.group, balanced=self.method == "ring")
 
 

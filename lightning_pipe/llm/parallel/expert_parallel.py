@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_pipe._compat.torch import all_to_all_single, replicate, wait_tensor
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_local_experts, takes_all_rows
 from lightning_pipe.llm.model.moe import Experts, MoE
@@ -63,17 +62,6 @@ def parallelise_experts(
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
     ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelise_stage`` does
     at its end.
-
-    Args:
-        stage: stage with the materialised parameters of all experts.
-        mesh: one-dimensional mesh of the ranks that share the experts.
-        data_mesh: mesh of the ranks that hold the same experts, from the same root mesh as ``mesh``: dimensions
-            ``replicate`` and ``shard``, or one of them. If ``replicate`` manages the rest of the stage, the experts
-            need a ``replicate`` mesh, too. None if no other rank holds the same experts.
-        reshard_after_forward: as for the rest of the stage (default False); used if ``data_mesh`` has ``shard``.
-
-    Raises:
-        SetupError: as :func:`check_experts`; experts whose widths cannot be sharded evenly over ``shard``.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
     layers = experts_of(stage)

@@ -6,7 +6,6 @@ this rank holds. Ranks exchange the values that all need, which are bitwise equa
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe._compat.torch import multiply_all, norms_of
 from lightning_pipe.engine.ranks.together import communicating_device
 
 _CPU = torch.device("cpu")
@@ -33,8 +32,8 @@ class GradientNorm:
     Without sharding the result equals the single-device value bitwise; with sharding it differs by the rounding of the
     shards' sums.
 
-    Every rank of the pipeline constructs one, which compares the parameters they hold, and all ranks call it together.
-    Among ranks that share a sharded parameter, either all have its gradient or none, which FSDP2 ensures.
+    All ranks of the pipeline call it together, and a parameter that several of them hold is passed by one. Among ranks
+    that share a sharded parameter, either all have its gradient or none, which FSDP2 ensures.
     """
 
     def __init__(
@@ -44,18 +43,13 @@ class GradientNorm:
         self._count = len(order)
         self._device = _CPU if group is None else communicating_device(group, _CPU)
         positions = {name: position for position, name in enumerate(order)}
-        unknown = sorted(set(parameters) - set(positions))
-        self._check_orders(order, unknown)
-        self._check_holders(order, [positions[name] for name in parameters])
         self._parameters = {positions[name]: parameter for name, parameter in parameters.items()}
 
     @torch.no_grad()
-    def __call__(self, norm_type: float = 2.0) -> Tensor:
+    def __call__(self) -> Tensor:
         """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it."""
-        if not norm_type > 0:
-            raise SetupError(f"norm_type must be a number above 0, got {norm_type}. Use 2.0 or inf, for example")
         own = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
-        norms = _norms(self._parameters, norm_type)
+        norms = _norms(self._parameters)
         if norms:
             # Exact: float64 represents every value of these types, and so does the type they are promoted to.
             own[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(own)
@@ -68,39 +62,7 @@ class GradientNorm:
         typed = {code: own[0].to(home, _TYPES[code - 1]).unbind() for code in set(types) if code}
         # The norm of a scalar is its absolute value, so get_total_norm of the norms is the total norm.
         every = [typed[code][position] for position, code in enumerate(types) if code]
-        return torch.nn.utils.get_total_norm(every, norm_type).to(home)
-
-    def _check_orders(self, order: Sequence[str], unknown: list[str]) -> None:
-        """Check, on all ranks alike, that the orders agree: the exchange of norms relies on equal positions."""
-        digest = int.from_bytes(hashlib.sha256("\n".join(order).encode()).digest()[:7], "big")
-        found = torch.tensor([digest, -digest, len(unknown)], device=self._device)
-        if self._group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest, unknowns = found.tolist()
-        if unknowns:
-            raise SetupError(
-                f"a rank passes {unknowns} parameter(s) that the order of {self._count} lacks (this rank: {unknown})."
-                " Use the parameter names of the unsplit model for the order and for each stage"
-            )
-        if largest != -smallest:
-            raise SetupError(
-                f"the ranks of a pipeline have different orders of parameters (this one {self._count}, starting with"
-                f" {order[0] if order else None!r}); expected the unsplit model's order on every rank. Build the same"
-                " model and optimiser on all ranks"
-            )
-
-    def _check_holders(self, order: Sequence[str], held: list[int]) -> None:
-        holders = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-        holders[held] = 1
-        if self._group is not None:
-            dist.all_reduce(holders, group=self._group)
-        for name, count in zip(order, holders.tolist(), strict=True):
-            if count != 1:
-                raise SetupError(
-                    f"the parameter {name!r} is passed by {count} ranks of the pipeline; expected one, so that it"
-                    " counts once in the gradient norm. Pass each parameter of the order on one stage, and of tied"
-                    " copies only one"
-                )
+        return torch.nn.utils.get_total_norm(every).to(home)
 
 
 @torch.no_grad()
@@ -112,7 +74,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     for gradients in alike(_local(parameters)):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        multiply_all(gradients, factor.to(gradients[0].device))
 
 
 @torch.no_grad()
@@ -124,7 +86,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
-            torch._foreach_mul_(gradients, factor)
+            multiply_all(gradients, factor)
 
 
 def force_sum_reduction(module: nn.Module) -> None:
@@ -139,14 +101,12 @@ def force_sum_reduction(module: nn.Module) -> None:
             part.set_gradient_divide_factor(1.0)
 
 
-def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int, Tensor]:
+def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
     """Norm of each whole gradient, by position; norms of shards are combined over the meshes they are sharded on."""
     gradients = {
         position: _reduced(parameter.grad) for position, parameter in parameters.items() if parameter.grad is not None
     }
-    norms = dict(
-        zip(gradients, _part_norms([local_part(gradient) for gradient in gradients.values()], norm_type), strict=True)
-    )
+    norms = dict(zip(gradients, _part_norms([local_part(gradient) for gradient in gradients.values()]), strict=True))
     sharded: defaultdict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for position, gradient in gradients.items():
         if isinstance(gradient, DTensor):
@@ -154,33 +114,18 @@ def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int
     for (mesh, dimensions), positions in sharded.items():
         joined = torch.stack([norms[position].double() for position in positions])
         for dimension in dimensions:
-            joined = _join(joined, norm_type, mesh.get_group(dimension))
+            dist.all_reduce(joined.square_(), group=mesh.get_group(dimension))
+            joined.sqrt_()
         norms |= {position: norm.to(norms[position].dtype) for position, norm in zip(positions, joined, strict=True)}
     return norms
 
 
-def _part_norms(parts: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def _part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
     for same in alike([part for part in parts if part.numel()]):
-        norms |= zip(map(id, same), torch._foreach_norm(same, norm_type), strict=True)
+        norms |= zip(map(id, same), norms_of(same), strict=True)
     return [norms[id(part)] for part in parts]
-
-
-def _join(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Combine the norms of the parts that are on the ranks of a group."""
-    if group.size() == 1:
-        return norms
-    if norm_type == torch.inf:
-        # MAX over ranks may drop a NaN; SUM keeps it.
-        unknown = norms.isnan().to(norms)
-        dist.all_reduce(unknown, group=group)
-        largest = norms.nan_to_num(nan=0.0, posinf=torch.inf)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        return largest.masked_fill_(unknown > 0, torch.nan)
-    powers = norms**norm_type
-    dist.all_reduce(powers, group=group)
-    return powers ** (1 / norm_type)
 
 
 def _sharding_dimensions(gradient: DTensor) -> tuple[int, ...]:

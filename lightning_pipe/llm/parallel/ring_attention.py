@@ -11,8 +11,6 @@ sequences are gathered, and each rank attends with its own rows of the whole mas
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,42 +18,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe._compat.attention import attend, attend_backward, balanced_ring, function_modes_disabled
+from lightning_pipe._compat.torch import all_gather_single_autograd, wait_tensor
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 
-aten = torch.ops.aten
 _LENGTH = 2  # of (rows, heads, length, width)
-_HALF = (torch.float16, torch.bfloat16)
-# CUDA's kernel for other types pads the sums to a multiple of this number of queries, and expects them back padded.
-_SUMS = 32
-_NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
-
-
-def check_ring() -> None:
-    """Check that this PyTorch has the functions that the ring is built from."""
-    try:
-        from torch.distributed.tensor.experimental import _context_parallel
-
-        ring = _context_parallel._attention
-        missing = [name for name in _NEEDED if not hasattr(ring, name)]
-    except (ImportError, AttributeError) as error:
-        missing = [str(error)]
-    if missing:
-        raise SetupError(
-            f"parallel.cp_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
-            " torch.distributed.tensor.experimental._context_parallel. Install one of the tested versions"
-            " (docs/stacks.md), or set parallel.cp_method='ulysses'"
-        )
 
 
 class RingAttention(AttentionMode):
     """While entered, computes ``scaled_dot_product_attention`` of balanced chunks over the whole sequences.
 
-    Every rank of the group enters it around the same forward, as with
-    :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. It supports any number of heads, and no attention dropout.
+    Every rank of the group enters it around the same forward. It has any number of heads, and no attention dropout.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
@@ -88,7 +63,7 @@ class RingAttention(AttentionMode):
         if torch.is_autocast_enabled(device):  # as scaled_dot_product_attention does
             half = torch.get_autocast_dtype(device)
             query, key, value = (tensor.to(half) for tensor in (query, key, value))
-        with torch._C.DisableTorchFunction():  # an outer context may be in the same mode
+        with function_modes_disabled():  # an outer context may be in the same mode
             if self._mask is None:
                 return _round(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group)
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
@@ -127,13 +102,11 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
-            return _attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
+        def attend_repeated(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
+            return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
-        with _ring(query.dtype) as ring:
-            out, sums, *rest = ring._templated_ring_attention(
-                group, _LENGTH, attend, query=query, key=key, value=value, is_causal=True
-            )
+        with balanced_ring(query.dtype) as (ring, _):
+            out, sums, *rest = ring(group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.rest, ctx.scale, ctx.group, ctx.repeats = rest, scale, group, repeats
         return out
@@ -144,18 +117,18 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         repeats = ctx.repeats
 
-        def attend(
+        def attend_repeated(
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
         ) -> tuple[Tensor, ...]:
             saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
-            of_query, of_key, of_value = _attend_backward(grad_out, saved, ctx.rest, is_causal, ctx.scale)
+            of_query, of_key, of_value = attend_backward(grad_out, saved, ctx.rest, is_causal, ctx.scale)
             return of_query, _add_up(of_key, repeats), _add_up(of_value, repeats)
 
-        with _ring(query.dtype) as ring:
-            gradients = ring._templated_ring_attention_backward(
+        with balanced_ring(query.dtype) as (_, ring_backward):
+            gradients = ring_backward(
                 ctx.group,
                 _LENGTH,
-                attend,
+                attend_repeated,
                 grad_out=gradient.contiguous(),
                 grad_out_name="grad_out",
                 query=query,
@@ -174,48 +147,3 @@ def _repeat(tensor: Tensor, repeats: int) -> Tensor:
 
 def _add_up(gradient: Tensor, repeats: int) -> Tensor:
     return gradient if repeats == 1 else gradient.unflatten(1, (-1, repeats)).sum(2)
-
-
-@contextmanager
-def _ring(dtype: torch.dtype) -> Generator[Any]:
-    """PyTorch's module with the options that balanced chunks need, restored afterwards; they are process-wide."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    options: Any = ring._cp_options
-    before = vars(options).copy()
-    options.enable_load_balance, options.rotate_method = True, ring._RotateMethod.ALL_TO_ALL
-    options.convert_to_f32 = dtype in _HALF
-    try:
-        yield ring
-    finally:
-        vars(options).update(before)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Any, ...]:
-    """Output, logarithms of the sums, and the other values that backward needs; without dropout."""
-    if query.device.type == "cpu":
-        return tuple(aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale))
-    if query.dtype in _HALF:
-        return tuple(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale))
-    attend = aten._scaled_dot_product_efficient_attention
-    out, sums, *rest = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
-    return out, sums[..., : query.shape[_LENGTH]], *rest
-
-
-def _attend_backward(
-    gradient: Tensor, saved: Sequence[Tensor], rest: Sequence[Any], is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value."""
-    query = saved[0]
-    if query.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(backward(gradient, *saved, 0.0, is_causal, scale=scale))
-    if query.dtype in _HALF:
-        backward = aten._scaled_dot_product_flash_attention_backward
-        *ends_and_lengths, seed, offset, _ = rest
-        return tuple(backward(gradient, *saved, *ends_and_lengths, 0.0, is_causal, seed, offset, scale=scale))
-    backward = aten._scaled_dot_product_efficient_attention_backward
-    *others, sums = saved
-    sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # padding queries
-    inputs, wanted = (*others[:3], None, others[3], sums), (True, True, True, False)
-    return tuple(backward(gradient, *inputs, *rest, 0.0, wanted, is_causal, scale=scale)[:3])

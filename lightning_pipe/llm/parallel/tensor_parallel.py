@@ -61,7 +61,6 @@ def parallelise_tensors(
     ``rowwise`` is drawn by each rank for its part. Dropout elsewhere must be the same on all ranks, so their random
     states must be equal.
     """
-    _check_mesh(mesh)
     model = stage.module
     styles = resolve_tensor_plan(model, config, plan, mesh.size())
     if sequences:
@@ -82,10 +81,9 @@ def parallelise_tensors(
 
 
 class TensorGradients:
-    """Completes the gradients of whole parameters after a step's last backward, by one all-reduce of small vectors."""
+    """Completes the gradients of whole parameters after a step's last backward, in one all-reduce."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        _check_mesh(mesh)
         self._model = model
         self._group = mesh.get_group()
         self._dimension = mesh.mesh_dim_names[0]  # type: ignore[index]
@@ -163,11 +161,3 @@ class TensorGradients:
                     " entry"
                 )
         return True
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1 or not mesh.mesh_dim_names:
-        raise SetupError(
-            f"the mesh for tensor parallelism has the dimensions {mesh.mesh_dim_names or mesh.ndim}; expected one named"
-            " dimension. Give mesh['tensor'] of the mesh of all ranks"
-        )

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_pipe.engine.common.errors import SetupError
@@ -133,11 +133,6 @@ def _check_module(name: str, module: nn.Module, style: str | ParallelStyle, size
         raise SetupError(
             f"the tensor-parallel plan has {type(style).__name__} for {name}, a {type(module).__name__}; expected an"
             " nn.Linear or nn.Embedding. Name those inside it, or remove it from the plan"
-        )
-    if isinstance(weight, DTensor):
-        raise SetupError(
-            f"{name} is sharded already (placements {weight.placements}); expected plain parameters. Apply tensor"
-            " parallelism once, before data parallelism"
         )
     if weight.shape[cut[0]] % size:
         raise SetupError(

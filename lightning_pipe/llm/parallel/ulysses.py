@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
+from lightning_pipe._compat.attention import function_modes_disabled
+from lightning_pipe._compat.torch import all_to_all_single_autograd, wait_tensor
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention
 
@@ -63,7 +64,7 @@ class Ulysses(AttentionMode):
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
         query, key, value = _heads_to_ranks([query, key, value], self._group)
         mask = self._of_own_heads(query)
-        with torch._C.DisableTorchFunction():  # an outer context may be in the same mode
+        with function_modes_disabled():  # an outer context may be in the same mode
             attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, mask is None, **options)
         return _chunks_to_ranks(attended, self._group)
 

@@ -32,20 +32,7 @@ _SUMS = 4
 
 @dataclass(eq=False)
 class BatchRuns:
-    """Runs batches for a module whose model is in stages. Every rank must make the same calls.
-
-    Args:
-        module: module that defines the loss and the prediction of a micro-batch.
-        runner: runner of this rank's stages.
-        preparation: preparation of this rank's batches.
-        meshes: device meshes of all ranks.
-        last_stage_rank: rank of the last stage within the pipeline.
-        group: CPU process group of all ranks, which must not be used by other work while a batch runs.
-        device: device of this rank.
-        scaling: loss scaling in half precision; None without it.
-        has_routers: True if any stage of any rank has a mixture of experts.
-        detect_nan: True to raise an error on every rank if the loss of a training batch is not finite.
-    """
+    """Runs batches for a module whose model is in stages. Every rank must make the same calls."""
 
     module: StageHooks
     runner: PipelineRunner
@@ -103,7 +90,7 @@ class BatchRuns:
         return micro_batches, routers
 
     def _router_tokens(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
-        """Tokens over which routers are balanced: those that the module names, or all but added rows and padding."""
+        """Tokens over which routers are balanced: the module's, or all, without added rows and padding."""
         counted = self.module.router_tokens(micro_batch)
         tokens = micro_batch.get("input_ids") if counted is None else counted
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or (len(tokens) <= rows and tokens.shape[1] <= length):

@@ -14,7 +14,7 @@ from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.stage_parts import StagePlan, StageSettings
-from lightning_pipe.llm.schedules.checks import check_combination
+from lightning_pipe.llm.schedules.checks import Sharding, check_combination
 from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
 
@@ -28,11 +28,7 @@ _GROUPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """Checked arguments of ``LLMPipelineStrategy``, with the same names. Names and mappings are converted.
-
-    Raises:
-        SetupError: If a value has the wrong type, or if groups exclude each other.
-    """
+    """Checked arguments of ``LLMPipelineStrategy``, with the same names. Names and mappings are converted."""
 
     schedule: ScheduleSpec
     num_microbatches: int | None = None
@@ -86,12 +82,10 @@ class LLMOptions:
 
     def check_schedule(self, spec: ScheduleSpec, sizes: ParallelDims) -> None:
         """Refuse a schedule that would train on wrong gradients with these options."""
-        check_combination(
-            spec,
-            sharding="fsdp" if sizes.dp_shard > 1 else "replicate" if sizes.dp_replicate * sizes.cp > 1 else None,
-            reshard_after_forward=sizes.reshard_after_forward,
-            compiled=self.compile_options is not None,
+        sharding: Sharding | None = (
+            "fsdp" if sizes.dp_shard > 1 else "replicate" if sizes.dp_replicate * sizes.cp > 1 else None
         )
+        check_combination(spec, sharding, reshard_after_forward=sizes.reshard_after_forward)
 
 
 def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:

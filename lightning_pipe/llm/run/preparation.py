@@ -26,6 +26,7 @@ from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_hos
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
+from lightning_pipe.llm.parallel.context_parallel import check_sequence
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.run.runner import StageInputs
@@ -58,16 +59,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of one schedule step.
-
-    Attributes:
-        micro_batches: inputs of the stages for each micro-batch.
-        tokens: total number of loss tokens of all data-parallel ranks.
-        cut: division of the batch into micro-batches, for joining outputs.
-        on_host: the same division of the batch's values on the host.
-        length: length that all sequences are padded to, over all context ranks.
-        lengths: length of each micro-batch before padding.
-    """
+    """Inputs of a step; ``lengths`` are those before padding, ``tokens`` those of all data-parallel ranks."""
 
     micro_batches: list[StageInputs]
     tokens: int
@@ -79,21 +71,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class BatchPreparation:
-    """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
-
-    Args:
-        hooks: inputs of the model, and numbers of loss tokens.
-        batching: padding, cutting and comparison of batches.
-        group: CPU process group of all ranks, not used concurrently for other communication.
-        pipelines: ranks of each pipeline in that group; all ranks of a pipeline have the same batch.
-        num_microbatches: number of micro-batches of a batch; None if every batch is a list of any number.
-        length_multiple: number that padded lengths are also a multiple of (default 1).
-        vocabulary: number of token ids; None (default) for no check of ``input_ids``.
-        mixtures: mixtures of the whole model that can replay choices of experts (default: none).
-        context: ranks that share this rank's sequences; None (default) if sequences are not shared.
-        documents: inputs that separate the documents of packed rows, used without context parallelism; None (default)
-            to leave documents to the model.
-    """
+    """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order."""
 
     hooks: StageHooks
     batching: Batching
@@ -131,7 +109,7 @@ class BatchPreparation:
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
                 if self.context is not None:
-                    self.context.check(padded, self.keys)
+                    check_sequence(padded, self.keys)
                 elif self.documents is not None:
                     self.documents.check(padded)
             digest = _digest(on_host.items) if self.batching.compare_batches else 0

@@ -34,14 +34,7 @@ ResultOf = Callable[[Tensor, Any], Any]
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Inputs of the stages for one micro-batch.
-
-    Attributes:
-        args: tensors for the first stage.
-        kwargs: keywords for every stage.
-        target: target of the loss, on the last stage.
-        contexts: factories of context managers that are entered around each stage's forward.
-    """
+    """Inputs of the stages for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -58,19 +51,6 @@ class _Made:
 @dataclass(eq=False)
 class PipelineRunner:
     """One rank's part of a pipeline; all ranks of the group call the same methods with micro-batches of the same size.
-
-    Args:
-        stages: this rank's :class:`~lightning_pipe.llm.model.stage_module.StageModule` s, by stage.
-        num_stages: number of stages of all ranks together.
-        spec: schedule.
-        group: process group of the pipeline's ranks, in which neighbours send to each other.
-        device: device of the stages.
-        shapes: shapes of all stages.
-        cache_bytes: limit in bytes for the buffers of cached schedules, on the rank that needs most (default 2**30). At
-            least one schedule is always kept. Raise it if rebuilding schedules for changing lengths takes time.
-        carry_failures: True (default) to finish a run with zeros after a stage's forward fails, since its neighbours
-            wait. Set it to False if a stage's parameters are gathered from other ranks, which wait within the forward.
-        overlap: see :func:`~lightning_pipe.llm.schedules.step.build_schedule`.
 
     Attributes:
         events: list that the stages append bars to while ``record_events`` is set.
@@ -163,9 +143,8 @@ class PipelineRunner:
             spec = fitting_schedule(self.spec, *numbers)
             if spec != self.spec and not self._replaced:
                 self._replaced = True
-                replacement = describe_replacement(self.spec, *numbers)  # on every rank, so that all raise its errors
                 if dist.get_rank() == 0:
-                    warnings.warn(replacement, stacklevel=2)
+                    warnings.warn(describe_replacement(self.spec, count, self.group.size()), stacklevel=2)
             schedule = build_schedule(spec, stages, count, _output, overlap=self.overlap)
         else:
             schedule = build_evaluation(self.spec, stages, count, _output)

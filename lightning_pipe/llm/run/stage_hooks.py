@@ -49,12 +49,6 @@ class BatchResult:
     tokens: int
     routers: RouterMeans | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"A BatchResult has the attributes loss, tokens and routers, got {name!r}. Use the loss tensor of"
-            " run_batch()'s result: result.loss."
-        )
-
 
 class StageHooks:
     """Hooks of a model that is trained in pipeline stages.

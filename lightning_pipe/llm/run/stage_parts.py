@@ -47,15 +47,7 @@ from lightning_pipe.llm.split.stage_split import Example, SplitModel, split_mode
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan for cutting and scheduling a model.
-
-    Attributes:
-        spec: schedule.
-        pipeline_size: number of ranks in a pipeline.
-        stages_per_rank: number of stages on each rank.
-        num_microbatches: number of micro-batches that a batch is cut into.
-        split: options that assign modules to stages.
-    """
+    """Plan for cutting and scheduling a model."""
 
     spec: ScheduleSpec
     pipeline_size: int
@@ -71,15 +63,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Settings of a strategy for all of its modules.
-
-    Attributes:
-        plan: default plan, used unless another one is chosen for a module.
-        sizes: parallel dimensions, fitted to the number of ranks.
-        parallelism: parallelism, activation checkpointing and compilation of stages, without meshes.
-        batching: padding, cutting and comparison of batches.
-        offload: True if optimizer states are on the host.
-    """
+    """Settings of a strategy for all of its modules."""
 
     plan: StagePlan
     sizes: ParallelDims
@@ -118,16 +102,7 @@ class StageParts:
 
 @dataclass(frozen=True)
 class PartsMaker:
-    """Builds the parts of modules. Every rank must build the same parts in the same order.
-
-    Attributes:
-        settings: settings of the strategy.
-        meshes: device meshes of all ranks.
-        device: device of this rank.
-        scaler: loss scaler of the optimiser steps; None without one.
-        numbers_group: CPU process group of all ranks, for token counts and shapes of batches.
-        loss_group: CPU process group of all ranks, for losses and failures of batches.
-    """
+    """Builds the parts of modules. Every rank must build the same parts in the same order."""
 
     settings: StageSettings
     meshes: StageMeshes

@@ -23,12 +23,7 @@ _EXCHANGES = "the ranks with the neighbouring stages would wait for its messages
 
 
 class LLMContext(TrainingContext):
-    """Context of an iteration over pipeline stages.
-
-    Attributes:
-        copies: record of the copies that moved the batch to the device.
-        prepared: batch cut into micro-batches, with the numbers that ranks exchange; None if the batch is None.
-    """
+    """Context of an iteration over pipeline stages."""
 
     copies: RecordedCopies
     prepared: PreparedBatch | None
@@ -37,7 +32,7 @@ class LLMContext(TrainingContext):
 def llm_plan(
     transfer: Callable[[Any], Any],
     prepare: Callable[[Any, RecordedCopies], Any],
-    hand_over: Callable[[PreparedBatch | None], None] | None = None,
+    hand_over: Callable[[PreparedBatch | None], None] = lambda prepared: None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
 
@@ -45,22 +40,17 @@ def llm_plan(
     both. ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
     """
 
-    give = hand_over or (lambda _: None)
-
     def step(ctx: LLMContext) -> None:
         # If a hook skips the batch, the context has no training_step.
         try:
-            give(ctx.take("prepared"))
+            hand_over(ctx.take("prepared"))
             ctx.output = ctx.training_step() if ctx.has("training_step") else None
         finally:
-            give(None)
+            hand_over(None)
 
     def scale(ctx: LLMContext) -> None:
         if ctx.has("run_backward"):
             ctx.run_backward()
-
-    def optimize(ctx: LLMContext) -> None:
-        """Do nothing: the caller runs the optimiser step."""
 
     tasks = [
         PipelineTask(
@@ -80,7 +70,7 @@ def llm_plan(
         ),
         PipelineTask(
             "OptimStep",
-            optimize,
+            _run_by_caller,
             reads=(GRADIENTS,),
             writes=(PARAMETERS,),
             not_replayable="Lightning runs the step and its hooks outside the task's function",
@@ -94,13 +84,14 @@ def llm_evaluation_plan(
 ) -> PipelinePlan:
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward."""
 
-    def forward(ctx: LLMContext) -> None:
-        """Do nothing: the caller runs the forward between begin_task and end_task."""
-
     forward_task = PipelineTask(
-        "ScheduleForward", forward, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
+        "ScheduleForward", _run_by_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
     )
     return PipelinePlan({**_ahead(transfer, prepare), forward_task: TaskSchedule()}, name=name)
+
+
+def _run_by_caller(ctx: LLMContext) -> None:
+    """The caller's work, between ``begin_task`` and ``end_task``."""
 
 
 def _ahead(

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -30,19 +29,19 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _Action,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
 )
 
+from lightning_pipe._compat.pipelining import (
+    Action,
+    RuntimeSchedule,
+    Schedule,
+    part_overlapped,
+    ranks_by_stage,
+    take_actions,
+)
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import printable, shown
+from lightning_pipe.engine.common.safe_text import printable
 from lightning_pipe.engine.plans.plan_file import read_text
-
-# Far above any pipeline. All actions of a file are constructed before they are compared: about 40 MB at this limit.
-_MOST_FIELDS = 2**18
-_MOST = 2**16  # stages, micro-batches
-_LONGEST = 200  # characters of an action
 
 Placement = Literal["single", "loop", "v"]
 
@@ -59,7 +58,7 @@ class ScheduleSpec:
     """
 
     name: str
-    schedule_class: type[_PipelineSchedule]
+    schedule_class: type[Schedule]
     placement: Placement
     path: Path | None = None
 
@@ -130,7 +129,7 @@ def _of_file(path: Path) -> ScheduleSpec:
     placements: list[Placement] = ["single"] if num_stages == pp_size else ["loop", "v"]
     for placement in placements:
         if num_stages % pp_size == 0 and ranks == place_stages(placement, pp_size, num_stages):
-            return ScheduleSpec(str(path), _PipelineScheduleRuntime, placement, path)
+            return ScheduleSpec(str(path), RuntimeSchedule, placement, path)
     raise wrong_places(what, ranks, pp_size)
 
 
@@ -143,23 +142,26 @@ def wrong_places(what: str, ranks: Mapping[int, int], pp_size: int) -> SetupErro
     )
 
 
-def read_actions(path: Path) -> dict[int, list[_Action]]:
+def read_actions(path: Path) -> dict[int, list[Action]]:
     """Read the actions of each rank from a CSV file in PyTorch's format.
 
     Empty fields, which mean idling, are skipped.
     """
     try:
         text = read_text(path, str(path), "name a file of actions")
-        rows = list(csv.reader(io.StringIO(text, newline="")))
-        fields = sum(map(len, rows))
-        if max(len(rows), fields) > _MOST_FIELDS:
-            raise ValueError(f"it has {len(rows)} rows and {fields} fields, expected at most {_MOST_FIELDS}")
-        actions = {rank: [a for text in row if (a := _action(text))] for rank, row in enumerate(rows)}
+        rows = csv.reader(io.StringIO(text, newline=""))
+        actions = {rank: [a for field in row if (a := Action.from_str(field))] for rank, row in enumerate(rows)}
     except (RuntimeError, ValueError, csv.Error) as error:
         raise SetupError(
             f"the schedule in {path} cannot be read: {printable(str(error)[:500])}. Write one row for each rank, with"
-            " actions such as 0F0, 1B2 or 3SEND_F1: stage, kind of action, micro-batch"
+            " actions such as 0F0 or 1B2: stage, kind of action, micro-batch"
         ) from error
+    messages = [str(action) for row in actions.values() for action in row if not action.is_compute_op]
+    if messages:
+        raise SetupError(
+            f"the schedule in {path} has {messages[0]}; expected computations only, to which PyTorch adds the"
+            " communication. Remove all other actions"
+        )
     idle = [rank for rank, row in actions.items() if not row]
     if idle or not actions:
         raise SetupError(
@@ -169,17 +171,7 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
     return actions
 
 
-def _action(text: str) -> _Action | None:
-    if len(text) > _LONGEST:
-        raise ValueError(f"an action of {len(text)} characters: {shown(text)}")
-    action = _Action.from_str(text)
-    for one in () if action is None else (action.sub_actions or (action,)):
-        if not (0 <= one.stage_index < _MOST and (one.microbatch_index or 0) < _MOST):
-            raise ValueError(f"{shown(text)}: stages and micro-batches are numbered from 0 to {_MOST - 1}")
-    return action
-
-
-def ranks_of_stages(actions: Mapping[int, Sequence[_Action]], what: str) -> dict[int, int]:
+def ranks_of_stages(actions: Mapping[int, Sequence[Action]], what: str) -> dict[int, int]:
     """Rank of each stage that is listed."""
     ranks: dict[int, int] = {}
     for rank, row in actions.items():
@@ -190,15 +182,15 @@ def ranks_of_stages(actions: Mapping[int, Sequence[_Action]], what: str) -> dict
                         f"{what} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
                         f" {rank}; expected each stage on one rank. Move its actions to one row"
                     )
-    missing = sorted(set(range(max(ranks, default=0) + 1)) - set(ranks))
+    missing = sorted(set(range(len(ranks))) - set(ranks))
     if missing:
-        raise SetupError(f"{what} lacks stage(s) {missing}; expected all from 0 to {max(ranks, default=0)}")
+        raise SetupError(f"{what} lacks stage(s) {missing[:5]}; expected all from 0 to {max(ranks, default=0)}")
     return ranks
 
 
 def place_stages(placement: Placement, pp_size: int, num_stages: int) -> dict[int, int]:
     """Rank of each stage."""
-    return generate_stage_to_rank_mapping(pp_size, num_stages, style="v" if placement == "v" else "loop")
+    return ranks_by_stage(pp_size, num_stages, style="v" if placement == "v" else "loop")
 
 
 def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None = None) -> int:
@@ -234,22 +226,22 @@ def construct_schedule(
     loss_fn: Callable[..., Any] | None = None,
     *,
     overlap: bool = False,
-) -> _PipelineSchedule:
+) -> Schedule:
     """Construct PyTorch's schedule object, with unscaled gradients."""
     make: Callable[..., Any] = spec.schedule_class
     held = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
     try:
         schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
-            _take_actions(schedule, read_actions(spec.path))
+            take_actions(schedule, read_actions(spec.path))
         elif spec.schedule_class is ScheduleDualPipeV and not overlap:
-            _part_overlapped(schedule)
+            part_overlapped(schedule)
     except Exception as error:
         raise SetupError(
             f"schedule {spec.name} cannot be built with {num_microbatches} micro-batches and {stages[0].num_stages}"
             f" stages: {type(error).__name__}: {error}"
         ) from error
-    assert isinstance(schedule, _PipelineSchedule)
+    assert isinstance(schedule, Schedule)
     return schedule
 
 
@@ -270,41 +262,16 @@ class _PlaceholderStage:
 
 def listed_actions(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> dict[int, list[_Action]]:
+) -> dict[int, list[Action]]:
     """Actions that a schedule lists for each rank, without idling and with overlapped actions one after the other."""
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     mine = stages_of_rank(spec, 0, pp_size, stages_per_rank)
     stages = [_PlaceholderStage(index, num_stages, pp_size) for index in mine]
     schedule = construct_schedule(spec, stages, num_microbatches)
-    listed: Mapping[int, Sequence[_Action | None]] = getattr(schedule, "pipeline_order", None) or {}
-    if spec.path is not None:
-        listed = read_actions(spec.path)
-    elif not listed and isinstance(schedule, PipelineScheduleMulti):
+    listed: Mapping[int, Sequence[Action | None]] = getattr(schedule, "pipeline_order", None) or {}
+    if not listed and isinstance(schedule, PipelineScheduleMulti):
         raise SetupError(
             f"schedule {spec.name} lists no actions, so it would do nothing. Set pipeline_order in its constructor"
         )
     rows = {rank: [action for action in row if action is not None] for rank, row in listed.items()}
     return {rank: [one for action in row for one in action.sub_actions or (action,)] for rank, row in rows.items()}
-
-
-def _take_actions(schedule: Any, actions: dict[int, list[_Action]]) -> None:
-    if any(not action.is_compute_op for row in actions.values() for action in row):
-        schedule._prepare_schedule_with_comms(actions, format="compute_comms")
-    else:
-        schedule.pipeline_order = actions
-        schedule._prepare_schedule_with_comms(actions)
-
-
-def _part_overlapped(schedule: Any) -> None:
-    """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
-
-    PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
-    so neighbours would wait for a backward that they do not need. The order of computations stays the same. Without
-    tokens of experts to send, nothing would be gained by running both at a time.
-    """
-    parted = {
-        rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]
-        for rank, row in schedule.pipeline_order.items()
-    }
-    schedule.pipeline_order = parted
-    schedule._prepare_schedule_with_comms(parted)

@@ -12,26 +12,27 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from torch.distributed.pipelining.schedules import Schedule1F1B, _Action, _ComputationType
+from torch.distributed.pipelining.schedules import Schedule1F1B
 
+from lightning_pipe._compat.pipelining import Action, ComputationType
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.named import ScheduleSpec, listed_actions
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
-Actions = Mapping[int, Sequence[_Action]]
+Actions = Mapping[int, Sequence[Action]]
 
-KINDS: dict[_ComputationType, Kind] = {
-    _ComputationType.FORWARD: "forward",
-    _ComputationType.FULL_BACKWARD: "backward",
-    _ComputationType.BACKWARD_INPUT: "input_backward",
-    _ComputationType.BACKWARD_WEIGHT: "weight_backward",
+KINDS: dict[ComputationType, Kind] = {
+    ComputationType.FORWARD: "forward",
+    ComputationType.FULL_BACKWARD: "backward",
+    ComputationType.BACKWARD_INPUT: "input_backward",
+    ComputationType.BACKWARD_WEIGHT: "weight_backward",
 }
 
 
 def actions_of(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> dict[int, list[_Action]]:
+) -> dict[int, list[Action]]:
     """Forwards and backwards of each rank, in order. It needs no process group."""
     listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
     computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
@@ -41,20 +42,16 @@ def actions_of(
     return computed
 
 
-def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:
+def _count_forwards(actions: Sequence[Action]) -> list[Action]:
     """The same actions of one stage, with forwards numbered in order."""
     count = iter(range(len(actions)))
-    forward = _ComputationType.FORWARD
+    forward = ComputationType.FORWARD
     return [a._replace(microbatch_index=next(count)) if a.computation_type is forward else a for a in actions]
 
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Simulated timeline of all ranks, starting at 0.
-
-    Attributes:
-        spans: bars of each rank, in order. Times are in the unit of the durations.
-    """
+    """Simulated timeline of all ranks, starting at 0."""
 
     spans: Mapping[int, Sequence[Bar]]
 
@@ -93,20 +90,7 @@ def simulate(
     messages: Mapping[tuple[int, int], float] | None = None,
     overhead: float = 0.0,
 ) -> ScheduleTimeline:
-    """Simulate actions that start as early as possible, in the order of each rank.
-
-    Args:
-        actions: actions by rank, from :func:`actions_of`.
-        durations: duration of each stage's forward, backward, input_backward and weight_backward, as far as the
-            schedule uses them, in any unit. A schedule that splits the backward runs the whole backward of stage 0 in
-            weight_backward.
-        messages: transfer time of a stage's output between two ranks, in the same unit (default: no time). Neither rank
-            is busy during a transfer.
-        overhead: time in which a rank is not computing before each action (default 0.0).
-
-    Raises:
-        SetupError: a missing duration, or ranks that wait for each other in a cycle.
-    """
+    """Simulate actions that start as early as possible, in the order of each rank."""
     rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
     num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
     spans: dict[int, list[Bar]] = {rank: [] for rank in actions}

@@ -26,9 +26,7 @@ class TimedStage(PipelineStage):
     Schedules wait on operations that the stage only creates, so a wait is measured between two calls of stages. It
     begins when the rank's last forward or backward ended, or, if that was later, when the schedule asked this stage for
     its receive operations. It ends when the forward or backward that needs the received tensors begins. It includes
-    microseconds of the schedule's own work, and the wait of an FSDP stage for its gathered parameters. Waits until
-    neighbours have received a message are only included if the schedule waits for sends and receives together, as 1F1B
-    does.
+    the wait of an FSDP stage for its gathered parameters.
 
     A forward and a backward that take turns are recorded as several bars, one for each turn.
 
@@ -95,7 +93,7 @@ class TimedStage(PipelineStage):
         def forward() -> Any:
             return super(TimedStage, self).forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
-        received = not self.is_first and not self._is_same_rank(self.stage_index - 1)
+        received = not self.is_first and self._is_elsewhere(self.stage_index - 1)
         return self._note("forward", fwd_chunk_id, "wait_forward" if received else None, forward)
 
     def backward_one_chunk(
@@ -109,7 +107,7 @@ class TimedStage(PipelineStage):
             if isinstance(loss, torch.Tensor) and is_view(loss):
                 loss = loss.clone()
 
-        received = not self.is_last and not self._is_same_rank(self.stage_index + 1)
+        received = not self.is_last and self._is_elsewhere(self.stage_index + 1)
         kind = "backward" if full_backward else "input_backward"
         self._note(kind, bwd_chunk_id, "wait_backward" if received else None, backward)
 
@@ -118,6 +116,9 @@ class TimedStage(PipelineStage):
             super(TimedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
         self._note("weight_backward", bwd_chunk_id, None, backward)
+
+    def _is_elsewhere(self, stage_index: int) -> bool:
+        return bool(self.stage_index_to_group_rank[stage_index] != self.group_rank)
 
     def extend_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function whose time counts as part of the preceding forward, such as the loss on the last stage."""
@@ -156,7 +157,7 @@ class TimedStage(PipelineStage):
 
 
 def run_in_turns(stage: Any, other: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run work of two stages of a rank, both at a time; see :class:`~lightning_pipe.llm.parallel.turns.Turns`."""
+    """Run work of two stages of a rank, in turns."""
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.batches.batching import Batching
@@ -45,14 +43,6 @@ def test_lengths_are_a_multiple_of_what_both_padding_and_context_parallelism_nee
     assert fixed.length_multiple(2) == 6
     with pytest.raises(SetupError, match=r"max_length is 12.*a multiple of 15 .*and 5 for context.*to 15"):
         fixed.length_multiple(5)
-
-
-@settings(max_examples=60, deadline=None, database=None)
-@given(st.integers(1, 200), st.integers(1, 64))
-def test_the_target_is_the_smallest_multiple_that_holds_the_sequence(length: int, multiple: int) -> None:
-    target = Batching(pad_to_multiple_of=multiple).target_length(length)
-    assert target % multiple == 0
-    assert length <= target < length + multiple
 
 
 def test_the_target_is_the_smallest_bucket_that_holds_the_sequence_and_a_multiple() -> None:

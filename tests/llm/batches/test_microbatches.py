@@ -44,12 +44,6 @@ def test_rows_are_cut_into_equal_groups_in_their_order_and_the_rest_is_given_to_
             torch.testing.assert_close(item[key], batch[key][2 * index : 2 * index + 2], rtol=0, atol=0)
 
 
-def test_tensors_are_not_copied_where_no_row_is_added() -> None:
-    batch = batch_of(4)
-    items = split_batch(batch, 2).items
-    assert items[1]["input_ids"].data_ptr() == batch["input_ids"][2:].data_ptr()
-
-
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.integers(1, 12), st.integers(1, 8))
 def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: int, num_microbatches: int) -> None:
@@ -66,12 +60,6 @@ def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: 
     for key in ("input_ids", "labels", "mask", "weight"):
         outputs = [item[key] for item in micro_batches.items]
         assert torch.equal(micro_batches.trim(outputs), batch[key])
-
-
-def test_the_labels_of_added_rows_have_the_users_value() -> None:
-    items = split_batch({"input_ids": torch.ones(1, 2), "labels": torch.ones(1, 2)}, 2, SequenceKeys(labels=-1))
-    assert items.items[1]["labels"].tolist() == [[-1.0, -1.0]]
-    assert items.items[1]["input_ids"].tolist() == [[1.0, 1.0]]
 
 
 def test_the_users_batch_is_left_as_it_was() -> None:
@@ -172,12 +160,6 @@ def test_the_named_entry_of_chunk_dims_lets_the_value_be_cut(value: Any, dim: in
         assert item["extra"].shape[dim] == 2
 
 
-def test_an_array_of_the_batchs_rows_is_refused() -> None:
-    with pytest.raises(InputError, match=r"'weights', a ndarray of shape \(4, 2\), and cannot be cut"):
-        split_batch(batch_of(4) | {"weights": np.zeros((4, 2))}, 2)
-    assert split_batch(batch_of(4) | {"table": np.zeros((3, 2))}, 2).items[1]["table"].shape == (3, 2)
-
-
 def test_outputs_may_be_none() -> None:
     joined = split_batch(batch_of(3), 2).trim([(torch.zeros(2), None), (torch.ones(2), None)])
     assert joined[0].tolist() == [0, 0, 1]
@@ -242,10 +224,3 @@ def test_outputs_that_are_not_rows_are_not_trimmed() -> None:
         micro_batches.trim([torch.ones(4)])
     with pytest.raises(InputError, match=r"\[\(\), \(\)\]"):
         micro_batches.trim([torch.tensor(1.0)] * 2)
-
-
-def test_tokens_are_counted_without_the_ignored_ones() -> None:
-    labels = torch.tensor([[1, -100, 3], [-100, 0, -1]])
-    assert count_tokens(labels) == 4
-    assert count_tokens(labels, ignore_index=-1) == 5
-    assert count_tokens(labels[:0]) == 0

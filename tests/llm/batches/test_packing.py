@@ -67,42 +67,6 @@ def test_each_document_is_in_one_row_and_best_fit_needs_no_more_rows(lengths: li
     assert len(best) <= len(sequential)
 
 
-def plain_best_fit(lengths: list[int]) -> list[list[int]]:
-    """The definition, with a search over all rows for each document."""
-    rows: list[list[int]] = []
-
-    def free(row: list[int]) -> int:
-        return LENGTH - sum(lengths[number] for number in row)
-
-    for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-        fitting = [row for row in rows if free(row) >= lengths[number]]
-        if not fitting:
-            fitting = [[]]
-            rows += fitting
-        min(fitting, key=free).append(number)
-    return sorted(map(sorted, rows))
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(LENGTHS)
-def test_best_fit_is_the_documented_one(lengths: list[int]) -> None:
-    plain, sequential = plain_best_fit(lengths), pack(lengths, LENGTH, "sequential")
-    assert pack(lengths, LENGTH) == (plain if len(plain) <= len(sequential) else sequential)
-
-
-def test_where_best_fit_alone_needs_more_rows_those_of_sequential_are_used() -> None:
-    tried = np.random.default_rng(0).integers(2, 8, (20_000, 12)).tolist()
-    found = next(one for one in tried if len(plain_best_fit(one)) > len(pack(one, LENGTH, "sequential")))
-    assert pack(found, LENGTH) == pack(found, LENGTH, "sequential")
-
-
-def test_log_normal_lengths_pack_almost_without_pads() -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 1, 4000).clip(1, 1024).astype(int).tolist()
-    full = sum(lengths) / 1024
-    assert len(pack(lengths, 1024)) < 1.01 * full + 1
-    assert len(pack(lengths, 1024, "sequential")) > 1.1 * full
-
-
 # ---------------------------------------------------------------------- batches
 
 

@@ -14,7 +14,6 @@ from lightning_pipe.llm.choice.schedule_choice import (
     calibrate,
     finalists,
     list_candidates,
-    median_pieces,
     microbatch_counts,
     predict,
     stage_durations,
@@ -136,14 +135,6 @@ def test_messages_overhead_and_scales_make_it_longer() -> None:
     )
 
 
-def test_zero_bubble_is_found_to_be_the_fastest_where_messages_take_no_time() -> None:
-    known = measured((4, 8))
-    found = [predict(one, 2, known) for one in list_candidates(CONFIG, 2, known, by_memory=False)]
-    best = min(found, key=lambda one: one.seconds)
-    assert best.candidate.spec.name in ("zbv_zero_bubble", "interleaved_zero_bubble")
-    assert best.candidate.num_microbatches == 8
-
-
 def test_what_a_real_step_shows_is_found_again() -> None:
     """Steps made up of known scales, gaps and waits."""
     known, scales = measured(), {"forward": 1.5, "backward": 2.0, "input_backward": 1.25, "weight_backward": 3.0}
@@ -168,18 +159,8 @@ def test_what_a_real_step_shows_is_found_again() -> None:
     assert 0.4 < found.overhead < 0.5  # there is no gap before the first action
 
 
-def test_without_a_real_step_nothing_is_corrected() -> None:
-    assert calibrate([], 2, measured()) == Calibration()
-
-
 def test_finalists_are_the_fastest_and_of_no_schedule_too_many() -> None:
     names = ["gpipe"] * 4 + ["1f1b", "looped_bfs"]
     given = [SchedulePrediction(candidate(name), float(place), 0.0, ()) for place, name in enumerate(names)]
     assert [one.seconds for one in finalists(given, 3)] == [0.0, 1.0, 4.0]
     assert [one.seconds for one in finalists(given[::-1], 5)] == [0.0, 1.0, 4.0, 5.0]
-
-
-def test_of_several_ranks_each_number_is_the_median() -> None:
-    ranks = [Pieces(LayerWork(n, n, n, n), None, (LayerWork(2 * n, n, n, n),), NOTHING) for n in (1.0, 5.0, 2.0)]
-    found = median_pieces(ranks)
-    assert found == Pieces(LayerWork(2.0, 2.0, 2.0, 2.0), None, (LayerWork(4.0, 2.0, 2.0, 2.0),), NOTHING)

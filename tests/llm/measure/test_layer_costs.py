@@ -15,7 +15,6 @@ from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.split.by_name import split_by_cost
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5
@@ -123,43 +122,11 @@ def test_time_is_of_forward_and_backward_without_what_every_stage_takes() -> Non
     assert costs == Pieces(0.0, 0.0, (3.0, 6.0, 9.0), 12.0)
 
 
-def test_time_is_the_median_after_runs_that_warm_up() -> None:
-    medians = {"input": 5.0, "nothing": 1.0, "a": 3.0, "head": 7.0}
-    taken = [one for median in medians.values() for one in (50.0, 40.0, median, 0.0, 3 * median, 60.0, median - 1)]
-    readings = iter(taken)
-
-    class Uneven(Clock):
-        """It is asked before and after each forward and backward; each backward takes the next of the readings."""
-
-        asked = 0
-
-        def __call__(self) -> float:
-            self.asked += 1
-            if self.asked % 4 == 0:
-                self.now += next(readings)
-            return self.now
-
-    model = Model((2.0, 2.0, 2.0), "aaa")
-    costs = measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=Uneven())
-    assert costs == Pieces(0.0, 4.0, (2.0, 2.0, 2.0), 6.0)
-    assert list(readings) == []
-
-
 def test_layers_that_are_alike_are_measured_once() -> None:
     measure(Model((2.0, 2.0, 2.0), "aaa"))
     alike = CLOCK.forwards.count("a")
     measure(Model((2.0, 2.0, 2.0), "aba"))
     assert CLOCK.forwards.count("a") == CLOCK.forwards.count("b") == alike
-
-
-def test_layers_of_other_widths_get_what_the_one_before_gives() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4))
-    costs = measure_costs(
-        model, derive_config(model), (torch.randn(3, 8),), {}, loss_of, unit="memory", optimizer_states=0
-    )
-    first = (8 * 16 + 16) * 4 * 2 + 3 * 16 * 4  # its output counts to it, and its input to the one before
-    second = (16 * 4 + 4) * 4 * 2 + 3 * 4 * 4
-    assert costs == Pieces(0.0, None, (first, second, (4 * 4 + 4) * 4 * 2 + 3 * 4 * 4), 4.0)
 
 
 def test_memory_is_of_parameters_gradients_states_buffers_and_what_is_kept_for_backward() -> None:
@@ -169,12 +136,6 @@ def test_memory_is_of_parameters_gradients_states_buffers_and_what_is_kept_for_b
     # What a linear layer gives is gone once the ReLU has made of it what both keep.
     assert costs.layers == (4 * linear + HIDDEN, linear + HIDDEN, 4 * linear + HIDDEN + 3 * 8)
     assert costs.output == VOCABULARY * WIDTH * 4 * 4 + 4  # and the loss
-
-
-def test_memory_is_of_as_many_micro_batches_and_states_as_said() -> None:
-    linear = (WIDTH * WIDTH + WIDTH) * 4
-    costs = measure(Plain(), unit="memory", microbatches=3, optimizer_states=1)
-    assert costs.layers[0] == 3 * linear + 3 * HIDDEN
 
 
 @pytest.mark.parametrize("unit", ["time", "memory"])
@@ -195,12 +156,6 @@ def test_a_model_and_random_states_are_as_they_were() -> None:
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert len(model) == 3
-
-
-def test_costs_are_what_a_split_takes() -> None:
-    costs = measure(Model())
-    stages = split_by_cost(CONFIG, 2, costs.layers, costs.input or 0.0, costs.output)
-    assert stages == [["embedding", "layers.0", "layers.1", "layers.2"], ["head"]]
 
 
 def test_another_unit_is_refused() -> None:

@@ -129,13 +129,6 @@ def test_each_kind_of_work_is_timed_by_itself() -> None:
     assert found.empty == LayerWork(0.25, 0.0, 0.0, 0.0)
 
 
-def test_before_the_first_layer_all_of_the_backward_is_in_its_second_part() -> None:
-    found = measure_work(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
-    assert found.input is not None
-    assert found.input.input_backward == 0.0
-    assert found.input.weight_backward == found.input.backward
-
-
 def test_measuring_leaves_model_and_random_numbers_as_they_are() -> None:
     with deferred_init() as record:
         model = Plain()

@@ -9,11 +9,6 @@ from lightning_pipe.llm.measure.links import Link, measure_links, median_links, 
 from tests.distributed import run_ranks
 
 
-def test_a_message_takes_longer_the_more_bytes_it_has() -> None:
-    link = Link(0.5, 0.25)
-    assert [link.seconds(size) for size in (0, 4)] == [0.5, 1.5]
-
-
 def test_neighbours_are_a_ring() -> None:
     assert neighbours(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert neighbours(2) == [(0, 1)]

@@ -58,23 +58,6 @@ def test_a_storage_counts_once_from_when_it_is_made_until_it_is_gone() -> None:
     assert live.now == 0
 
 
-def test_what_a_forward_keeps_for_the_backward_belongs_to_it() -> None:
-    stage = Stage()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    stage(x).sum().backward()  # gradients of parameters are there
-    with ForwardBytes({3: stage}) as live:
-        outputs = [stage(x), stage(x)]
-        # What the layers give is let go of, but for tanh's, which is the second layer's input; and there is the sum.
-        assert live.of_forwards == {(3, 0): UNIT, (3, 1): UNIT}
-        assert live.after_forwards == [{(3, 0): UNIT}, live.of_forwards]
-        outputs[0].sum().backward()
-        assert live.of_forwards == {(3, 0): HIDDEN, (3, 1): UNIT}  # the output is held here
-        del outputs[0]
-        assert live.of_forwards == {(3, 1): UNIT}
-    stage(x)
-    assert len(live.after_forwards) == 2
-
-
 # ---------------------------------------------------------------------- schedules
 
 
@@ -130,25 +113,6 @@ def count_whole(after_forward: dict[tuple[int, int], int]) -> int:
     """Number of micro-batches whose activations are there."""
     assert set(after_forward.values()) <= {HIDDEN, INNER, UNIT}
     return sum(size == UNIT for size in after_forward.values())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_gpipe_holds_the_activations_of_all_micro_batches_and_nothing_else(found: list[Held], size: int) -> None:
-    for rank in range(size):
-        peak = max(found[rank]["gpipe", size], key=lambda one: sum(one.values()))
-        assert set(peak) == {(rank, index) for index in range(MICROBATCHES)}
-        assert set(peak.values()) == {UNIT}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_1f1b_holds_the_activations_of_p_minus_rank_micro_batches(found: list[Held], size: int) -> None:
-    for rank in range(size):
-        after_forwards = found[rank]["1f1b", size]
-        counts = list(map(count_whole, after_forwards))
-        assert counts == [min(index + 1, size - rank) for index in range(MICROBATCHES)]
-        most = max(sum(one.values()) for one in after_forwards)
-        # PyTorch's loop keeps one output more, while it computes the next.
-        assert most == (size - rank) * UNIT + HIDDEN
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -17,7 +17,7 @@ from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.attention_mode import CheckedAttention, OwnMasks, check_mask_heads
+from lightning_pipe.llm.parallel.attention_mode import CheckedAttention, OwnMasks
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 from tests.distributed import run_ranks
@@ -215,12 +215,6 @@ def test_masks_may_differ_in_what_padding_attends_to() -> None:
         own_masks(FullAttention(real=real.flip(1)), 0, 1).check(window(8, 8), 8)
 
 
-def test_a_mask_for_all_keys_or_queries_is_compared_in_its_full_size() -> None:
-    for shape in ((1, 1), (8, 1), (1, 8)):
-        with pytest.raises(SetupError, match=OTHER):
-            own_masks(None, 0, 2).check(torch.ones(shape, dtype=torch.bool), 8)
-
-
 def test_a_model_may_take_pieces_that_do_not_follow_on_for_documents() -> None:
     apart = torch.ones(8, 8, dtype=torch.bool).tril()
     apart[4:, :4] = False
@@ -256,14 +250,6 @@ def errors_of_windows(rank: int, size: int) -> list[str]:
 def test_a_window_after_a_causal_mask_is_refused_on_every_rank() -> None:
     for errors in run_ranks(errors_of_windows, 2):
         assert [OTHER in error for error in errors] == [True] * 4
-
-
-def test_a_mask_has_the_heads_of_the_query_or_one() -> None:
-    query = torch.zeros(1, 4, 2, 8)
-    for mask in (None, torch.zeros(1, 1, 2, 2), torch.zeros(1, 4, 2, 2)):
-        check_mask_heads(mask, query)
-    with pytest.raises(SetupError, match="attention_mask has 2 heads, and attention 4"):
-        check_mask_heads(torch.zeros(1, 2, 2, 2), query)
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
-from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions, cut_sequence
+from lightning_pipe.llm.parallel.context_parallel import FullAttention, cut_sequence
 from tests.llm.document_masks import block_diagonal_mask
 
 
@@ -50,16 +50,6 @@ def test_the_chunks_of_all_ranks_in_their_order_are_the_sequences(rows: int, par
         assert torch.equal(torch.cat([one[key] for one in cut], 1), micro_batch[key])
         assert all(one[key].shape[1] == part and one[key].is_contiguous() for one in cut)
     assert all(one["scale"] is micro_batch["scale"] and one["name"] == "a" for one in cut)
-
-
-@settings(max_examples=30, deadline=None, database=None)
-@given(st.integers(1, 4), st.integers(1, 5))
-def test_balanced_chunks_have_as_many_pairs_of_tokens_that_attend(piece: int, size: int) -> None:
-    length = 2 * size * piece
-    held = [chunk_positions(rank, size, length, balanced=True) for rank in range(size)]
-    assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
-    assert all(torch.equal(one, one.sort().values) for one in held)
-    assert len({int((one + 1).sum()) for one in held}) == 1
 
 
 def test_a_balanced_chunk_is_a_piece_from_the_beginning_and_one_from_the_end() -> None:
@@ -111,13 +101,6 @@ def test_the_documents_of_a_packed_row_are_kept_apart_wherever_they_are_cut() ->
         assert torch.equal(block_diagonal_mask(local["cu_seq_lens_q"], 4), own_block(attention, rank, 4))
 
 
-def test_the_longest_document_of_a_chunk_keeps_its_type() -> None:
-    said = {"cu_seq_lens_q": torch.tensor([0, 1, 4]), "max_length_q": torch.tensor(3, dtype=torch.int32)}
-    local, _ = cut_sequence(tokens_of(1, 4) | said, 0, 2)
-    assert local["max_length_q"].dtype == torch.int32
-    assert local["max_length_q"] == 1
-
-
 def test_positions_that_begin_anew_begin_a_document_in_their_own_row() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     _, attention = cut_sequence(tokens_of(2, 6) | {"position_ids": positions}, 0, 2)
@@ -142,13 +125,6 @@ def test_a_square_mask_counts_as_it_is_and_its_chunk_is_cut_on_both_dimensions()
     assert attention.as_mask() is square
     assert torch.equal(local["attention_mask"], square[..., 2:4, 2:4])
     assert local["input_ids"].shape == local["position_ids"].shape == (2, 2)
-
-
-def test_a_length_that_a_ring_does_not_divide_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"6 tokens a row.*divide into two pieces a rank, as the ring needs; .* multiple of 4"
-    ):
-        cut_sequence(tokens_of(1, 6), 0, 2, balanced=True)
 
 
 @pytest.mark.parametrize(

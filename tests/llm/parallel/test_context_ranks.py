@@ -68,12 +68,6 @@ def test_a_model_that_would_count_from_0_in_every_chunk_is_refused(model_inputs:
         ranks(causal_lm=False).inputs(part(), model_inputs)
 
 
-def test_a_micro_batch_that_is_handed_on_whole_is_a_plain_one() -> None:
-    _, keywords = ranks(causal_lm=False).inputs(part() | {"labels": torch.ones(1)}, whole_batch)
-    assert type(keywords["batch"]) is dict
-    assert keywords["batch"].keys() == {"input_ids", "position_ids", "labels"}
-
-
 def test_a_hugging_face_model_gets_the_positions_unasked_and_makes_no_mask() -> None:
     local = part()
     _, keywords = ranks(causal_lm=True).inputs(local, tokens_only)

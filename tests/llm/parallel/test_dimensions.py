@@ -21,12 +21,6 @@ def test_so_can_replicas_or_shards_under_a_pipeline_of_given_size() -> None:
     assert ParallelDims(pp=2, dp_shard=-1, ep=2).fit(8).dp_shard == 4
 
 
-def test_the_ring_needs_lengths_of_two_chunks_a_rank() -> None:
-    assert ParallelDims(cp=3).length_multiple == 3
-    assert ParallelDims(cp=3, cp_method="ring").length_multiple == 6
-    assert ParallelDims(cp_method="ring").length_multiple == 1
-
-
 @pytest.mark.parametrize(
     ("dimensions", "world", "words"),
     [

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
+from lightning_pipe._compat.attention import attend, attend_backward
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.parallel import ring_attention
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
-from lightning_pipe.llm.parallel.ring_attention import RingAttention, check_ring
+from lightning_pipe.llm.parallel.ring_attention import RingAttention
 from tests.distributed import run_ranks
 from tests.llm.attention_cases import CASES, Results, deviations, hugging_face, over_ranks, tokens
 from tests.tiers import sampled, wanted
@@ -120,9 +120,9 @@ def test_values_may_be_wider_than_keys_and_sums_keep_their_precision() -> None:
 def test_sums_of_cudas_kernel_are_cut_to_the_queries(length: int) -> None:
     query = torch.empty(1, 2, length, 8, device="meta")
     with torch.device("meta"):
-        out, sums, *rest = ring_attention._attend(query, query, query, True, 1.0)
+        out, sums, *rest = attend(query, query, query, True, 1.0)
         assert sums.shape == (1, 2, length)
-        gradients = ring_attention._attend_backward(out, (query, query, query, out, sums), rest, True, 1.0)
+        gradients = attend_backward(out, (query, query, query, out, sums), rest, True, 1.0)
     assert [gradient.shape for gradient in gradients] == 3 * [query.shape]
 
 
@@ -139,10 +139,3 @@ def with_dropout(rank: int, size: int) -> None:
 
 def test_dropout_is_refused() -> None:
     run_ranks(with_dropout, 1)
-
-
-def test_a_pytorch_without_the_ring_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_ring()
-    monkeypatch.delattr(torch_ring, "_templated_ring_attention_backward")
-    with pytest.raises(SetupError, match="is without _templated_ring_attention_backward in"):
-        check_ring()

@@ -67,11 +67,6 @@ def test_both_calls_compute_under_the_callers_autocast() -> None:
     assert found[4:] == [torch.float32] * 4
 
 
-def test_without_turns_nothing_is_passed() -> None:
-    pass_turn()
-    assert own_spans(1.0, 2.0) == [(1.0, 2.0)]
-
-
 def test_the_first_call_draws_the_random_numbers_that_it_draws_alone() -> None:
     def draw() -> list[float]:
         drawn = []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -24,17 +24,8 @@ SHAPES = ((4, 6), (6, 4), (3, 4), (5, 5), (4, 4), (7, 3))
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
     "plain SGD": lambda given: torch.optim.SGD(given, lr=0.1),
-    "Adam": lambda given: torch.optim.Adam(given, lr=0.1, amsgrad=True),
     "AdamW": lambda given: torch.optim.AdamW(given, lr=0.1),
-    "AdamW, foreach": lambda given: torch.optim.AdamW(given, lr=0.1, foreach=True),
-    "Adamax": lambda given: torch.optim.Adamax(given, lr=0.1),
-    "NAdam": lambda given: torch.optim.NAdam(given, lr=0.1),
-    "RAdam": lambda given: torch.optim.RAdam(given, lr=0.1),
-    "Adagrad": lambda given: torch.optim.Adagrad(given, lr=0.1),
-    "Adadelta": lambda given: torch.optim.Adadelta(given, lr=0.1),
     "Adafactor": lambda given: torch.optim.Adafactor(given, lr=0.1),
-    "RMSprop": lambda given: torch.optim.RMSprop(given, lr=0.1, momentum=0.9),
-    "Rprop": lambda given: torch.optim.Rprop(given, lr=0.1),
     "Muon": lambda given: torch.optim.Muon(given, lr=0.1),
 }
 # Where there is no second device, what cannot be made on the one that stands for it: ASGD asks for tensors by name.
@@ -102,7 +93,7 @@ def device() -> Iterator[SecondDevice]:
 # ---------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
+@pytest.mark.parametrize("bucket_bytes", [1, 200])
 @pytest.mark.parametrize("name", ON_CPU)
 def test_on_the_host_alone_results_and_state_are_equal_to_the_bit(name: str, bucket_bytes: int) -> None:
     expected, plain, _ = train(ON_CPU[name])
@@ -140,20 +131,6 @@ def test_no_more_state_than_a_buckets_is_on_the_device(bucket_bytes: int, device
     assert whole.peak >= trained + 2 * sum(sizes[:-1])
 
 
-def test_nothing_but_parameters_is_left_on_the_device(device: SecondDevice) -> None:
-    kept = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=200)
-    assert device.bytes == sum(4 * value.numel() for value in values(0))
-    assert len(kept[0]) == len(SHAPES)
-
-
-def test_the_hosts_memory_is_used_again_in_the_next_step(device: SecondDevice) -> None:
-    parameters, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=200)
-    before = [value.data_ptr() for value in tree_leaves(list(optimizer.state.values()))]
-    parameters[0].grad = values(9)[0].to(DEVICE)
-    optimizer.step()
-    assert [value.data_ptr() for value in tree_leaves(list(optimizer.state.values()))] == before
-
-
 # ---------------------------------------------------------------------- copies that take time
 
 
@@ -167,43 +144,12 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDevice]:
         yield device
 
 
-def test_a_copy_that_is_not_waited_for_is_not_there_yet(slow_device: SecondDevice) -> None:
-    given, host = torch.ones(2).to(DEVICE), torch.zeros(2)
-    host.copy_(given, non_blocking=True)
-    assert host.isnan().all()
-    assert inner(host.to(DEVICE)).tolist() == [1.0, 1.0]
-    assert host.isnan().all()
-    slow_device.synchronize()
-    assert host.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
+@pytest.mark.parametrize("bucket_bytes", [1, 200])
 def test_the_state_is_on_the_host_whole_when_a_step_returns(bucket_bytes: int, slow_device: SecondDevice) -> None:
     for steps in range(1, STEPS + 1):
         _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE, steps=range(1, steps + 1))
         _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=bucket_bytes, steps=range(1, steps + 1))
         assert same(optimizer.state_dict(), plain.state_dict())
-
-
-def test_state_that_is_moved_off_the_device_is_on_the_host_whole(slow_device: SecondDevice) -> None:
-    _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE)
-    expected = copy.deepcopy(inner(optimizer.state_dict()))
-    offloaded = OffloadedState(optimizer)
-    assert same(optimizer.state_dict(), expected)
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].to(DEVICE)
-    offloaded.rest()
-    assert same(optimizer.state_dict(), expected)
-
-
-def test_after_a_step_that_fails_the_state_is_on_the_host_whole(slow_device: SecondDevice) -> None:
-    _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE)
-    parameters, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=1)
-    parameters[0].grad = torch.ones(parameters[0].shape).to(DEVICE)
-    optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError):
-        optimizer.step()
-    assert same(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
 
 # ---------------------------------------------------------------------- checkpoints and neighbours
@@ -339,34 +285,3 @@ def test_sharded_parameters_are_stepped_as_they_are_without(name: str) -> None:
     assert same(found[0], found[2])
     assert same(found[1], found[3])
     assert found[1]
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_the_state_of_sharded_parameters_on_a_device_is_sharded_on_the_host(name: str, device: SecondDevice) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    found = []
-    for offload in (False, True):
-        specs = [DTensor.from_local(value, mesh, [Shard(0)])._spec for value in values(0)]
-
-        def there(step: int, specs: Any = specs) -> list[DTensor]:
-            # Not by from_local, which would move what is not where the mesh is.
-            return [
-                DTensor(value.to(DEVICE), spec, requires_grad=False)
-                for value, spec in zip(values(step), specs, strict=True)
-            ]
-
-        parameters = [nn.Parameter(value) for value in there(0)]
-        optimizer = OPTIMIZERS[name](parameters)
-        if offload:
-            OffloadedState(optimizer, bucket_bytes=200)
-        for step in range(1, STEPS + 1):
-            for parameter, gradient in zip(parameters, there(step), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        sharded = [value for value in tree_leaves(list(optimizer.state.values())) if isinstance(value, DTensor)]
-        assert sharded
-        assert {value.to_local().device.type for value in sharded} == {"cpu" if offload else DEVICE.type}
-        held: Any = (*parameters, *sharded)
-        found.append([value.to_local() for value in held])
-    assert same(*found)

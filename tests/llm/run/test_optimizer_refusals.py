@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from lightning_pipe.engine import SetupError
@@ -29,14 +26,6 @@ def test_a_fused_optimizer_is_refused(fused: bool) -> None:
             refuse_fused(made)
     else:
         refuse_fused(made)
-
-
-def test_an_optimizer_that_says_so_itself_is_refused() -> None:
-    class Own(SGD):
-        _step_supports_amp_scaling = True
-
-    with pytest.raises(SetupError, match="Own is fused"):
-        refuse_fused([Own([nn.Parameter(torch.ones(1))], lr=0.1)])
 
 
 def test_adafactor_is_refused_for_sharded_parameters() -> None:
@@ -90,31 +79,3 @@ def test_muon_orthogonalises_the_whole_of_a_sharded_matrix() -> None:
         assert exact < 1e-12
         assert rounded < 4 * rounded_alone
         assert rounded_alone > 1e-4  # Newton-Schulz in bfloat16
-
-
-def in_two_dimensions(rank: int, world: int) -> list[float]:
-    """Differences from one device for matrices that FSDP2 and tensor parallelism both cut."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    found = []
-    for style in (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())):
-        alone = nn.Linear(8, 6, bias=False)
-        nn.init.normal_(alone.weight, generator=torch.Generator().manual_seed(2))
-        shared = parallelize_module(deepcopy(alone), mesh["tensor"], style)
-        fully_shard(shared, mesh=mesh["shard"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
-            for model in (alone, shared):
-                optimizer = Muon(model.parameters(), lr=0.1)
-                for _ in range(3):
-                    model(inputs).square().sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        weight = next(shared.parameters())
-        assert isinstance(weight, DTensor)
-        found.append(float((weight.full_tensor() - alone.weight).detach().abs().max()))
-    return found
-
-
-def test_muon_orthogonalises_a_matrix_that_two_dimensions_cut() -> None:
-    assert max(run_ranks(in_two_dimensions, 4)[0]) < 1e-5

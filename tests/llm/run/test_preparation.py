@@ -136,25 +136,6 @@ def test_another_pipelines_length_is_its_own_but_its_tokens_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ({"pad_to_multiple_of": 4}, 8),
-        ({"length_buckets": (4, 6, 9)}, 6),
-        ({"variable_lengths": False, "max_length": 11}, 11),
-        ({"max_length": 11}, 5),
-    ],
-)
-def test_lengths_are_rounded_up_as_asked_for(lengths: dict[str, Any], expected: int) -> None:
-    step = prepare(Group(0, {}), batch(), **lengths)
-    assert step.micro_batches[0].args[0].shape == (2, expected)
-
-
-def test_too_long_a_sequence_of_another_pipeline_is_an_error_here_too() -> None:
-    with pytest.raises(InputError, match=r"9 tokens.*maximum is 8"):
-        prepare(Group(0, {1: [1, 2, 9, 7]}), batch(), pipelines=[[0], [1]], max_length=8)
-
-
-@pytest.mark.parametrize(
     ("broken", "says"),
     [
         ("words", "the batch is a str"),
@@ -190,15 +171,6 @@ def test_ranks_of_one_pipeline_with_different_batches_are_refused(numbers: list[
         prepare(Group(0, {1: numbers}), batch())
 
 
-def test_ranks_of_different_pipelines_may_have_different_batches() -> None:
-    assert prepare(Group(0, {1: [1, 3, 7, 4]}), batch(), pipelines=[[0], [1]]).tokens == 23
-
-
-def test_rows_that_do_not_fill_are_refused_where_that_is_asked_for() -> None:
-    with pytest.raises(InputError, match=r"3 rows.*strict_batches=False"):
-        prepare(Group(0, {}), batch(3), strict_batches=True)
-
-
 def test_packed_rows_have_their_last_document_grow_to_the_common_length() -> None:
     items = [
         batch(1, length) | {"cu_seq_lens_q": torch.tensor([0, 2, length]), "max_length_q": length - 2}
@@ -208,3 +180,8 @@ def test_packed_rows_have_their_last_document_grow_to_the_common_length() -> Non
     assert [one.kwargs["cu_seq_lens_q"].tolist() for one in step.micro_batches] == [[0, 2, 6], [0, 2, 6]]
     assert [one.kwargs["max_length_q"] for one in step.micro_batches] == [4, 4]
     assert step.tokens == 5 + 4
+
+
+def test_too_long_a_sequence_of_another_pipeline_is_an_error_here_too() -> None:
+    with pytest.raises(InputError, match=r"9 tokens.*maximum is 8"):
+        prepare(Group(0, {1: [1, 2, 9, 7]}), batch(), pipelines=[[0], [1]], max_length=8)

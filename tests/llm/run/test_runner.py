@@ -149,14 +149,6 @@ def test_losses_come_out_on_the_last_stages_rank_in_the_order_of_micro_batches(f
     assert all(torch.equal(together[name], gradients[name]) for name in gradients)
 
 
-def test_evaluation_takes_any_number_of_micro_batches_and_gives_what_is_wanted(found: list[dict[str, Any]]) -> None:
-    _, outputs, _ = whole(inputs(3))
-    assert found[0]["evaluated"] == []
-    assert torch.equal(torch.stack(found[1]["evaluated"]), torch.stack(outputs))
-    assert not found[1]["evaluated"][0].requires_grad
-    assert torch.equal(found[1]["one"][0], whole(inputs(1))[0][0])
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
@@ -185,7 +177,3 @@ def test_schedules_are_kept_for_each_length_within_the_bytes_allowed(found: list
         assert one["let go"] == [(2, 7)]
         assert one["just kept"] == one["kept"]
         assert one["just too much"] == [(2, 5), (2, 7)]
-
-
-def test_events_are_recorded_only_while_that_is_asked_for(found: list[dict[str, Any]]) -> None:
-    assert all(one["events"] == [("forward", 0), ("forward", 1)] for one in found)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
     PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
@@ -19,7 +15,6 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from lightning_pipe._compat.pipelining import run_overlapped
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.named import (
     SCHEDULES,
@@ -98,6 +93,7 @@ def test_the_placement_of_a_file_is_read_out_of_it(tmp_path: Path, name: str, pl
     [
         (None, "cannot be read .*No such file"),
         ("0F0,0B0\nfoo,1B0\n", "cannot be read: Invalid action string: foo"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "has 0SEND_F0; expected computations only"),
         ("", r"has no actions for rank\(s\) 0"),
         ("0F0,0B0\n\n", r"has no actions for rank\(s\) \[1\]"),
         ("0F0,0B0\n0F0,1B0\n", "has stage 0 on ranks 0 and 1"),
@@ -156,16 +152,6 @@ def test_a_file_is_for_its_own_number_of_ranks_and_stages(tmp_path: Path) -> Non
         count_stages(spec, 2, 1)
 
 
-def test_every_schedule_class_of_pytorchs_has_a_name() -> None:
-    """A schedule that a later PyTorch adds should not go unnoticed."""
-    import torch.distributed.pipelining.schedules as pytorch
-
-    named = {getattr(pytorch, name) for name in pytorch.__all__ if name.startswith("Schedule")}
-    assert named == {spec.schedule_class for spec in SCHEDULES.values()}
-    assert {Schedule1F1B, ScheduleDualPipeV} <= named
-    assert PipelineScheduleMulti not in named
-
-
 def test_overlapped_actions_of_dualpipev_stay_whole_if_asked() -> None:
     stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
     schedule = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
@@ -173,25 +159,6 @@ def test_overlapped_actions_of_dualpipev_stay_whole_if_asked() -> None:
     pairs = [action.sub_actions for row in rows.values() for action in row if action.sub_actions]
     kinds = {tuple(one.computation_type.name for one in pair) for pair in pairs}
     assert kinds == {("FORWARD", "FULL_BACKWARD")}
-
-
-@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
-def test_overlapped_actions_of_a_file_take_turns(tmp_path: Path, form: str) -> None:
-    path = tmp_path / "whole.csv"
-    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
-    whole: Any = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
-    whole._dump_csv(str(path), form)
-    schedule: Any = construct_schedule(find_schedule(path), stages, 8, overlap=True)
-    run_overlapped(schedule, print)
-    assert list(schedule._comp_type_to_function_map) == [_ComputationType.OVERLAP_F_B]
-
-
-def test_a_function_of_the_schedules_own_for_overlapped_actions_is_kept() -> None:
-    stages = [_PlaceholderStage(index, 4, 2) for index in (0, 3)]
-    schedule: Any = construct_schedule(SCHEDULES["dualpipev"], stages, 8, overlap=True)
-    schedule.register_custom_function(_ComputationType.OVERLAP_F_B, print)
-    run_overlapped(schedule, lambda *args: None)
-    assert schedule._comp_type_to_function_map == {_ComputationType.OVERLAP_F_B: print}
 
 
 def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed_with_it() -> None:

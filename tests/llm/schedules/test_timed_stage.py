@@ -20,6 +20,8 @@ from tests.distributed import run_ranks
 from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages, stage_of
 
 MICROBATCHES = 4
+# One stage, a loop with backwards in two parts, a V.
+NAMES = ("1f1b", "interleaved_zero_bubble", "dualpipev")
 KINDS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
 
 
@@ -76,7 +78,7 @@ def record(rank: int, name: str) -> Recorded:
 
 
 def record_all(rank: int, world_size: int) -> dict[str, Recorded]:
-    return {name: record(rank, name) for name in SCHEDULES}
+    return {name: record(rank, name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +93,14 @@ def of_neighbour(name: str, rank: int, event: Bar) -> bool:
     return stages.get(stage_of(event) + step, rank) != rank
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_ran_is_what_the_schedule_lists_in_its_order(ranks: list[dict[str, Recorded]], name: str) -> None:
     for rank, row in actions_of(SCHEDULES[name], 2, MICROBATCHES).items():
         events = [event for event in ranks[rank][name].train if event.kind in KINDS]
         assert [f"{e.stage}{KINDS[e.kind]}{e.microbatch}" for e in events] == list(map(str, row))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
     ranks: list[dict[str, Recorded]], name: str
 ) -> None:
@@ -110,15 +112,7 @@ def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
         ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_events_of_a_rank_do_not_overlap(ranks: list[dict[str, Recorded]], name: str) -> None:
-    for recorded in ranks:
-        for events in (recorded[name].train, recorded[name].evaluation):
-            assert all(event.start <= event.end for event in events)
-            assert all(one.end <= other.start for one, other in pairwise(events))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
     ranks: list[dict[str, Recorded]], name: str
 ) -> None:
@@ -136,21 +130,7 @@ def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
                 assert wait.end == event.start
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_wait_lasts_until_the_neighbour_has_computed(ranks: list[dict[str, Recorded]], name: str) -> None:
-    ends = {(e.stage, e.kind, e.microbatch): e.end for recorded in ranks for e in recorded[name].train}
-    for recorded in ranks:
-        for event in recorded[name].train:
-            if event.kind == "wait_forward":
-                assert event.end > ends[stage_of(event) - 1, "forward", event.microbatch]
-            elif event.kind == "wait_backward":
-                sources = [
-                    ends.get((stage_of(event) + 1, kind, event.microbatch)) for kind in KINDS if "weight" not in kind
-                ]
-                assert any(end is not None and event.end > end for end in sources[1:])
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
     ranks: list[dict[str, Recorded]], name: str
 ) -> None:
@@ -163,7 +143,7 @@ def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
     assert wait.start < first.end < wait.end
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, Recorded]], name: str) -> None:
     last = 2 * count_stages(SCHEDULES[name], 2) - 1
     for recorded in ranks:
@@ -175,7 +155,7 @@ def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, R
             assert end <= forward.end
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_recorded_while_recording_is_off(ranks: list[dict[str, Recorded]], name: str) -> None:
     assert [recorded[name].silent for recorded in ranks] == [[], []]
 

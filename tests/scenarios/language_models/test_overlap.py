@@ -63,10 +63,10 @@ def parted(path: Path, ranks: int) -> Path:
 
 
 def whole(path: Path, ranks: int) -> Path:
-    """A file of DualPipeV's actions with communication, and its overlapped ones whole."""
+    """A file of DualPipeV's actions, with its overlapped ones whole."""
     stages = [_PlaceholderStage(index, 2 * ranks, ranks) for index in (0, 2 * ranks - 1)]
     schedule: Any = construct_schedule(SCHEDULES["dualpipev"], stages, COUNT, overlap=True)
-    schedule._dump_csv(str(path))
+    schedule._dump_csv(str(path), "compute_only")
     return path
 
 

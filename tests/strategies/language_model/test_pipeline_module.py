@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.run.stage_hooks import BatchResult
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -232,10 +230,3 @@ def test_a_batch_without_the_ids_of_its_tokens_is_refused() -> None:
     batches = [{"ids": batch["input_ids"], "labels": batch["labels"]} for batch in row_batches(1)]
     with pytest.raises(InputError, match=r"The model needs 'input_ids', .* only the keys 'ids', 'labels'"):
         fit(Tiny(), llm("gpipe", 2), batches)
-
-
-def test_who_takes_a_batchs_result_for_its_loss_is_told_where_the_loss_is() -> None:
-    result = BatchResult(torch.tensor(1.0), 3)
-    assert copy.deepcopy(result).tokens == 3
-    with pytest.raises(AttributeError, match=r"attributes loss, tokens and routers, got 'backward'.*result\.loss"):
-        result.backward()
