@@ -38,11 +38,7 @@ def accumulated(results: ResultCollection) -> Accumulated:
 
 
 def pack(loop: Any) -> dict[str, Any]:
-    """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU.
-
-    Args:
-        loop: this project's training epoch loop.
-    """
+    """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU."""
     trainer: pl.Trainer = loop.trainer
     connector = trainer._logger_connector
     latest = {
@@ -117,11 +113,6 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
     """Return the logged values for a rank, or None if the checkpoint has none, as those of Lightning's loop.
 
     If another number of ranks wrote the checkpoint, each rank gets an equal share of what they have accumulated.
-
-    Args:
-        rank: this rank.
-        rank_count: number of ranks of this run.
-        ranks: results of :func:`pack` on the ranks that wrote the checkpoint.
     """
     if not ranks:
         return None
@@ -142,15 +133,7 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
 
 
 def restore(loop: Any, packed: dict[str, Any]) -> None:
-    """Restore the result of :func:`pack`.
-
-    Args:
-        loop: this project's training epoch loop.
-        packed: values for this rank.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: *packed* is damaged.
-    """
+    """Restore the result of :func:`pack`."""
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
     for name in _LATEST:

@@ -39,11 +39,7 @@ def maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
 
 
 def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
-    """Maps of a sharded module; none without managed collision.
-
-    Args:
-        name: name of *module* in its model.
-    """
+    """Maps of a sharded module; none without managed collision."""
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
             yield ManagedMap(".".join(part for part in (name, inner) if part), child)
@@ -61,14 +57,7 @@ def name_of_map(weight: str) -> str:
 
 
 class ManagedMap:
-    """This rank's part of a map.
-
-    Attributes:
-        name: name of the module that holds it.
-        table: name of the table.
-        begin: first row of this rank's part.
-        end: end of this rank's part.
-    """
+    """This rank's part of the map of a table: rows from *begin* up to *end*."""
 
     def __init__(self, name: str, module: MCHManagedCollisionModule) -> None:
         self.name = name
@@ -126,11 +115,7 @@ class ManagedMap:
     # ------------------------------------------------------------------ between two evictions
 
     def window(self) -> dict[str, Tensor]:
-        """What TorchRec's state dict leaves out: ids since the last eviction, and numbers.
-
-        Returns:
-            Empty before the first batch.
-        """
+        """What TorchRec's state dict leaves out: ids since the last eviction, and numbers."""
         module = self._module
         if module._current_iter < 0:
             return {}

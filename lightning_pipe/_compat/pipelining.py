@@ -32,14 +32,7 @@ def run_microbatches(
     target_mbs: list[Any] | None,
     losses: list[Any] | None,
 ) -> None:
-    """Run one step of a schedule over given micro-batches, without keeping the last stage's outputs.
-
-    Args:
-        schedule: schedule.
-        stages: its stages.
-        arg_mbs: see :func:`~lightning_pipe.llm.schedules.step.run_schedule`, also for *kwarg_mbs* and *target_mbs*.
-        losses: list that is filled with the losses in order; None to drop them.
-    """
+    """Run one step of a schedule over given micro-batches, without keeping the last stage's outputs."""
     if _TAKES_MICROBATCHES:
         step: Callable[..., Any] = schedule.step
         step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, losses=losses, return_outputs=False)
@@ -54,10 +47,6 @@ def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], C
     """Let *run* run the forward and the backward of a schedule's overlapped actions, which PyTorch runs one by one.
 
     A schedule with a function of its own for such actions keeps it.
-
-    Args:
-        schedule: PyTorch's schedule.
-        run: called with the stages of a forward and of a backward, and with functions that run them.
     """
     overlapped = _ComputationType.OVERLAP_F_B
     rows = getattr(schedule, "pipeline_order_with_comms", None) or {}  # a file with communication has no other order
@@ -113,10 +102,6 @@ def make_detachable(stage: Any, microbatch: int) -> None:
 
     PyTorch detaches the outputs in place after such a backward, which fails for a view, such as the output of a linear
     layer over sequences.
-
-    Args:
-        stage: PyTorch's stage.
-        microbatch: micro-batch whose forward has run and whose backward has not.
     """
     outputs, inputs = stage.fwd_cache[microbatch]
     stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs

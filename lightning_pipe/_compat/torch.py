@@ -93,11 +93,7 @@ _CPU = torch.device("cpu")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
-    """Backend object that runs the collectives of *group* for tensors on *device* (default CPU).
-
-    Raises:
-        RuntimeError: the group has no backend for this device.
-    """
+    """Backend object that runs the collectives of *group* for tensors on *device* (default CPU)."""
     return group._get_backend(device)
 
 
@@ -132,10 +128,6 @@ def gloo_of_one_thread(asked: Any, devices: list[Any]) -> Any:
 
     ``torch.distributed.new_group`` takes no options for Gloo. Its groups have a listening thread and at least two more
     threads.
-
-    Args:
-        asked: options that ``torch.distributed.Backend.register_backend`` passes to a creator with the extended API.
-        devices: result of :func:`default_gloo_devices`.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = devices
@@ -157,12 +149,7 @@ def present_as_gloo(group: Any) -> None:
 
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
-    """Flags for which a scaler skips the step of *optimizer*, by device: 1 after an overflow, otherwise 0.
-
-    Args:
-        scaler: scaler whose ``unscale_`` was called for *optimizer*. It requires at least one flag to step.
-        optimizer: optimizer of the step.
-    """
+    """Flags for which a scaler skips the step of *optimizer*, by device: 1 after an overflow, otherwise 0."""
     flags: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return flags
 

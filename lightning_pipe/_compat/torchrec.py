@@ -80,11 +80,7 @@ def sharding_types(module: nn.Module) -> set[str]:
 
 
 def take_over_means(module: Any) -> tuple[list[str], list[int]]:
-    """Switch off the division of mean-pooled outputs of a ``ShardedEmbeddingBagCollection``.
-
-    Returns:
-        Names of the outputs in the order of their columns, and the number of columns of each output.
-    """
+    """Switch off the division of mean-pooled outputs of a ``ShardedEmbeddingBagCollection``."""
     module._has_mean_pooling_callback = False
     return module._embedding_names, module._embedding_dims
 
@@ -148,12 +144,7 @@ def cached_tables(model: nn.Module) -> list[str]:
 
 
 def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
-    """Create the row-wise input dists of a sharded module, if it has none yet, such that ids are sent unchanged.
-
-    Args:
-        module: row-wise sharded module. An id is sent to rank ``id % ranks``, with the id as an unsigned integer.
-        features: features of the first batch.
-    """
+    """Create the row-wise input dists of a sharded module, if it has none yet, such that ids are sent unchanged."""
     if not module._has_uninitialized_input_dist:
         return
     module._create_input_dist(features.keys())
@@ -198,9 +189,6 @@ def release_sent(tensors: Awaitable[Any]) -> None:
 
     TorchRec holds the sent tensors until the received ones are permuted. At that moment three copies would be in
     memory: sent, received and permuted.
-
-    Args:
-        tensors: awaitable of a module's input dist.
     """
     for one in getattr(tensors, "awaitables", ()):
         if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:

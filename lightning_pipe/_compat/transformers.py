@@ -42,11 +42,7 @@ def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def no_initialisers() -> Generator[None, None, None]:
-    """Construct models without running initialisers, and without tying weights.
-
-    Raises:
-        ImportError: transformers is not installed.
-    """
+    """Construct models without running initialisers, and without tying weights."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -74,33 +70,15 @@ def rows_of_one_document() -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How some tensors of the files become some tensors of a model.
+    """How some tensors of the files become some tensors of a model."""
 
-    Attributes:
-        sources: names in the files, in order.
-        patterns: for each source, the pattern of *transform* that its name matches.
-        transform: transformers' object that converts them; None if one tensor is taken unchanged.
-        first: name of the first resulting tensor in the model.
-    """
-
-    sources: tuple[str, ...]
-    patterns: tuple[str, ...]
-    transform: Any
-    first: str
+    sources: tuple[str, ...]  # names in the files, in order
+    patterns: tuple[str, ...]  # for each source, the pattern of the transform that its name matches
+    transform: Any  # transformers' object that converts them; None if one tensor is taken unchanged
+    first: str  # name of the first resulting tensor in the model
 
     def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """Convert tensors, also on the meta device.
-
-        Args:
-            tensors: the sources' tensors, by their names in the files.
-            model: model that they are converted for.
-
-        Returns:
-            Tensors by their names in the model. They may share memory with the sources.
-
-        Raises:
-            Exception: any type. The tensors do not fit the conversion.
-        """
+        """Convert tensors, also on the meta device."""
         if self.transform is None:
             return {self.first: tensors[self.sources[0]]}
         numbers: dict[str, set[str]] = defaultdict(set)
@@ -119,16 +97,7 @@ class Conversion:
 def conversions_of(
     model: Any, names: Iterable[str], own_names: Iterable[str] | None = None
 ) -> tuple[list[Conversion], list[str]]:
-    """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would.
-
-    Args:
-        model: transformers' model, whole or a part of its layers.
-        names: names of the tensors in the files.
-        own_names: names of the whole model's tensors (default: those of *model*).
-
-    Returns:
-        Conversions, and the names, as the model would have them, of tensors that the model does not have.
-    """
+    """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -26,19 +26,7 @@ from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
 
 def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
-    """Split a list of costs into contiguous shares whose largest sum is as small as possible.
-
-    Args:
-        costs: cost of each layer, not negative.
-        partitions: number of shares. No share is empty.
-
-    Returns:
-        number of layers in each share.
-
-    Raises:
-        PlanError: there are fewer layers than partitions, *partitions* is less than 1, or a cost is negative or not
-            finite.
-    """
+    """Split a list of costs into contiguous shares whose largest sum is as small as possible."""
     check_whole_number("partitions", partitions, 1, error=PlanError)
     if len(costs) < partitions:
         raise PlanError(

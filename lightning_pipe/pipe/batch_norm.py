@@ -99,19 +99,7 @@ class _Moments:
 
 
 def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Replace every batch normalisation of *module* by a :class:`DeferredBatchNorm` on the same tensors.
-
-    Args:
-        module: module, changed in place unless it is a batch normalisation itself.
-        replaced: filled with the original layers, keyed by the new ones; see :func:`undefer_batch_norm`.
-
-    Returns:
-        the changed module, or the new layer if *module* is a batch normalisation.
-
-    Raises:
-        SetupError: the module contains a ``SyncBatchNorm``, which synchronises several processes, or a batch
-            normalisation that overrides forward.
-    """
+    """Replace every batch normalisation of *module* by a :class:`DeferredBatchNorm` on the same tensors."""
     known: dict[nn.Module, nn.Module] = {}
     changed = _deferred(module, known)
     if replaced is not None:
@@ -120,12 +108,7 @@ def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | N
 
 
 def undefer_batch_norm(module: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Restore the batch normalisations that :func:`defer_batch_norm` has replaced.
-
-    Args:
-        module: module that was changed by :func:`defer_batch_norm`.
-        layers: original layers, keyed by the new ones, on the same tensors.
-    """
+    """Restore the batch normalisations that :func:`defer_batch_norm` has replaced."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in layers:

@@ -29,12 +29,7 @@ from lightning_pipe.pipe.skip import SkipKey, Skips
 
 @dataclass
 class Passed:
-    """Values that one partition passes to other partitions for one micro-batch.
-
-    Args:
-        value: inputs of the partition's first layer, or output of its last layer; any nesting.
-        skips: skips that lead to, or from, the partition.
-    """
+    """Values that one partition passes to other partitions for one micro-batch."""
 
     value: Any
     skips: Mapping[SkipKey, Any]
@@ -46,41 +41,19 @@ Gradients = dict[SkipKey | None, list[Tensor | None]]
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """State that the cells of a mini-batch share.
-
-    Args:
-        micro_batches: number of micro-batches.
-        seed: seed of random numbers.
-        grad: True if a backward will run.
-        state: the caller's thread state.
-        training: training flags of the modules of each partition.
-        parameters: parameters of each partition that require gradients.
-        token: see ``mini_batch`` of :class:`~lightning_pipe.pipe.position.Position`.
-    """
+    """State that the cells of a mini-batch share."""
 
     micro_batches: int
     seed: MiniBatchSeed
-    grad: bool
-    state: ThreadState
-    training: Sequence[Modes]
-    parameters: Sequence[Sequence[Tensor]]
+    grad: bool  # True if a backward will run
+    state: ThreadState  # the caller's
+    training: Sequence[Modes]  # of each partition
+    parameters: Sequence[Sequence[Tensor]]  # of each partition, those that require gradients
     token: object = field(default_factory=object)
 
 
 class Cell:
-    """Work of one partition on one micro-batch.
-
-    Args:
-        partition: partition whose layers run.
-        of: mini-batch.
-        micro_batch: index of the micro-batch.
-        checkpointed: True to keep only the inputs, and to run the layers again before backward (default False).
-        loss: loss function, called with the last layer's output; the cell then returns the loss instead of the output
-            (default None).
-
-    Attributes:
-        checkpointed: True if :meth:`recompute` must run before :meth:`backward`.
-    """
+    """Work of one partition on one micro-batch; a cell that computes the loss has a loss function."""
 
     def __init__(
         self,
@@ -94,7 +67,7 @@ class Cell:
         self.partition = partition
         self._of = of
         self._micro_batch = micro_batch
-        self.checkpointed = checkpointed and of.grad
+        self.checkpointed = checkpointed and of.grad  # keeps only inputs, and recomputes before backward
         self._loss = loss
         self._inputs: _Flat | None = None  # leaves of the graph
         self._outputs: _Flat | None = None  # outputs with their graph
@@ -121,11 +94,7 @@ class Cell:
         return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
 
     def recompute(self) -> None:
-        """Run the layers again, with a graph and with the autocast state and random numbers of the first run.
-
-        Raises:
-            SetupError: inputs, parameters or training flags have changed since the first run.
-        """
+        """Run the layers again, with a graph and with the autocast state and random numbers of the first run."""
         leaves = self._inputs
         assert leaves is not None
         for tensor, version in zip(leaves.tensors(), self._versions, strict=True):
@@ -166,15 +135,7 @@ class Cell:
         return "Change them after backward, or use checkpoint='never' if a layer changes them in its forward"
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
-        """Compute gradients of the inputs from gradients of the outputs, and free the graph.
-
-        Args:
-            gradients: gradients of the values that :meth:`forward` returned; empty for a loss, whose gradient is 1.
-            add: called with each parameter and its gradient.
-
-        Returns:
-            gradients of the values that were passed to :meth:`forward`.
-        """
+        """Compute gradients of the inputs from gradients of the outputs (none for a loss), and free the graph."""
         leaves, outputs = self._inputs, self._outputs
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None

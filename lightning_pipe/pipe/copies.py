@@ -16,12 +16,7 @@ from lightning_pipe._compat.torch import pytree
 
 @dataclass(frozen=True)
 class Sent:
-    """Values on the receiver's device, ready when the events have completed.
-
-    Args:
-        value: any nesting of values; only tensors are copied.
-        events: events that the receiver's stream must wait for (default none).
-    """
+    """Values on the receiver's device, ready when the events have completed."""
 
     value: Any
     events: tuple[Any, ...] = field(default=())
@@ -39,9 +34,6 @@ class Copier:
     x may be freed once (1) is submitted, and y is allocated on the copy stream. Both are therefore recorded on the
     stream that uses them (``record_stream``). As in torchgpipe, each partition has a copy stream for each micro-batch,
     so that the copy of a micro-batch does not wait for that of another.
-
-    Args:
-        devices: device of each partition.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -50,17 +42,7 @@ class Copier:
         self._making = threading.Lock()
 
     def send(self, value: Any, source: int, target: int, chunk: int) -> Sent:
-        """Start a copy of *value*, which the calling thread's streams have computed or will compute.
-
-        Args:
-            value: any nesting of tensors.
-            source: index of the partition that has the value.
-            target: index of the partition that needs the value.
-            chunk: index of the micro-batch.
-
-        Returns:
-            the copied value and the events that the receiver must wait for.
-        """
+        """Start a copy of *value*, which the calling thread's streams have computed or will compute."""
         here, there = self._devices[source], self._devices[target]
         if here == there:
             return Sent(value)

@@ -52,14 +52,7 @@ class GradientSums:
 
 
 def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
-    """Return outputs whose backward calls a function.
-
-    Args:
-        outputs: outputs without a graph.
-        upstream: tensors that receive gradients.
-        backward: called once with a gradient (or None) for each output; returns a gradient (or None) for each tensor
-            in *upstream*.
-    """
+    """Return outputs whose backward calls a function."""
     pending = _Pending(backward)
     token = _RunPending.apply(pending, *upstream)
     return list(_Result.apply(pending, token, *outputs))
@@ -68,14 +61,7 @@ def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Back
 def attach_loss(
     loss: Tensor, upstream: Sequence[Tensor], gradients: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
-    """Return a loss whose gradients have already been computed.
-
-    Args:
-        loss: scalar loss without a graph.
-        upstream: tensors that receive gradients.
-        gradients: called once with the gradient of the loss; returns a gradient (or None) for each tensor in
-            *upstream*.
-    """
+    """Return a loss whose gradients have already been computed."""
     pending = _Pending(lambda given: gradients(given[0] if given[0] is not None else torch.ones_like(loss)))
     token = _RunPending.apply(pending, *upstream)
     attached: Tensor = _Result.apply(pending, token, loss)[0]

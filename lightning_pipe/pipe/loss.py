@@ -30,17 +30,7 @@ _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss
 
 
 class MiniBatchLoss:
-    """Builds the loss functions of a mini-batch's micro-batches.
-
-    Args:
-        loss_fn: called with the last layer's output for a micro-batch and the micro-batch's targets.
-        reduction: reduction of *loss_fn*. For None, its ``reduction`` attribute is used; a function without one must
-            return a mean, which is checked.
-        known: kinds of functions that were checked to return means; extended in place.
-
-    Raises:
-        InputError: *loss_fn* is not callable, or its reduction is neither a mean nor a sum.
-    """
+    """Builds the loss functions of a mini-batch's micro-batches."""
 
     def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known: set[Any]) -> None:
         if not callable(loss_fn):
@@ -60,13 +50,7 @@ class MiniBatchLoss:
         self._to_try = told is None and self._kind not in known
 
     def of_micro_batches(self, targets: Any, count: int, scale: float) -> list[MicroLoss]:
-        """Return the loss functions of *count* micro-batches.
-
-        Args:
-            targets: targets of the mini-batch.
-            count: number of micro-batches.
-            scale: factor by which the loss is multiplied before backward.
-        """
+        """Return the loss functions of *count* micro-batches."""
         pieces = scatter(targets, count)
         total = None if self.reduction == "sum" else _counted(self.loss_fn, targets)
         rows = rows_of(targets)
@@ -82,14 +66,7 @@ class MiniBatchLoss:
         return losses
 
     def check(self, first: MicroLoss) -> None:
-        """Check that a function without a ``reduction`` returns a mean over rows, after the first micro-batch.
-
-        Args:
-            first: loss of the first micro-batch, which has run.
-
-        Raises:
-            InputError: the function does not return a mean over rows.
-        """
+        """Check that a function without a ``reduction`` returns a mean over rows, after the first micro-batch."""
         if first.kept is None:
             return
         output, target, whole, dtype = first.kept
@@ -114,21 +91,7 @@ class MiniBatchLoss:
 
 
 class MicroLoss:
-    """Loss of one micro-batch, as a summand of the mini-batch's loss.
-
-    Args:
-        loss_fn: see :class:`MiniBatchLoss`.
-        target: targets of the micro-batch.
-        weight: factor of the loss.
-        total: divisor of the loss; None for 1.
-        scale: see :meth:`MiniBatchLoss.of_micro_batches`.
-        keep: True to keep output, target and loss for :meth:`MiniBatchLoss.check`.
-
-    Attributes:
-        kind: key of the function, equal for functions that are created again in every step.
-        value: summand without *scale*, set by the call.
-        kept: output, target, loss and dtype of the loss of the micro-batch; None without *keep*.
-    """
+    """Loss of one micro-batch, as a summand of the mini-batch's loss: times *weight*, divided by *total*."""
 
     def __init__(
         self, loss_fn: LossFunction, target: Any, weight: float, total: Tensor | None, scale: float, keep: bool
@@ -136,8 +99,8 @@ class MicroLoss:
         self._loss_fn, self._target, self._weight, self._total, self._scale = loss_fn, target, weight, total, scale
         self._keep = keep
         self.kind = _kind_of(loss_fn)
-        self.value: Tensor = torch.empty(())
-        self.kept: tuple[Any, Any, float, torch.dtype] | None = None
+        self.value: Tensor = torch.empty(())  # summand without the scale
+        self.kept: tuple[Any, Any, float, torch.dtype] | None = None  # output, target, loss and its dtype
 
     def __call__(self, output: Any) -> Tensor:
         loss = self._loss_fn(output, self._target)

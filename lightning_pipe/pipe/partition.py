@@ -25,15 +25,7 @@ NamedBuffer = tuple[nn.Module, str, Tensor]
 
 
 class Partition:
-    """Layers that run in sequence on one device.
-
-    Args:
-        index: index of the partition.
-        first: index of its first layer in the Sequential.
-        layers: layers of the partition, in order.
-        device: device of the layers.
-        routes: all skips between partitions.
-    """
+    """Layers that run in sequence on one device."""
 
     def __init__(
         self, index: int, first: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[SkipRoute]
@@ -74,11 +66,7 @@ class Partition:
         return self.index + 1 if key is None else self.targets[key]
 
     def check_device(self) -> None:
-        """Refuse layers that were moved after the pipe was made.
-
-        Raises:
-            SetupError: a parameter is on another device.
-        """
+        """Refuse layers that were moved after the pipe was made."""
         for layer in self.layers:
             for parameter in layer.parameters():
                 if parameter.device != self.device:
@@ -120,20 +108,7 @@ class Partition:
         training: Modes,
         buffers: Sequence[NamedBuffer] | None = None,
     ) -> Any:
-        """Run the layers for a micro-batch.
-
-        Args:
-            inputs: inputs of the first layer.
-            skips: skips that lead to this partition; afterwards also the values that its layers have stashed.
-            where: position of the micro-batch.
-            seed: seed of the mini-batch.
-            training: see :attr:`training`.
-            buffers: for a recomputation, the :meth:`snapshot` of the buffers from before the first run; None for a
-                first run.
-
-        Returns:
-            output of the last layer.
-        """
+        """Run the layers for a micro-batch."""
         draws = None if self.watched else self.draws.get(training)
         if draws is None and self._compile_options is not None and not self.watched:
             draws = self._try_draws(inputs, skips, where, seed, training)
@@ -150,14 +125,7 @@ class Partition:
     def run_loss(
         self, loss: Callable[[Any], Tensor], kind: Any, output: Any, where: Position, seed: MiniBatchSeed
     ) -> Tensor:
-        """Compute the loss of the output of :meth:`run`, with its own random stream, like a layer.
-
-        Args:
-            loss: loss function, called with *output*.
-            kind: key of the loss function; functions with the same key must agree on drawing random numbers.
-            output: output of the last layer.
-            where: see :meth:`run`, also for *seed*.
-        """
+        """Compute the loss of the output of :meth:`run`, with its own random stream, like a layer."""
         if not self.watched and self.loss_draws.get(kind) is False:
             return loss(output)
         with LayerGenerators(seed, where.micro_batch) as generators:
@@ -207,11 +175,7 @@ class Partition:
         return value
 
     def snapshot(self, training: Modes | None) -> list[NamedBuffer]:
-        """Copy the buffers that the layers change, so that a recomputation can start from the same values.
-
-        Args:
-            training: see :attr:`training`; None to copy all buffers.
-        """
+        """Copy the buffers that the layers change, so that a recomputation can start from the same values."""
         changing = None if training is None else self._changing.get(training)
         if changing is None:
             return [(module, name, buffer.clone()) for module, name, buffer in self._buffers()]

@@ -20,11 +20,7 @@ Checkpoint = Literal["always", "except_last", "never"]
 
 
 def check_sequential(module: Any) -> None:
-    """Refuse modules other than a plain Sequential.
-
-    Raises:
-        SetupError: the module is not a Sequential, overrides forward, has no layers, or has lazy or own parameters.
-    """
+    """Refuse modules other than a plain Sequential."""
     if not isinstance(module, nn.Sequential):
         raise SetupError(
             f"the module is a {type(module).__name__}; expected an nn.Sequential, whose layers can be split into"
@@ -52,11 +48,7 @@ def check_sequential(module: Any) -> None:
 
 
 def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
-    """Refuse an invalid number of micro-batches or checkpoint mode.
-
-    Raises:
-        PlanError: *chunks* is not a whole number of at least 1, or *checkpoint* is not a known mode.
-    """
+    """Refuse an invalid number of micro-batches or checkpoint mode."""
     check_whole_number("chunks", chunks, 1, error=PlanError)
     check_choice("checkpoint", checkpoint, get_args(Checkpoint), PlanError)
 
@@ -66,18 +58,7 @@ def make_partitions(
     devices: Iterable[torch.device | str | int] | None,
     balance: Sequence[int] | None,
 ) -> tuple[list[Partition], list[SkipRoute]]:
-    """Assign layers to partitions, and move them to their devices.
-
-    Args:
-        layers: layers of the Sequential.
-        devices: see :class:`~lightning_pipe.pipe.Pipe`, also for *balance*.
-
-    Returns:
-        partitions, and the skips between them.
-
-    Raises:
-        PlanError, SetupError: see :class:`~lightning_pipe.pipe.Pipe`.
-    """
+    """Assign layers to partitions, and move them to their devices."""
     places = _devices(devices, balance)
     shares = (
         even_shares([sum(p.numel() for p in layer.parameters()) for layer in layers], len(places))

@@ -9,14 +9,7 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """Position of a running pipe.
-
-    Args:
-        micro_batch: index of the micro-batch.
-        micro_batches: number of micro-batches; less than the pipe's ``chunks`` if the mini-batch has fewer rows.
-        recomputing: True if this forward has run before, without a graph.
-        mini_batch: object that identifies the mini-batch (default None).
-    """
+    """Position of a running pipe."""
 
     micro_batch: int
     micro_batches: int

@@ -53,15 +53,7 @@ class MiniBatchSeed:
 
 
 class LayerGenerators(TorchDispatchMode):
-    """Dispatch mode in which random operations draw from the current layer's generator.
-
-    Args:
-        seed: seed of the mini-batch.
-        micro_batch: index of the micro-batch.
-
-    Attributes:
-        drew: True if an operation has drawn.
-    """
+    """Dispatch mode in which random operations draw from the current layer's generator."""
 
     def __init__(self, seed: MiniBatchSeed, micro_batch: int) -> None:
         super().__init__()
@@ -152,22 +144,14 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class SharedGenerators:
-    """States of the generators that all threads share, to detect draws from them since construction.
-
-    Args:
-        devices: devices of the partitions.
-    """
+    """States of the generators that all threads share, to detect draws from them since construction."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         shared = dict.fromkeys([torch.device("cpu"), *devices])
         self._before = {device: _generator(device).get_state() for device in shared}
 
     def check(self) -> None:
-        """Compare the states after the tasks have run.
-
-        Raises:
-            SetupError: a partition that did not draw in its first micro-batch has drawn from a shared generator.
-        """
+        """Compare the states after the tasks have run."""
         for device, before in self._before.items():
             if not torch.equal(_generator(device).get_state(), before):
                 raise SetupError(

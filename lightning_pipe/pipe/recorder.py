@@ -12,12 +12,7 @@ _KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
 
 
 class PartitionRecorder:
-    """Records the work of partitions from construction until :meth:`stop`.
-
-    Args:
-        pipe: pipe to record; only one recorder at a time can record it.
-        keep: number of most recent spans to keep for each plan.
-    """
+    """Records the work of partitions from construction until :meth:`stop`."""
 
     def __init__(self, pipe: Pipe, keep: int) -> None:
         self._pipe = pipe
@@ -27,12 +22,7 @@ class PartitionRecorder:
         """Do nothing: the pipe stores the records."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
-        """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch.
-
-        Args:
-            tasks: bars of the tasks that ran during the recording, with their iterations.
-            rank: index of this rank.
-        """
+        """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch."""
         bars = []
         for span in self._pipe.stop_trace():
             what, partition = work_of(span.task)

@@ -25,23 +25,7 @@ from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 
 class Run:
-    """One mini-batch in a pipe.
-
-    Args:
-        partitions: partitions of the pipe.
-        scheduler: scheduler that runs the micro-batches.
-        chunks: number of micro-batches.
-        checkpoint: see :class:`~lightning_pipe.pipe.Pipe`.
-        inputs: inputs of the first layer, before they are moved or split.
-        depth: ``stacklevel`` of warnings: number of calls from the user's call to this constructor.
-
-    Attributes:
-        rows: number of rows of the mini-batch.
-        count: number of micro-batches.
-        rows_of_micro_batches: number of rows of each micro-batch.
-        grad: True if a backward will run.
-        upstream: inputs and parameters that require gradients.
-    """
+    """One mini-batch in a pipe; *depth* is the ``stacklevel`` of warnings."""
 
     def __init__(
         self,
@@ -87,14 +71,7 @@ class Run:
         self._cells: list[list[Cell]] = []
 
     def micro_batches(self, losses: Sequence[MicroLoss] = ()) -> list[MicroBatch]:
-        """Build the micro-batches for forward.
-
-        Args:
-            losses: loss of each micro-batch; empty if the pipe returns outputs.
-
-        Returns:
-            micro-batches, in order.
-        """
+        """Build the micro-batches for forward."""
         last = self._partitions[-1]
         mode = self._checkpoint
         for index in range(self.count):
@@ -119,16 +96,7 @@ class Run:
     def backward(
         self, leaves: int, gradients: dict[int, Tensor | None], sizes: dict[int, list[int]]
     ) -> list[Tensor | None]:
-        """Run all backwards, the last micro-batch first.
-
-        Args:
-            leaves: number of values in the flattened outputs.
-            gradients: gradients of the outputs, keyed by index in the flattened outputs.
-            sizes: number of output rows of each micro-batch, keyed by the same index.
-
-        Returns:
-            gradients of :attr:`upstream`.
-        """
+        """Run all backwards, the last micro-batch first."""
         self._generators = SharedGenerators(self._devices)
         parts = {
             place: [None] * self.count if gradient is None else list(torch.split(gradient, sizes[place]))
@@ -159,14 +127,7 @@ class Run:
                 hooks.update(known)
 
     def collect(self, of_inputs: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
-        """Collect the gradients of :attr:`upstream`.
-
-        Args:
-            of_inputs: flattened gradients of the inputs, for each micro-batch.
-
-        Returns:
-            gradients of the inputs, concatenated over micro-batches, then gradients of the parameters.
-        """
+        """Collect the gradients of :attr:`upstream`."""
         found: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -188,11 +149,7 @@ class Run:
         return found
 
     def check_generators(self) -> None:
-        """Check the shared generators, and advance the user's generator by the mini-batch's draw.
-
-        Raises:
-            SetupError: see :meth:`SharedGenerators.check`; from then on every operation is checked.
-        """
+        """Check the shared generators, and advance the user's generator by the mini-batch's draw."""
         if not all(partition.watched for partition in self._partitions):
             try:
                 self._generators.check()

@@ -13,11 +13,7 @@ from lightning_pipe.engine import InputError
 
 
 def rows_of(value: Any) -> int:
-    """Number of rows of a mini-batch: the common length of the first dimension of all its tensors.
-
-    Raises:
-        InputError: the mini-batch has no tensors, or the lengths differ.
-    """
+    """Number of rows of a mini-batch: the common length of the first dimension of all its tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
     if not tensors:
@@ -35,19 +31,7 @@ def rows_of(value: Any) -> int:
 
 
 def scatter(value: Any, chunks: int) -> list[Any]:
-    """Split *value* into micro-batches.
-
-    Args:
-        value: tensors in any nesting of tuples, lists and dictionaries, with the same length of their first dimension.
-            Other values are passed to every micro-batch.
-        chunks: number of micro-batches. The first ``rows % chunks`` micro-batches have one row more than the others.
-
-    Returns:
-        *chunks* values of the same nesting with views of the tensors, or one value per row if there are fewer rows.
-
-    Raises:
-        InputError: see :func:`rows_of`.
-    """
+    """Split *value* into micro-batches."""
     chunks = max(1, min(chunks, rows_of(value)))
     leaves, spec = pytree.tree_flatten(value)
     pieces = [torch.tensor_split(leaf, chunks) if isinstance(leaf, Tensor) else (leaf,) * chunks for leaf in leaves]
@@ -55,17 +39,7 @@ def scatter(value: Any, chunks: int) -> list[Any]:
 
 
 def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
-    """Concatenate outputs of micro-batches; the inverse of :func:`scatter`.
-
-    Args:
-        values: output of each micro-batch.
-        rows: number of input rows of each micro-batch (default None: not checked). The number of output rows per input
-            row must be a whole number and the same for all micro-batches.
-
-    Raises:
-        InputError: the outputs have different nestings, tensors without rows or with mismatched shapes, or different
-            values other than tensors.
-    """
+    """Concatenate outputs of micro-batches; the inverse of :func:`scatter`."""
     flattened = [pytree.tree_flatten(value) for value in values]
     spec = flattened[0][1]
     if any(other != spec for _, other in flattened):

@@ -27,30 +27,17 @@ Result = TypeVar("Result")
 
 @dataclass
 class MicroBatch:
-    """State of a micro-batch in flight.
-
-    Args:
-        index: index of the micro-batch.
-        of: number of micro-batches.
-        cells: cell of each partition.
-        inputs: inputs of the first layer; released when it has run.
-        sums: sums of parameter gradients, for each partition.
-        given: gradients of the last layer's outputs; None if the last cell computes the loss.
-        streams: the caller's current stream on each GPU.
-        rows: number of rows of the micro-batch.
-        schedulers: schedulers that run it, outermost first: schedulers of pipes whose layers call this pipe, then this
-            pipe's scheduler.
-    """
+    """State of a micro-batch in flight."""
 
     index: int
     of: int
-    cells: Sequence[Cell]
-    inputs: Any
-    sums: Sequence[GradientSums]
-    given: list[Tensor | None] | None = None
-    streams: Sequence[Any] = field(default=())
+    cells: Sequence[Cell]  # of each partition
+    inputs: Any  # released when the first layer has run
+    sums: Sequence[GradientSums]  # of each partition
+    given: list[Tensor | None] | None = None  # gradients of the outputs; None if the last cell computes the loss
+    streams: Sequence[Any] = field(default=())  # the caller's current stream on each GPU
     rows: int = 1
-    schedulers: tuple[Scheduler, ...] = ()
+    schedulers: tuple[Scheduler, ...] = ()  # that run it: those of pipes whose layers call this pipe come first
 
 
 # Micro-batch of a traced mini-batch: its index, and for each partition, whether it runs its layers again.
@@ -71,9 +58,6 @@ class _Tasks:
 
     They hold no reference to the scheduler. Without such a cycle, an unreferenced pipe is freed immediately, without
     the garbage collector.
-
-    Args:
-        partitions: see :class:`Scheduler`, also for *routes*.
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
@@ -155,16 +139,7 @@ class _Tasks:
 
 
 class Scheduler:
-    """Plans of a pipe, and the pipelines that run them.
-
-    Args:
-        partitions: partitions of the pipe, in order.
-        routes: skips between partitions.
-
-    Attributes:
-        plans: plans, keyed by name.
-        is_tracing: True while a trace is recorded.
-    """
+    """Plans of a pipe, and the pipelines that run them."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
         tasks = _Tasks(partitions, routes)
@@ -182,21 +157,7 @@ class Scheduler:
     def run(
         self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
     ) -> list[Result]:
-        """Run micro-batches under a plan.
-
-        Args:
-            plan: name of the plan.
-            micro_batches: micro-batches, in the plan's order.
-            result_of: called with the context of each finished micro-batch, in order; the context is then released.
-
-        Returns:
-            results of *result_of*, in the order of *micro_batches*.
-
-        Raises:
-            SetupError: the calling thread is running a layer, hook or loss function of this pipe.
-            Exception: raised by a layer, with a note that names the partition and the micro-batch. The pipe can be used
-                again.
-        """
+        """Run micro-batches under a plan."""
         self._check_outside("called")
         for micro in micro_batches:
             micro.schedulers = (*_current.schedulers, self)
@@ -238,11 +199,7 @@ class Scheduler:
             raise
 
     def start_trace(self, keep: int | None = None) -> None:
-        """Record start and end of each task.
-
-        Args:
-            keep: number of most recent spans to keep for each plan (default None: all).
-        """
+        """Record start and end of each task."""
         self.is_tracing, self._keep = True, keep
         self._traced.clear()
         for pipeline in self._pipelines.values():
@@ -269,11 +226,7 @@ class Scheduler:
         return sorted(spans, key=lambda span: span.end)
 
     def close(self) -> None:
-        """End the worker threads; the next mini-batch starts new threads.
-
-        Raises:
-            SetupError: the calling thread is running a layer, hook or loss function of this pipe.
-        """
+        """End the worker threads; the next mini-batch starts new threads."""
         self._check_outside("closed")
         while self._pipelines and self._process == os.getpid():
             self._pipelines.popitem()[1].close()

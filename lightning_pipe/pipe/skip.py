@@ -79,12 +79,7 @@ class pop:
 
 
 class Skips:
-    """Values that were stashed and not popped yet.
-
-    Args:
-        values: values stashed by other partitions (default None: none).
-        once: True to refuse a second value with the same key (default True).
-    """
+    """Values that were stashed and not popped yet."""
 
     def __init__(self, values: Mapping[SkipKey, Any] | None = None, *, once: bool = True) -> None:
         self.values: dict[SkipKey, Any] = dict(values or {})
@@ -270,14 +265,7 @@ class SkipRoute(NamedTuple):
 
 
 def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
-    """Return all skips that lead from one partition to another.
-
-    Args:
-        partitions: layers of each partition.
-
-    Raises:
-        SetupError: a skip is stashed twice, popped twice, never popped, never stashed, or popped before it is stashed.
-    """
+    """Return all skips that lead from one partition to another."""
     left: dict[SkipKey, tuple[int, int]] = {}
     taken: dict[SkipKey, tuple[int, int]] = {}
     number = 0

@@ -26,12 +26,7 @@ _UNKNOWN = ("timestamp", "value")  # YAML types that are read as text
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that counts values while it composes them. An alias counts as all values that it repeats.
-
-    Args:
-        text: content of the file.
-        kind: kind of file in error messages, such as "plan".
-    """
+    """YAML loader that counts values while it composes them. An alias counts as all values that it repeats."""
 
     def __init__(self, text: str, kind: str) -> None:
         super().__init__(text)
@@ -100,17 +95,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) -> dict[Any, Any]:
-    """Read the mapping in YAML *text*.
-
-    Args:
-        text: content of the file.
-        kind: kind of file in error messages, such as "plan".
-        known: keys that the mapping may have.
-        compare: command or page that shows a valid file, for error messages.
-
-    Raises:
-        PlanError: the text is not YAML or not a mapping, has an unknown or repeated key, or exceeds the size limits.
-    """
+    """Read the mapping in YAML *text*."""
     if len(text) > _MOST_CHARACTERS:
         raise PlanError(f"the {kind} has {len(text)} characters; expected at most {_MOST_CHARACTERS}")
     try:
@@ -128,16 +113,7 @@ def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) 
 
 
 def check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    """Raise an error for a key that is not in *known*.
-
-    Args:
-        what: owner of the keys in the error message.
-        found: mapping to check.
-        known: allowed keys.
-
-    Raises:
-        PlanError: *found* has an unknown key.
-    """
+    """Raise an error for a key that is not in *known*."""
     for key in found:
         if key not in known:
             raise PlanError(f"{what} has the unknown key {shown(key)}; known keys are {', '.join(known)}")

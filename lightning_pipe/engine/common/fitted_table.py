@@ -24,14 +24,7 @@ class FittedTable(Table):
 
     @classmethod
     def of_figures(cls, first: str, *figures: str, edge: bool = True, **options: Any) -> FittedTable:
-        """Create a table of names and figures.
-
-        Args:
-            first: header of the column of names.
-            figures: headers of the columns of figures, which are right-aligned.
-            edge: leave space around the table (default True).
-            options: other options of Rich's table.
-        """
+        """Create a table of names and figures."""
         table = cls(box=box.SIMPLE, padding=(0, 1) if edge else (0, 1, 0, 0), show_edge=edge, **options)
         table.add_column(first, no_wrap=True)
         for header in figures:

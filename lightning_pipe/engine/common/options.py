@@ -14,38 +14,19 @@ Group = TypeVar("Group")
 def check_whole_number(
     name: str, value: Any, least: int, *, optional: bool = False, error: type[PipelineError] = SetupError
 ) -> None:
-    """Check that an option is an integer of at least *least*. True and False are refused.
-
-    Args:
-        name: name of the option in the error message.
-        value: value to check.
-        least: smallest allowed value.
-        optional: also allow None (default False).
-        error: class of the error (default :class:`SetupError`).
-
-    Raises:
-        SetupError: or *error*, with the option's name, its value and the expected range.
-    """
+    """Check that an option is an integer of at least *least*. True and False are refused."""
     if not (optional and value is None) and not (is_whole_numbers([value]) and value >= least):
         raise error(f"{name} is {value!r}; expected a whole number, {least} or more")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[PipelineError] = SetupError) -> None:
-    """Check that a value is one of the choices. Types are compared too: 1 is not accepted for True.
-
-    Raises:
-        SetupError: or *error*, if the value is not one of the choices.
-    """
+    """Check that a value is one of the choices. Types are compared too: 1 is not accepted for True."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise error(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def check_flags(**flags: object) -> None:
-    """Check that all flags are booleans. The string "false" from an unparsed file would count as True.
-
-    Raises:
-        SetupError: a flag is not a boolean.
-    """
+    """Check that all flags are booleans. The string "false" from an unparsed file would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise SetupError(f"{name} is {value!r}; expected True or False")
@@ -57,16 +38,7 @@ def is_whole_numbers(values: Any) -> bool:
 
 
 def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] | None) -> Group:
-    """Convert an argument to an option group.
-
-    Args:
-        kind: dataclass of the group.
-        name: name of the argument in error messages.
-        given: the group, a mapping of its fields, or None for its defaults.
-
-    Raises:
-        SetupError: *given* is neither a group nor a mapping, or has an unknown field.
-    """
+    """Convert an argument to an option group."""
     if isinstance(given, kind):
         return given
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]

@@ -19,9 +19,6 @@ def parse_size(text: str) -> int:
     """Convert a size such as "80GB" (powers of 1000) or "80GiB" (powers of 1024) to bytes.
 
     The prefix is k, m, g or t. Upper and lower case are equivalent.
-
-    Raises:
-        SetupError: *text* is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower()) if len(text) <= _LONGEST else None
     size = int(Fraction(found[1]) * _SIZES[found[2] or ""]) if found else 0
@@ -31,11 +28,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Convert a duration such as "5us", "0.2ms" or "1s" to seconds.
-
-    Raises:
-        SetupError: *text* is not a duration, or has no unit.
-    """
+    """Convert a duration such as "5us", "0.2ms" or "1s" to seconds."""
     found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµμ]+)\s*", text.lower()) if len(text) <= _LONGEST else None
     seconds = float(found[1]) * _TIMES.get(found[2], math.inf) if found else math.inf
     if not math.isfinite(seconds):
@@ -49,9 +42,6 @@ def parse_bandwidth(text: str) -> float:
     """Convert a bandwidth such as "25GB/s", "200mbit" or "200Mbit/s" to bytes per second.
 
     Prefixes are those of :func:`parse_size`; a value with "bit" is divided by 8.
-
-    Raises:
-        SetupError: *text* is not a bandwidth.
     """
     size, bits = text.lower().strip().removesuffix("/s"), 1
     if size.endswith("bit"):

@@ -16,19 +16,7 @@ from lightning_pipe.engine.common.durable_files import sync_name
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Write a file through a temporary file in the same folder, which replaces *path* if the block succeeds.
 
-    If the block raises, *path* is unchanged. A missing folder is created. The temporary file keeps the suffix, from
-    which some writers choose the format. Its name is random and the file is created exclusively, so another user with
-    write access to the folder cannot place a link there. A symbolic link at *path* is replaced; its target is
-    unchanged. The new file has the permissions of the file that it replaces, or the default ones.
-
-    Args:
-        path: file to write.
-
-    Yields:
-        Path of the temporary file.
-
-    Raises:
-        OSError: the file cannot be written, or the block wrote nothing.
+    A missing folder is created. The temporary file keeps the suffix, from which some writers choose the format.
     """
     target = Path(path)
     folder = target.parent

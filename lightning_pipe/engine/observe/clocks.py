@@ -23,13 +23,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock.
-
-    Args:
-        at: time of the measurement on the rank's clock (seconds).
-        seconds: offset to add to the rank's clock to obtain rank 0's clock (seconds).
-        error: maximum error of the offset (seconds); 0 for a rank on the machine of rank 0.
-    """
+    """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock."""
 
     at: float
     seconds: float
@@ -40,9 +34,6 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
     """Measure the offset of this rank's clock. Every rank of *group* calls this; the group must be otherwise idle.
 
     Costs about 20 messages per rank, one rank after the other.
-
-    Args:
-        group: process group for CPU tensors; ``None`` for a single rank.
     """
     if group is None:
         return ClockOffset(time.perf_counter(), 0.0, 0.0)

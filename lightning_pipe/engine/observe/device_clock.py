@@ -16,10 +16,6 @@ class DeviceClock:
     """Clock for the streams of a device, which is compared with the host's clock at creation and in :meth:`resolve`.
 
     Creation and :meth:`resolve` wait until the device is idle; :meth:`now` does not wait.
-
-    Args:
-        device: device with streams.
-        module: PyTorch's module for the device type (default: looked up).
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:

@@ -22,12 +22,7 @@ _NOTHING = nullcontext()
 
 
 def task_range(name: str, traced: bool) -> AbstractContextManager[Any]:
-    """Context manager for the range of a task. Its cost is negligible without a profiler or trace.
-
-    Args:
-        name: name of the range.
-        traced: True if a trace is on.
-    """
+    """Context manager for the range of a task. Its cost is negligible without a profiler or trace."""
     # Checked for the whole process: PyTorch's own check is per thread and returns False in workers.
     profiled = is_profiler_at_work()
     if not profiled and not traced:

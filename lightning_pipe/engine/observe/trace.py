@@ -56,12 +56,7 @@ def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
 
 
 class Trace:
-    """Collects spans from all threads.
-
-    Args:
-        keep: number of latest spans to keep (default ``None``, all).
-        device_clock: clock for the device times of spans (default ``None``, no device times).
-    """
+    """Collects spans from all threads."""
 
     def __init__(self, keep: int | None = None, device_clock: DeviceClock | None = None) -> None:
         # No lock: next() on a count and append on a deque are atomic under the interpreter lock.

@@ -20,16 +20,7 @@ _TICK = 1e-3  # microseconds; times are written with three decimals
 
 
 def write_trace(timeline: Timeline, path: Path, notes: Mapping[str, Any]) -> None:
-    """Write *timeline* to *path* atomically.
-
-    Args:
-        timeline: timeline to write.
-        path: file to write. A missing folder is created.
-        notes: metadata that is shown with the trace; plain values.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write *timeline* to *path* atomically."""
     with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         json.dump(trace_events(timeline, notes), file, separators=(",", ":"))
 
@@ -38,9 +29,6 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
     """Convert *timeline* to the object of the trace format: names first, then all events by time.
 
     Times start at 0 with the first bar.
-
-    Args:
-        timeline: see :func:`write_trace`, also for *notes*.
     """
     # Thread and process numbers start at 1, because process 0 and thread 0 denote idle ones of an operating system.
     threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}

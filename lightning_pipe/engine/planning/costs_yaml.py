@@ -47,23 +47,14 @@ _EXAMPLE = "the example in docs/simulation.md"
 
 @dataclass(frozen=True)
 class CostsFile:
-    """Contents of a costs file.
-
-    Args:
-        tasks: costs by name of the task.
-        between_periods: seconds of the main thread in each iteration outside tasks (default 0).
-        cores: cores for the tasks of one rank (default None: not in the file).
-        device_streams: True if the device has streams (default False).
-        latency: latency of the network in seconds (default None: not in the file).
-        bandwidth: bandwidth of the network in bytes per second (default None: not in the file).
-    """
+    """Contents of a costs file."""
 
     tasks: Mapping[str, TaskCost] = field(default_factory=dict)
-    between_periods: float = 0.0
+    between_periods: float = 0.0  # seconds
     cores: float | None = None
     device_streams: bool = False
-    latency: float | None = None
-    bandwidth: float | None = None
+    latency: float | None = None  # seconds
+    bandwidth: float | None = None  # bytes per second
 
     @property
     def has_messages(self) -> bool:
@@ -72,11 +63,7 @@ class CostsFile:
 
 
 def load_costs(text: str) -> CostsFile:
-    """Parse costs from YAML *text* in the format of this module's docstring.
-
-    Raises:
-        PlanError: the text is not YAML, or has an unknown key or an invalid value.
-    """
+    """Parse costs from YAML *text* in the format of this module's docstring."""
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:

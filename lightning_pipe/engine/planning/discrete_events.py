@@ -88,11 +88,7 @@ class SharedResource:
 
 
 class Clock:
-    """Runs processes in simulated time.
-
-    Args:
-        resources: all resources that the processes use.
-    """
+    """Runs processes in simulated time."""
 
     def __init__(self, resources: Iterable[SharedResource]) -> None:
         self.now = 0.0

@@ -18,17 +18,7 @@ def contiguous_shares(
     most_even: bool = False,
     may_be_empty: Collection[int] = (),
 ) -> list[int]:
-    """Number of items in each share.
-
-    Args:
-        items: number of items, at least as many as shares that may not be empty.
-        shares: number of shares.
-        cost: function of the index of a share, its first item and the item after its last one that returns the cost of
-            the share, which must not be negative.
-        most_even: True to choose, among equally good cuts, the most even one (least sum of squared costs), then the
-            earliest. With False (default), the latest cut is chosen, compared from the end.
-        may_be_empty: indices of shares that may have no items.
-    """
+    """Number of items in each share."""
 
     def best(limit: float, squares: bool) -> tuple[float, list[int]]:
         """Lowest score of all cuts whose shares cost at most *limit*, and the ends of the shares of the best cut."""

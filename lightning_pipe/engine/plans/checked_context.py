@@ -24,14 +24,7 @@ def checks_contexts() -> bool:
 
 
 class CheckedTask:
-    """Task function that receives a checking view of the context instead of the context.
-
-    Args:
-        fn: function of the task.
-        name: name of the task.
-        reads: fields that the task declares to read.
-        writes: fields that the task declares to write; it may also read them.
-    """
+    """Task function that receives a checking view of the context instead of the context."""
 
     def __init__(self, fn: Callable[[Any], None], name: str, reads: frozenset[str], writes: frozenset[str]) -> None:
         self.fn = fn

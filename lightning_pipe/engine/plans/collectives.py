@@ -17,18 +17,7 @@ from lightning_pipe.engine.plans.task import PipelineTask
 def check_one_order(
     plan: str, tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
 ) -> None:
-    """Refuse a plan whose collectives could be submitted in different orders on two ranks.
-
-    Args:
-        plan: name of the plan, for the message.
-        tasks: tasks of the plan.
-        schedule: schedule of each task, by name.
-        has_streams: True if the device has streams, so that the order matters across process groups.
-
-    Raises:
-        PlanError: tasks of several thread groups submit to a process group (with streams: to any process groups), and
-            one of these tasks is not globally ordered.
-    """
+    """Refuse a plan whose collectives could be submitted in different orders on two ranks."""
     groups = dict.fromkeys(group for task in tasks for group in task.collectives)
     shared = [tuple(groups)] if has_streams else [(group,) for group in groups]
     for names in shared:
@@ -47,13 +36,7 @@ def check_one_order(
 def turns_of(
     tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
 ) -> dict[str, int]:
-    """Number of the sequence in which each task takes turns; tasks that need not wait for other threads are left out.
-
-    Args:
-        tasks: see :func:`check_one_order`, also for *schedule*.
-        has_streams: True for one sequence of all globally ordered tasks; False for a sequence for each set of tasks
-            that share process groups, where a task without declared groups shares those of every task.
-    """
+    """Number of the sequence in which each task takes turns; tasks that need no turn are left out."""
     ordered = [task for task in tasks if schedule[task.name].globally_ordered]
     sets: list[list[PipelineTask]] = []
     for task in ordered:

@@ -19,11 +19,7 @@ T = TypeVar("T", str, int)
 
 
 def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_period: Iterable[Dependency]) -> None:
-    """Check a given *order* against the dependencies between tasks that run in the same period.
-
-    Raises:
-        PlanError: a task is missing or repeated, or precedes a task that it depends on.
-    """
+    """Check a given *order* against the dependencies between tasks that run in the same period."""
     if sorted(order) != sorted(tasks):
         counts = Counter(order)
         missing = [task for task in tasks if task not in counts]

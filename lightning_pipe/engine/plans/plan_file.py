@@ -16,19 +16,7 @@ _MOST_BYTES = 2**22  # a profile of ten thousand tasks; readers of YAML allow le
 
 @contextmanager
 def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[PlanSpec]:
-    """Read a plan from a file. A PlanError raised inside the block names the file.
-
-    Args:
-        plan: value given by the user, expected to be a path; not in *names*.
-        names: names of plans that the user could have given instead, for the error message.
-        example: name of a plan that ``lightning-pipe plan show`` knows, suggested as a template.
-
-    Yields:
-        The plan's data.
-
-    Raises:
-        PlanError: *plan* is not a file, not UTF-8 text, or not a plan.
-    """
+    """Read a plan from a file. A PlanError raised inside the block names the file."""
     write_one = f"'lightning-pipe plan show {example} --format yaml'"
     if not (isinstance(plan, (str, Path)) and os.path.exists(plan)):
         given = str(plan) if isinstance(plan, Path) else repr(plan)
@@ -51,16 +39,7 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def read_text(path: str | Path, what: str, needed: str) -> str:
-    """Read a regular UTF-8 text file of at most 4 MiB.
-
-    Args:
-        path: file to read.
-        what: description of the file in error messages, such as "the plan my.yaml".
-        needed: advice that ends error messages, such as "give a file in the format of ...".
-
-    Raises:
-        PlanError: the file cannot be read, is not a regular file, is larger than 4 MiB, or is not UTF-8 text.
-    """
+    """Read a regular UTF-8 text file of at most 4 MiB."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)

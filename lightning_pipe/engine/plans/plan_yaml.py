@@ -28,12 +28,7 @@ def write_content(values: Mapping[str, Any]) -> str:
 
 
 def read_content(text: str) -> dict[str, Any]:
-    """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked.
-
-    Raises:
-        PlanError: the text is not YAML, has unknown or repeated keys, or lacks a mapping of tasks or of a task's
-            options.
-    """
+    """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked."""
     content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
     tasks, name = content.pop("tasks", None), content.pop("name", None)
     if not isinstance(tasks, dict):

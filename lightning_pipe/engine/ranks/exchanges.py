@@ -36,15 +36,7 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Wrap *group* for ``torch.distributed.all_to_all_single``. All ranks of the group call this.
-
-    Args:
-        group: process group used only by the caller. No other code may ``send`` or ``recv`` in it afterwards.
-
-    Returns:
-        A wrapper that exchanges CPU tensors with point-to-point messages and otherwise behaves like *group*; *group*
-        unchanged if messages have no benefit.
-    """
+    """Wrap *group*, in which no other code may ``send`` or ``recv``, for ``torch.distributed.all_to_all_single``."""
     return cast(dist.ProcessGroup, _Exchanging(group)) if gains_from_messages(group) else group
 
 
@@ -54,12 +46,7 @@ def without_exchange(group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 
 
 class _Exchanging:
-    """Process group with a replaced all-to-all.
-
-    Args:
-        group: process group for all other operations. The wrapper has the same hash and compares equal, so it finds the
-            group's entries in PyTorch's dictionaries.
-    """
+    """Process group with a replaced all-to-all. It equals *group*, whose entries PyTorch's dictionaries then give."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -86,18 +73,7 @@ class _Exchanging:
         input_splits: list[int],
         options: Any = None,
     ) -> Any:
-        """Send rows of *input* to every rank, like ``ProcessGroup.all_to_all_single``.
-
-        Args:
-            output: tensor of shape (sum of *output_splits*, ...) that receives the rows.
-            input: tensor of shape (sum of *input_splits*, ...).
-            output_splits: number of rows from each rank; empty for equal splits.
-            input_splits: number of rows to each rank; empty for equal splits.
-            options: options for the wrapped group.
-
-        Raises:
-            ValueError: tensors and splits do not match. Raised before any data is sent.
-        """
+        """Send rows of *input* to every rank, like ``ProcessGroup.all_to_all_single``."""
         if input.device != _CPU or output.device != _CPU:
             return getattr(self._group, ALL_TO_ALL_SINGLE)(output, input, output_splits, input_splits, options)
         sent = self._parts("input", input, input_splits)
@@ -142,36 +118,21 @@ class _Exchanging:
 
 
 class _Exchange(dist.Work):
-    """Pending messages of one exchange. A subclass of ``Work``, because TorchRec only waits for these.
-
-    Args:
-        works: pending works, receives first.
-        tensors: input and output, whose memory the works use.
-        number: index of the exchange in its group.
-        abandoned: abandoned exchanges of the group. If this object is destroyed before a wait, its works and tensors
-            are kept there until a later exchange has ended; they have then also ended, or are about to.
-    """
+    """Pending messages of one exchange. A subclass of ``Work``, because TorchRec only waits for these."""
 
     def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, abandoned: _Abandoned) -> None:
         super().__init__()
-        self._works = works
+        self._works = works  # receives first
         self._tensors: tuple[Tensor, ...] = tensors
         self._number = number
         self._abandoned = abandoned
 
     def __del__(self) -> None:
-        if self._works:
+        if self._works:  # not waited for: kept until a later exchange has ended, as then these have, or are about to
             self._abandoned[self._number] = self._works, self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until all messages are received and sent.
-
-        Args:
-            timeout: timeout of each message (default: the group's timeout).
-
-        Raises:
-            RuntimeError: a rank has left, or the timeout has expired.
-        """
+        """Wait until all messages are received and sent."""
         _wait(self._works, timeout)
         self._works, self._tensors = [], ()
         for number in [number for number in list(self._abandoned) if number < self._number]:

@@ -10,15 +10,7 @@ from lightning_pipe.engine.ranks.together import communicating_device
 
 
 def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if the loss of any rank is NaN or infinite. Every rank of the group calls it.
-
-    Args:
-        loss: scalar or several losses; None on a rank that has no loss in this step, which counts as finite.
-        group: ranks that check together; None for a single process.
-
-    Raises:
-        InputError: the loss is not finite; names this rank's loss and the ranks concerned.
-    """
+    """Raise on every rank if the loss of any rank is NaN or infinite. Every rank of the group calls it."""
     device = torch.device("cpu") if loss is None else loss.device
     if group is not None:
         device = communicating_device(group, device)

@@ -31,15 +31,6 @@ def new_group(
     """Create a process group like ``torch.distributed.new_group``. All ranks call this.
 
     If the new group and the default group both use Gloo, the new group shares the default group's network thread.
-
-    Args:
-        ranks: ranks of the group (default all).
-        timeout: timeout of a collective (default the default group's, which is the strategy's; PyTorch's own default is
-            30 minutes).
-        backend: name of the backend (default the default group's).
-
-    Returns:
-        The group; ``GroupMember.NON_GROUP_MEMBER`` on ranks outside the group.
     """
     keep_tensors_at_exit()
     shared = (backend or dist.get_backend()) == "gloo" and default_gloo_devices() is not None

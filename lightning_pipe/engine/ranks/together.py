@@ -32,11 +32,7 @@ def is_alone(group: Group) -> bool:
 
 
 def gather(value: T, group: Group) -> list[T]:
-    """Gather the values of all ranks on every rank. Values must be picklable.
-
-    Raises:
-        SetupError: on every rank, if the value of any rank cannot be pickled.
-    """
+    """Gather the values of all ranks on every rank. Values must be picklable."""
     if is_alone(group):
         return [value]
     own: bytes | str
@@ -54,11 +50,7 @@ def gather(value: T, group: Group) -> list[T]:
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
-    """Gather the values of all ranks on the first rank. Other ranks return only their own value.
-
-    Raises:
-        SetupError: on every rank, if the value of any rank cannot be pickled.
-    """
+    """Gather the values of all ranks on the first rank. Other ranks return only their own value."""
     if is_alone(group):
         return [value]
     own = on_all_ranks(lambda: pickle.dumps(value), "a value cannot be sent to the other ranks", group)
@@ -95,16 +87,7 @@ def start_any_of(flag: bool, group: Group) -> Callable[[], bool]:
 
 
 def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, kind: Kind = SetupError) -> T:
-    """Call *work* on one rank only. Every rank returns its result, which must be picklable.
-
-    Args:
-        work: function called on *rank*.
-        failed: see :func:`on_all_ranks`, also for *group* and *kind*.
-        rank: rank in the group (default 0).
-
-    Raises:
-        SetupError: or *kind*, on every rank, if *work* raised an exception.
-    """
+    """Call *work* on one rank only. Every rank returns its result, which must be picklable."""
     if is_alone(group):
         return on_all_ranks(work, failed, None, kind)
     found: list[Any] = [None, None]
@@ -123,18 +106,7 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
 
 
 def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = SetupError) -> T:
-    """Call *work* on all ranks, and raise the errors of all ranks on every rank.
-
-    Args:
-        work: function called on each rank. Must not wait for other ranks.
-        failed: description of the failure, which precedes errors from outside this project; may be empty.
-        group: process group of the ranks.
-        kind: class of the raised error (default :class:`SetupError`). With :class:`InputError`, a rank whose own error
-            is not an InputError raises it unchanged, since users expect to catch their own exceptions.
-
-    Raises:
-        SetupError: or *kind*, on every rank, if *work* raised an exception on any rank.
-    """
+    """Call *work*, which must not wait for other ranks, on all ranks; raise the errors of all ranks on every rank."""
     error: Exception | None = None
     try:
         result = work()
@@ -176,6 +148,7 @@ def _said(error: Exception, failed: str) -> str:
 
 
 def _raise(found: Sequence[str | None], error: Exception | None, kind: Kind) -> NoReturn:
+    # Users expect to catch their own exceptions of a batch.
     if error is not None and kind is InputError and (len(found) == 1 or not isinstance(error, InputError)):
         raise error
     texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}

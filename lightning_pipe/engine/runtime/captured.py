@@ -26,11 +26,7 @@ _AS_THEY_ARE = (
 
 
 class ByReference:
-    """Marker for a value that is returned as the same object, not copied.
-
-    Args:
-        value: object that several iterations can use at the same time.
-    """
+    """Marker for a value that is returned as the same object, not copied."""
 
     __slots__ = ("value",)
 
@@ -45,11 +41,7 @@ class Captured:
         self._node = node
 
     def give(self, graft: Grafts | None = None) -> Any:
-        """Return a fresh copy of the value. Changes to earlier copies do not appear in it.
-
-        Args:
-            graft: function applied to tensors that required grad (default None). All other tensors are detached.
-        """
+        """Return a fresh copy of the value. Changes to earlier copies do not appear in it."""
         return self._node.give(graft, {})
 
     def tensors(self) -> list[Tensor]:

@@ -17,12 +17,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 class DeviceStreams:
-    """Named device streams of a pipeline.
-
-    Args:
-        device: device of the streams. On any device but CUDA no streams are created.
-        names: names of the streams to create.
-    """
+    """Named device streams of a pipeline."""
 
     def __init__(self, device: torch.device, names: Iterable[str]) -> None:
         self.available = device.type == "cuda"

@@ -77,11 +77,7 @@ class Operation:
 
 
 def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
-    """Operations of the plan's tasks, in serial order.
-
-    Raises:
-        PlanError: the plan's collectives could be submitted in different orders on two ranks.
-    """
+    """Operations of the plan's tasks, in serial order."""
     tasks = plan.tasks.values()
     check_one_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
     turns = turns_of(tasks, plan.schedule, has_streams=has_streams)
@@ -109,12 +105,7 @@ class Slot:
 
 
 class Executor:
-    """Runs tasks in the threads and on the streams that the plan gives them.
-
-    Args:
-        plan: schedule and dependencies of the tasks.
-        device: device of the plan's streams.
-    """
+    """Runs tasks in the threads and on the streams that the plan gives them."""
 
     def __init__(self, plan: PipelinePlan, device: torch.device) -> None:
         self.streams = DeviceStreams(device, plan.streams)
@@ -147,17 +138,7 @@ class Executor:
         return slot
 
     def run(self, op: Operation, slot: Slot, serial: bool = False) -> None:
-        """Run *op* for the iteration of *slot*, or submit it to its worker.
-
-        Args:
-            op: task to run.
-            slot: iteration to run it for.
-            serial: run the task immediately in the calling thread and on the current stream, ignoring the plan
-                (default False).
-
-        Raises:
-            TaskError: this task failed, or another task failed before.
-        """
+        """Run *op* for the iteration of *slot*, or submit it to its worker."""
         self.raise_failure()
         ticket: SubmissionTicket | None = None
         try:
@@ -187,11 +168,7 @@ class Executor:
                 ticket.end()
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
-        """Wait for the dependencies and the turn of *op*, whose work the caller does.
-
-        Returns:
-            State for :meth:`leave` or :meth:`drop`, one of which must follow.
-        """
+        """Wait for the dependencies and the turn of *op*, whose work the caller does."""
         ticket = self._ticket(op)
         try:
             self._wait_here(op, slot)
@@ -229,11 +206,7 @@ class Executor:
             ticket.end()
 
     def wait_for(self, op: Operation, slot: Slot) -> None:
-        """Wait in the calling thread until *op* has run for the iteration of *slot*, and on its stream for its work.
-
-        Raises:
-            TaskError: a task failed.
-        """
+        """Wait in the calling thread until *op* has run for the iteration of *slot*, and on its stream for its work."""
         begun = time.perf_counter()
         if op.group != MAIN:
             slot.done[op.index].wait()
@@ -244,11 +217,7 @@ class Executor:
             self.streams.current_waits_for(slot.events[op.index])
 
     def retire(self, slot: Slot) -> IterContext:
-        """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work.
-
-        Raises:
-            TaskError: a task failed.
-        """
+        """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work."""
         begun = time.perf_counter()
         slot.join()
         if self.meter is not None:
@@ -262,11 +231,7 @@ class Executor:
         return ctx
 
     def failed(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
-        """Record that *task* failed. Only the first failure is kept.
-
-        Returns:
-            The exception to raise in the calling thread: an interrupt unchanged, otherwise the first failure.
-        """
+        """Record that *task* failed. Only the first failure is kept."""
         if self.failure is None:
             failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
             failure.__cause__ = error

@@ -17,12 +17,7 @@ V = TypeVar("V")
 
 
 class Overrides:
-    """Replaces the functions of tasks temporarily.
-
-    Args:
-        tasks: tasks of the plan, by name.
-        operations: operations that run the tasks. Only their functions are changed.
-    """
+    """Replaces the functions of tasks temporarily."""
 
     def __init__(self, tasks: Mapping[str, PipelineTask], operations: Sequence[Operation]) -> None:
         self._tasks = tasks
@@ -34,11 +29,7 @@ class Overrides:
         return tuple(op.name for op in self._operations if isinstance(op.fn, Shortcut))
 
     def replay(self, names: Sequence[str], key: Key | None, rehearse: bool) -> None:
-        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`. On an error no task is changed.
-
-        Raises:
-            PlanError: a task is unknown or cannot be replayed.
-        """
+        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`. On an error no task is changed."""
         self._check(names)
         for name in names:
             if reason := self._tasks[name].not_replayable:
@@ -50,11 +41,7 @@ class Overrides:
                 op.fn = Shortcut(self._tasks[op.name], key, rehearse=rehearse)
 
     def run(self, names: Sequence[str]) -> None:
-        """Run tasks again instead of replaying them, by default all, and discard their captured effects.
-
-        Raises:
-            PlanError: a task is unknown.
-        """
+        """Run tasks again instead of replaying them, by default all, and discard their captured effects."""
         self._check(names)
         for op in self._operations:
             if not names or op.name in names:

@@ -45,11 +45,7 @@ def ends_on_interrupt(
 
 
 class Periods:
-    """State of a pipeline between two calls, and the steps that change it.
-
-    Args:
-        plan: see :class:`~lightning_pipe.engine.SWPipeline`, also for *device* and *group*.
-    """
+    """State of a pipeline between two calls, and the steps that change it."""
 
     def __init__(self, plan: PipelinePlan, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.plan = plan

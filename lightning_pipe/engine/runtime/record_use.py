@@ -15,10 +15,6 @@ def record_use(value: Any) -> None:
 
     Otherwise the allocator could reuse the memory of a tensor from a side stream while the current stream still reads
     it (see ``torch.Tensor.record_stream``).
-
-    Args:
-        value: tensor, object with a ``record_stream(stream)`` method (such as TorchRec's), or a list, tuple, mapping or
-            dataclass of these.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return

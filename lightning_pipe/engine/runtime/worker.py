@@ -23,11 +23,7 @@ _queues = weakref.WeakKeyDictionary()
 
 
 class Worker:
-    """Daemon thread that runs submitted functions in order. The functions must not raise.
-
-    Args:
-        group: name of the thread group; the thread is named ``lightning_pipe-<group>``.
-    """
+    """Daemon thread that runs submitted functions in order. The functions must not raise."""
 
     def __init__(self, group: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -49,11 +45,7 @@ class Worker:
             pass
 
     def close(self) -> bool:
-        """Run the remaining functions, end the thread and wait for it. Can be called repeatedly.
-
-        Returns:
-            True if the thread has ended; False after 60 seconds, for example if a function is stuck in a collective.
-        """
+        """Run the remaining functions and end the thread; False if it is stuck, for example in a collective."""
         self._queue.put(None)
         self._thread.join(JOIN_TIMEOUT)
         return not self._thread.is_alive()
