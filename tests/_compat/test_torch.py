@@ -8,12 +8,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.overrides import TorchFunctionMode
 
@@ -21,11 +19,7 @@ from lightning_pipe._compat import torch as compat
 from lightning_pipe._compat.torch import (
     TorchDispatchMode,
     TreeSpec,
-    backend_of,
-    default_gloo_devices,
-    gloo_of_one_thread,
     overflow_flags,
-    present_as_gloo,
     pytree,
     register_pytree_node,
     tree_flatten,
@@ -35,48 +29,6 @@ from lightning_pipe._compat.torch import (
     tree_unflatten,
 )
 from tests.distributed import run_ranks
-
-NAME = "gloo_of_a_contract"
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def made(rank: int, size: int) -> dict[str, Any]:
-    devices = default_gloo_devices()
-    assert devices, "Gloo's options hold no _devices any more: its groups cannot share a listening thread"
-
-    def make(asked: Any, _: Any) -> Any:
-        return gloo_of_one_thread(asked, devices)
-
-    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    before = _threads()
-    group = dist.new_group(backend=NAME)
-    threads = _threads() - before
-    assert isinstance(group, dist.ProcessGroup)
-    present_as_gloo(group)
-    total = torch.tensor(rank + 1)
-    dist.all_reduce(total, group=group)
-    return {
-        "threads": threads,
-        "backend": type(backend_of(group)).__name__,
-        "name": dist.get_backend(group),
-        "total": int(total),
-    }
-
-
-def test_a_gloo_group_can_be_made_of_the_default_groups_sockets_and_one_thread() -> None:
-    for found in run_ranks(made, 2):
-        assert found["threads"] == 1, "ProcessGroupGloo has other threads than the one of its options' _threads"
-        assert found["backend"] == "ProcessGroupGloo", "ProcessGroup._get_backend does not give the registered backend"
-        assert found["name"] == "gloo", "get_backend does not read _world.pg_map any more"
-        assert found["total"] == 3
-
-
-def test_without_a_default_group_there_are_no_sockets() -> None:
-    assert not dist.is_initialized()
-    assert default_gloo_devices() is None, "_get_default_group does not refuse a world that is not initialised"
 
 
 def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
