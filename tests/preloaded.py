@@ -24,9 +24,7 @@ MODULES = (
     "torch._dynamo",
     "hypothesis",
     "pytest",
-    "tests.scenarios.fuzzing.test_weights",
     "tests.scenarios.fuzzing.test_store_files",
-    "tests.scenarios.fuzzing.test_yaml_files",
 )
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 # Each has an option of its own name, which asks for those before it, too.
 TIERS = {
     "exhaustive": "all combinations of what other tests sample, long scenarios",
-    "long": "minutes of fuzzing or soaking each",
+    "long": "minutes of soaking each",
 }
 
 

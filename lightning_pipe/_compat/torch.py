@@ -16,6 +16,8 @@ from torch.autograd import profiler
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.fx.experimental import _config as shape_options
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
@@ -40,18 +42,22 @@ __all__ = [
     "ALL_TO_ALL_SINGLE",
     "COMPILED",
     "GROUPED_MM",
+    "BatchNorm",
     "EnumerableShardingSpec",
+    "NormBase",
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
     "backend_of",
     "default_store",
+    "device_of_to",
     "dispatch_mode_stack",
     "dispatch_modes_disabled",
     "empty_optimizers_allowed",
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
+    "gradient_hooks",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -148,11 +154,7 @@ def pop_dispatch_mode(mode: Any) -> None:
 
 @contextmanager
 def empty_optimizers_allowed() -> Generator[None, None, None]:
-    """Allow optimizers without parameters inside the context, for ranks whose stages are all frozen.
-
-    PyTorch rejects such optimizers without an option to allow them, and the user's ``configure_optimizers`` creates
-    them. Therefore the context replaces ``Optimizer.__init__``.
-    """
+    """Allow the user's optimizers without parameters, for ranks whose stages are all frozen; PyTorch rejects them."""
     make = torch.optim.Optimizer.__init__
 
     def make_also_of_none(self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -169,6 +171,17 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``GradScaler.step`` lets the optimizer itself skip steps after an overflow, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
+    """Device that a call of ``nn.Module.to`` with these arguments names."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Hooks that ``Tensor.register_hook`` has registered, as the tensor's own dictionary; None without any."""
+    return tensor._backward_hooks
 
 
 def schema_of(operator: Any) -> Any:

@@ -51,11 +51,7 @@ def no_initialisers() -> Generator[None, None, None]:
 
 @contextmanager
 def rows_of_one_document() -> Generator[None, None, None]:
-    """Make models without data take each row for one document, as they do with data unless positions say otherwise.
-
-    Without data, transformers cannot see whether positions restart, and would build masks of (rows, 1, length, length)
-    that training does not have. Without effect if no model of transformers has been imported.
-    """
+    """Make models without data take each row for one document: they would build masks that training does not have."""
     module: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
     if module is None or find is None:

@@ -111,7 +111,8 @@ class Cell:
         if self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]]:
             raise SetupError(
                 f"parameters of {self.partition.name} were changed after its forward, but the recomputation needs the"
-                f" original values. {self._fix_of_changed_parameters()}"
+                " original values. Change them after backward, or use checkpoint='never' if a layer changes them in its"
+                " forward, such as an embedding with max_norm"
             )
         now, then = capture(), self._of.state
         autocast = now._replace(
@@ -123,16 +124,6 @@ class Cell:
         with entered(autocast):
             self._outputs = self._run(leaves, recomputing=True)
         self._buffers = []
-
-    def _fix_of_changed_parameters(self) -> str:
-        for number, layer in enumerate(self.partition.layers, self.partition.first):
-            for module in layer.modules():
-                if getattr(module, "max_norm", None) is not None:
-                    return (
-                        f"The {type(module).__name__} in layer {number} has max_norm={module.max_norm}, so it changes"
-                        " its weight in each forward: use checkpoint='never', or remove max_norm"
-                    )
-        return "Change them after backward, or use checkpoint='never' if a layer changes them in its forward"
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
         """Compute gradients of the inputs from gradients of the outputs (none for a loss), and free the graph."""

@@ -33,8 +33,6 @@ class MiniBatchLoss:
     """Builds the loss functions of a mini-batch's micro-batches."""
 
     def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known: set[Any]) -> None:
-        if not callable(loss_fn):
-            raise InputError(f"loss_fn is {loss_fn!r}; expected a function that returns a loss of outputs and targets")
         loss_fn = _FUNCTIONS[loss_fn]() if _is_known(loss_fn) else loss_fn  # type: ignore[index]
         told: Any = reduction
         if told is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.torch import pytree
+from lightning_pipe._compat.torch import gradient_hooks, pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch
@@ -116,7 +116,7 @@ class Run:
     @contextmanager
     def parameters_alone(self) -> Iterator[None]:
         """Context without hooks of parameters, which must see only the sum of gradients over micro-batches."""
-        hooked = [one._backward_hooks for part in self._parameters for one in part if one._backward_hooks]
+        hooked = [hooks for part in self._parameters for one in part if (hooks := gradient_hooks(one))]
         kept = [dict(hooks) for hooks in hooked]
         for hooks in hooked:
             hooks.clear()

@@ -54,11 +54,7 @@ _current = _CurrentSchedulers()
 
 
 class _Tasks:
-    """Task functions of a pipe's plans.
-
-    They hold no reference to the scheduler. Without such a cycle, an unreferenced pipe is freed immediately, without
-    the garbage collector.
-    """
+    """Task functions of a pipe's plans. Without a reference to the scheduler, a forgotten pipe is freed at once."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
         self._partitions = list(partitions)
@@ -116,10 +112,7 @@ class _Tasks:
 
     @contextmanager
     def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
-        """Context on a partition's device and the caller's streams, in a range of the profiler as torchgpipe names it.
-
-        Adds partition and micro-batch as a note to errors.
-        """
+        """Context of a partition's device, the caller's streams, torchgpipe's profiler range, and a note on errors."""
         partition = self._partitions[index]
         with ExitStack() as stack:
             stack.callback(setattr, _current, "schedulers", _current.schedulers)

@@ -31,10 +31,7 @@ class ClockOffset:
 
 
 def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
-    """Measure the offset of this rank's clock. Every rank of *group* calls this; the group must be otherwise idle.
-
-    Costs about 20 messages per rank, one rank after the other.
-    """
+    """Measure the offset of this rank's clock, with about 20 messages per rank of the otherwise idle CPU *group*."""
     if group is None:
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
     ping, pong = torch.zeros(1), torch.zeros(3, dtype=torch.float64)

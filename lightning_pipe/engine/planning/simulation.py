@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, used
 from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
@@ -33,10 +32,7 @@ class SimulatedRun:
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """Exposed seconds per iteration of each task: the time that an iteration saves if the task is replayed.
-
-        A replayed task takes no time, has no background work, and does not wait for background work of other tasks.
-        """
+        """Exposed seconds per iteration of each task: the time that an iteration saves if the task is replayed."""
         return {name: self.seconds_per_iteration - self._without(name) for name in self.costs}
 
     def _without(self, task: str) -> float:
@@ -55,11 +51,6 @@ def simulate(
     at_most: int = 200,
 ) -> SimulatedRun:
     """Run *plan* on a simulated *machine* with unlimited data until the run repeats."""
-    if not 2 <= at_least <= at_most:
-        raise PlanError(
-            f"the number of simulated iterations must be at least 2, and at_most not less than at_least, got at_least"
-            f" {at_least} and at_most {at_most}. Correct these two arguments."
-        )
     machine = machine or Machine()
     costs = checked_costs(list(plan.tasks.values()), costs, machine)
     threads = SimulatedThreads(plan, costs, machine)

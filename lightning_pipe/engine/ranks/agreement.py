@@ -24,10 +24,7 @@ def check_agreement(
     error: type[PipelineError] = PlanError,
     advice: str = "",
 ) -> None:
-    """Raise an error on every rank if the ranks' descriptions differ. Every rank of the group calls this.
-
-    Costs one all-gather of 32 bytes per rank. The entries are only sent if they differ.
-    """
+    """Raise an error on every rank if descriptions differ, at the cost of 32 bytes per rank if they do not."""
     if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()

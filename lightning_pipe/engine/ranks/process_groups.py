@@ -25,11 +25,7 @@ def new_group(
 
 @contextmanager
 def default_timeout() -> Iterator[None]:
-    """Context in which groups that other libraries make without a timeout get the default group's.
-
-    TorchRec makes groups for the ranks of a node and for ranks across nodes, and PyTorch one for each dimension of a
-    mesh. They would wait 30 minutes for a node that is gone without a closed connection.
-    """
+    """Context in which groups that other libraries make without a timeout get the default group's, not 30 minutes."""
     timeout = timeout_of()
     with ExitStack() as patches:
         for name in "default_pg_timeout", "default_pg_nccl_timeout":

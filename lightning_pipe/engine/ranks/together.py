@@ -172,10 +172,7 @@ def shares_host(group: dist.ProcessGroup) -> bool:
 
 
 def place_of_process() -> tuple[str, int]:
-    """Boot id of the machine and network namespace of this process.
-
-    Processes for which both are equal need no network. Processes with only the same boot id may share memory.
-    """
+    """Boot id of the machine and network namespace: processes for which both are equal need no network."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/net").st_ino
     except OSError:  # not Linux

@@ -97,10 +97,7 @@ class Shortcut:
 
 
 def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
-    """Attach *value* to an autograd graph whose backward gives each tensor of *upstream* a gradient of zeros.
-
-    All tensors that would have received a gradient then receive one, so hooks that wait for gradients still run.
-    """
+    """Attach *value* to a graph whose backward gives *upstream* zeros, so that hooks that wait for gradients run."""
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     result: Tensor = _Graft.apply(value, anchor, *upstream)
     return result
