@@ -87,12 +87,6 @@ FAULTS = [
     ),
     Fault("loops/data/ledger.py", "self._to_transfer.clear()", "pass", "loops/data/test_ledger.py"),
     Fault(
-        "loops/data/next_batch_status.py",
-        "ended.\n            word = self._words",
-        "ended.\n            word = 0 if ended else self._words",
-        "loops/data/test_next_batch_status.py::test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard",
-    ),
-    Fault(
         "recsys/dense/dense_reduction.py",
         "left, self._left = self._left, []",
         "left, self._left = [], []",

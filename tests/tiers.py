@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 # Each has an option of its own name, which asks for those before it, too.
 TIERS = {
-    "exhaustive": "long scenarios, and cases like those of other tests",
-    "long": "minutes of fuzzing or soaking each",
+    "exhaustive": "all combinations of what other tests sample, long scenarios",
+    "long": "minutes of soaking each",
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import lightning.pytorch as pl
 from fsspec.implementations.local import LocalFileSystem
@@ -50,6 +52,7 @@ __all__ = [
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
+    "timeout_of",
 ]
 
 
@@ -62,6 +65,11 @@ class SignalConnector(_SignalConnector):
 
     def _slurm_sigusr_handler_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
         self.on_slurm_signal(signum, frame)
+
+
+def timeout_of(strategy: Any) -> timedelta:
+    """Time limit of the collectives of one of Lightning's strategies for several processes."""
+    return strategy._timeout or timedelta(minutes=30)
 
 
 def next_hpc_checkpoint(trainer: pl.Trainer) -> str:

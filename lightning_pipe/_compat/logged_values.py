@@ -38,11 +38,7 @@ def accumulated(results: ResultCollection) -> Accumulated:
 
 
 def pack(loop: Any) -> dict[str, Any]:
-    """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU.
-
-    Args:
-        loop: this project's training epoch loop.
-    """
+    """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU."""
     trainer: pl.Trainer = loop.trainer
     connector = trainer._logger_connector
     latest = {
@@ -118,6 +114,7 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
 
     If another number of ranks wrote the checkpoint, each rank gets an equal share of what they have accumulated.
     """
+    """Logged values for a rank, None without any; another number of ranks than wrote them gets equal shares."""
     if not ranks:
         return None
     stopped = any(packed["stopped"] for packed in ranks)
@@ -137,15 +134,7 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
 
 
 def restore(loop: Any, packed: dict[str, Any]) -> None:
-    """Restore the result of :func:`pack`.
-
-    Args:
-        loop: this project's training epoch loop.
-        packed: values for this rank.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: *packed* is damaged.
-    """
+    """Restore the result of :func:`pack`."""
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
     for name in _LATEST:

@@ -57,14 +57,7 @@ def name_of_map(weight: str) -> str:
 
 
 class ManagedMap:
-    """This rank's part of a map.
-
-    Attributes:
-        name: name of the module that holds it.
-        table: name of the table.
-        begin: first row of this rank's part.
-        end: end of this rank's part.
-    """
+    """This rank's part of the map of a table: rows from *begin* up to *end*."""
 
     def __init__(self, name: str, module: MCHManagedCollisionModule) -> None:
         self.name = name

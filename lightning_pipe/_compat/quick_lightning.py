@@ -174,15 +174,11 @@ def end_batch(loop: TrainingEpochLoop) -> None:
 
 
 class _QuickResults(ResultCollection):
-    """Lightning's logged values, without moves of accumulators that are already on the device of the value.
-
-    Attributes:
-        restored: keys of values that came from a checkpoint.
-    """
+    """Lightning's logged values, without moves of accumulators that are already on the device of the value."""
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.restored: set[str] = set()
+        self.restored: set[str] = set()  # keys of values that came from a checkpoint
 
     @torch.compiler.disable
     def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,8 @@ from torch.distributed._functional_collectives import (
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.fx.experimental import _config as shape_options
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
@@ -48,8 +50,10 @@ __all__ = [
     "ALL_TO_ALL_SINGLE",
     "COMPILED",
     "GROUPED_MM",
+    "BatchNorm",
     "EnumerableShardingSpec",
     "FakeTensorMode",
+    "NormBase",
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
@@ -57,15 +61,15 @@ __all__ = [
     "all_to_all_single",
     "all_to_all_single_autograd",
     "backend_of",
-    "default_gloo_devices",
     "default_store",
+    "device_of_to",
     "dispatch_mode_stack",
     "dispatch_modes_disabled",
     "empty_optimizers_allowed",
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
-    "gloo_of_one_thread",
+    "gradient_hooks",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -78,7 +82,6 @@ __all__ = [
     "overloads_of",
     "pop_dispatch_mode",
     "pop_function_mode",
-    "present_as_gloo",
     "push_dispatch_mode",
     "push_function_mode",
     "pytree",
@@ -202,11 +205,7 @@ def pop_dispatch_mode(mode: Any) -> None:
 
 @contextmanager
 def empty_optimizers_allowed() -> Generator[None, None, None]:
-    """Allow optimizers without parameters inside the context, for ranks whose stages are all frozen.
-
-    PyTorch rejects such optimizers without an option to allow them, and the user's ``configure_optimizers`` creates
-    them. Therefore the context replaces ``Optimizer.__init__``.
-    """
+    """Allow the user's optimizers without parameters, for ranks whose stages are all frozen; PyTorch rejects them."""
     make = torch.optim.Optimizer.__init__
 
     def make_also_of_none(self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -238,6 +237,15 @@ def norms_of(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 def overloads_of(operator: Any) -> Any:
     """Operator of ``torch.ops`` whose overload a dispatch mode sees."""
     return operator._overloadpacket
+def device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
+    """Device that a call of ``nn.Module.to`` with these arguments names."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Hooks that ``Tensor.register_hook`` has registered, as the tensor's own dictionary; None without any."""
+    return tensor._backward_hooks
 
 
 def schema_of(operator: Any) -> Any:

@@ -27,10 +27,7 @@ leaf_module_names = tracing._get_leaf_module_names
 
 
 def put_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
-    """Replace tensors of *features* in place: ``values``, ``weights``, ``lengths``, ``offsets``, ``inverse_indices``.
-
-    The cached jagged tensors of single features are dropped. Other caches are kept.
-    """
+    """Replace tensors of *features* in place, by name, and drop the cached jagged tensors of single features."""
     for name, tensor in tensors.items():
         setattr(features, f"_{name}", tensor)
     features._jt_dict = None
@@ -97,10 +94,7 @@ def embeddings_in(module: Any) -> Any:
 
 
 def lookups_of(module: Any) -> list[nn.Module]:
-    """Lookups of a sharded module, one per sharding type, as the module's own list; empty if it has no lookups.
-
-    Those of a managed-collision module are its embedding module's.
-    """
+    """Lookups of a sharded module (or of its embedding module), one per sharding type, as the module's own list."""
     lookups: list[nn.Module] = getattr(embeddings_in(module), "_lookups", [])
     return lookups
 
@@ -190,6 +184,7 @@ def release_sent(tensors: Awaitable[Any]) -> None:
     TorchRec holds the sent tensors until the received ones are permuted. At that moment three copies would be in
     memory: sent, received and permuted.
     """
+    """Wait for the tensors of an input dist, and release the sent ones, which TorchRec holds longer."""
     for one in getattr(tensors, "awaitables", ()):
         if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
             for work in one._awaitables:

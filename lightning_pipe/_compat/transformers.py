@@ -51,11 +51,7 @@ def no_initialisers() -> Generator[None, None, None]:
 
 @contextmanager
 def rows_of_one_document() -> Generator[None, None, None]:
-    """Make models without data take each row for one document, as they do with data unless positions say otherwise.
-
-    Without data, transformers cannot see whether positions restart, and would build masks of (rows, 1, length, length)
-    that training does not have. Without effect if no model of transformers has been imported.
-    """
+    """Make models without data take each row for one document: they would build masks that training does not have."""
     module: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
     if module is None or find is None:
@@ -70,19 +66,12 @@ def rows_of_one_document() -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How some tensors of the files become some tensors of a model.
+    """How some tensors of the files become some tensors of a model."""
 
-    Attributes:
-        sources: names in the files, in order.
-        patterns: for each source, the pattern of *transform* that its name matches.
-        transform: transformers' object that converts them; None if one tensor is taken unchanged.
-        first: name of the first resulting tensor in the model.
-    """
-
-    sources: tuple[str, ...]
-    patterns: tuple[str, ...]
-    transform: Any
-    first: str
+    sources: tuple[str, ...]  # names in the files, in order
+    patterns: tuple[str, ...]  # for each source, the pattern of the transform that its name matches
+    transform: Any  # transformers' object that converts them; None if one tensor is taken unchanged
+    first: str  # name of the first resulting tensor in the model
 
     def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
         """Convert tensors, also on the meta device."""

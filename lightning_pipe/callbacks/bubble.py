@@ -136,7 +136,7 @@ def bubble_table(report: BubbleReport) -> Group:
     medians = report.medians
     ranks = FittedTable(box=box.SIMPLE, padding=(0, 1))
     for column in ("rank", "busy", "waits forward", "waits backward", "other", "done", "idle"):
-        ranks.add_column(column, justify="right", no_wrap=True)
+        ranks.add_column(column, justify="right", overflow="fold")
     for rank, one in enumerate(medians.ranks):
         times = (one.busy, one.wait_forward, one.wait_backward, one.other, one.done)
         idle = _percent(1 - one.busy / one.step) if one.step else "-"

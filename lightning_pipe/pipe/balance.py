@@ -93,10 +93,6 @@ def balance_by_memory(
         number of layers of each partition.
     """
     check_whole_number("chunks", chunks, 1, error=PlanError)
-    if not isinstance(parameter_scale, int | float) or not parameter_scale >= 0:
-        raise PlanError(
-            f"parameter_scale is {parameter_scale!r}; expected the bytes per byte of parameters, a number of at least 0"
-        )
     costs = []
     for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipe._compat.torch import BatchNorm
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, position
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Normalises each micro-batch by its own mean and variance, and updates running statistics once per mini-batch.
 
     The mean and the unbiased variance over all rows of the mini-batch are accumulated over its micro-batches (Chan,
@@ -126,8 +126,8 @@ def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module
             "the module contains a SyncBatchNorm, but a pipe runs in one process. Use nn.BatchNorm1d, nn.BatchNorm2d or"
             " nn.BatchNorm3d"
         )
-    if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
-        if type(module).forward is not _BatchNorm.forward:
+    if isinstance(module, BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
+        if type(module).forward is not BatchNorm.forward:
             raise SetupError(
                 f"a {type(module).__name__} overrides forward, which a deferred batch normalisation would not run. Use"
                 " nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, or pass deferred_batch_norm=False"
@@ -140,7 +140,7 @@ def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module
     return module
 
 
-def _defer(module: _BatchNorm) -> DeferredBatchNorm:
+def _defer(module: BatchNorm) -> DeferredBatchNorm:
     deferred = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
     deferred._parameters = module._parameters
     deferred._buffers = module._buffers

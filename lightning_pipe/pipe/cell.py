@@ -29,12 +29,7 @@ from lightning_pipe.pipe.skip import SkipKey, Skips
 
 @dataclass
 class Passed:
-    """Values that one partition passes to other partitions for one micro-batch.
-
-    Args:
-        value: inputs of the partition's first layer, or output of its last layer; any nesting.
-        skips: skips that lead to, or from, the partition.
-    """
+    """Values that one partition passes to other partitions for one micro-batch."""
 
     value: Any
     skips: Mapping[SkipKey, Any]
@@ -46,33 +41,19 @@ Gradients = dict[SkipKey | None, list[Tensor | None]]
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """State that the cells of a mini-batch share.
-
-    Args:
-        micro_batches: number of micro-batches.
-        seed: seed of random numbers.
-        grad: True if a backward will run.
-        state: the caller's thread state.
-        training: training flags of the modules of each partition.
-        parameters: parameters of each partition that require gradients.
-        token: see ``mini_batch`` of :class:`~lightning_pipe.pipe.position.Position`.
-    """
+    """State that the cells of a mini-batch share."""
 
     micro_batches: int
     seed: MiniBatchSeed
-    grad: bool
-    state: ThreadState
-    training: Sequence[Modes]
-    parameters: Sequence[Sequence[Tensor]]
+    grad: bool  # True if a backward will run
+    state: ThreadState  # the caller's
+    training: Sequence[Modes]  # of each partition
+    parameters: Sequence[Sequence[Tensor]]  # of each partition, those that require gradients
     token: object = field(default_factory=object)
 
 
 class Cell:
-    """Work of one partition on one micro-batch.
-
-    Attributes:
-        checkpointed: True if :meth:`recompute` must run before :meth:`backward`.
-    """
+    """Work of one partition on one micro-batch; a cell that computes the loss has a loss function."""
 
     def __init__(
         self,
@@ -86,7 +67,7 @@ class Cell:
         self.partition = partition
         self._of = of
         self._micro_batch = micro_batch
-        self.checkpointed = checkpointed and of.grad
+        self.checkpointed = checkpointed and of.grad  # keeps only inputs, and recomputes before backward
         self._loss = loss
         self._inputs: _Flat | None = None  # leaves of the graph
         self._outputs: _Flat | None = None  # outputs with their graph
@@ -130,7 +111,8 @@ class Cell:
         if self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]]:
             raise SetupError(
                 f"parameters of {self.partition.name} were changed after its forward, but the recomputation needs the"
-                f" original values. {self._fix_of_changed_parameters()}"
+                " original values. Change them after backward, or use checkpoint='never' if a layer changes them in its"
+                " forward, such as an embedding with max_norm"
             )
         now, then = capture(), self._of.state
         autocast = now._replace(
@@ -143,18 +125,8 @@ class Cell:
             self._outputs = self._run(leaves, recomputing=True)
         self._buffers = []
 
-    def _fix_of_changed_parameters(self) -> str:
-        for number, layer in enumerate(self.partition.layers, self.partition.first):
-            for module in layer.modules():
-                if getattr(module, "max_norm", None) is not None:
-                    return (
-                        f"The {type(module).__name__} in layer {number} has max_norm={module.max_norm}, so it changes"
-                        " its weight in each forward: use checkpoint='never', or remove max_norm"
-                    )
-        return "Change them after backward, or use checkpoint='never' if a layer changes them in its forward"
-
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
-        """Compute gradients of the inputs from gradients of the outputs, and free the graph."""
+        """Compute gradients of the inputs from gradients of the outputs (none for a loss), and free the graph."""
         leaves, outputs = self._inputs, self._outputs
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None

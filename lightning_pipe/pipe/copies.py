@@ -16,12 +16,7 @@ from lightning_pipe._compat.torch import pytree
 
 @dataclass(frozen=True)
 class Sent:
-    """Values on the receiver's device, ready when the events have completed.
-
-    Args:
-        value: any nesting of values; only tensors are copied.
-        events: events that the receiver's stream must wait for (default none).
-    """
+    """Values on the receiver's device, ready when the events have completed."""
 
     value: Any
     events: tuple[Any, ...] = field(default=())

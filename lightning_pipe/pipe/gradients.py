@@ -52,14 +52,7 @@ class GradientSums:
 
 
 def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
-    """Return outputs whose backward calls a function.
-
-    Args:
-        outputs: outputs without a graph.
-        upstream: tensors that receive gradients.
-        backward: called once with a gradient (or None) for each output; returns a gradient (or None) for each tensor
-            in *upstream*.
-    """
+    """Return outputs whose backward calls a function."""
     pending = _Pending(backward)
     token = _RunPending.apply(pending, *upstream)
     return list(_Result.apply(pending, token, *outputs))

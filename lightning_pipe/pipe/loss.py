@@ -33,8 +33,6 @@ class MiniBatchLoss:
     """Builds the loss functions of a mini-batch's micro-batches."""
 
     def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known: set[Any]) -> None:
-        if not callable(loss_fn):
-            raise InputError(f"loss_fn is {loss_fn!r}; expected a function that returns a loss of outputs and targets")
         loss_fn = _FUNCTIONS[loss_fn]() if _is_known(loss_fn) else loss_fn  # type: ignore[index]
         told: Any = reduction
         if told is None:
@@ -91,13 +89,7 @@ class MiniBatchLoss:
 
 
 class MicroLoss:
-    """Loss of one micro-batch, as a summand of the mini-batch's loss.
-
-    Attributes:
-        kind: key of the function, equal for functions that are created again in every step.
-        value: summand without *scale*, set by the call.
-        kept: output, target, loss and dtype of the loss of the micro-batch; None without *keep*.
-    """
+    """Loss of one micro-batch, as a summand of the mini-batch's loss: times *weight*, divided by *total*."""
 
     def __init__(
         self, loss_fn: LossFunction, target: Any, weight: float, total: Tensor | None, scale: float, keep: bool
@@ -105,8 +97,8 @@ class MicroLoss:
         self._loss_fn, self._target, self._weight, self._total, self._scale = loss_fn, target, weight, total, scale
         self._keep = keep
         self.kind = _kind_of(loss_fn)
-        self.value: Tensor = torch.empty(())
-        self.kept: tuple[Any, Any, float, torch.dtype] | None = None
+        self.value: Tensor = torch.empty(())  # summand without the scale
+        self.kept: tuple[Any, Any, float, torch.dtype] | None = None  # output, target, loss and its dtype
 
     def __call__(self, output: Any) -> Tensor:
         loss = self._loss_fn(output, self._target)

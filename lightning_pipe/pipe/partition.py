@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_pipe._compat.torch import pytree
+from lightning_pipe._compat.torch import NormBase, pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, at
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
@@ -204,7 +203,7 @@ class Partition:
             (module, name)
             for module, name, buffer, version in before
             # Updates of running statistics do not increment the version counter.
-            if (isinstance(module, _NormBase) and module.training)
+            if (isinstance(module, NormBase) and module.training)
             or module._buffers.get(name) is not buffer
             or buffer._version != version
         ]

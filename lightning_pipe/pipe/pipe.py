@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.torch import pytree
+from lightning_pipe._compat.torch import device_of_to, pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
-from lightning_pipe.environment import require
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
 from lightning_pipe.pipe.gradients import attach, attach_loss
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
@@ -85,21 +84,14 @@ class Pipe(nn.Module):
                 "a layer of the Sequential contains a Pipe; expected layers without a Pipe. Build one Pipe over all"
                 " layers"
             )
-        own = {*dir(type(self)), *vars(self)}
-        for name in module._modules:
-            if name in own:
-                raise SetupError(
-                    f"the Sequential has a layer {name!r}, which is also the name of an attribute of Pipe. Rename the"
-                    " layer"
-                )
-        if deferred_batch_norm:
-            defer_batch_norm(module, self._deferred)
-        for name, layer in module._modules.items():
-            self.add_module(name, layer)
         # The Sequential's own hooks, of every kind.
         self.__dict__.update({name: hooks for name, hooks in module.__dict__.items() if "hook" in name})
         self.training = module.training  # without train(): some layers may be frozen in evaluation mode
         try:
+            if deferred_batch_norm:
+                defer_batch_norm(module, self._deferred)
+            for name, layer in module._modules.items():
+                self.add_module(name, layer)
             self._partitions, self._routes = make_partitions([*self], devices, balance)
         except BaseException:
             undefer_batch_norm(module, self._deferred)
@@ -148,11 +140,7 @@ class Pipe(nn.Module):
 
         Args:
             options: keyword arguments of ``torch.compile``.
-
-        Raises:
-            SetupError: torch is older than 2.13.
         """
-        require("torch", "2.13", "compiled partitions")  # before, compiling in two threads at once crashes
         for partition in self._partitions:
             partition.compile(**options)
         return self
@@ -334,7 +322,7 @@ class Pipe(nn.Module):
         Raises:
             SetupError: a device is given, and not all layers are on it.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        device = device_of_to(*args, **kwargs)
         if device is not None and any(one != device for one in self.devices):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)

@@ -28,10 +28,7 @@ _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
 class MiniBatchSeed:
-    """Base of a mini-batch's seeds: the number that the user's generator will return next.
-
-    It is drawn from the generator after the first forward, and only if a layer has drawn.
-    """
+    """Base of a mini-batch's seeds: the user's generator's next number, drawn from it later if a layer has drawn."""
 
     def __init__(self) -> None:
         ahead = torch.Generator("cpu")
@@ -53,11 +50,7 @@ class MiniBatchSeed:
 
 
 class LayerGenerators(TorchDispatchMode):
-    """Dispatch mode in which random operations draw from the current layer's generator.
-
-    Attributes:
-        drew: True if an operation has drawn.
-    """
+    """Dispatch mode in which random operations draw from the current layer's generator."""
 
     def __init__(self, seed: MiniBatchSeed, micro_batch: int) -> None:
         super().__init__()

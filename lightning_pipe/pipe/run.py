@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.torch import pytree
+from lightning_pipe._compat.torch import gradient_hooks, pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch
@@ -25,15 +25,7 @@ from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 
 class Run:
-    """One mini-batch in a pipe.
-
-    Attributes:
-        rows: number of rows of the mini-batch.
-        count: number of micro-batches.
-        rows_of_micro_batches: number of rows of each micro-batch.
-        grad: True if a backward will run.
-        upstream: inputs and parameters that require gradients.
-    """
+    """One mini-batch in a pipe; *depth* is the ``stacklevel`` of warnings."""
 
     def __init__(
         self,
@@ -124,7 +116,7 @@ class Run:
     @contextmanager
     def parameters_alone(self) -> Iterator[None]:
         """Context without hooks of parameters, which must see only the sum of gradients over micro-batches."""
-        hooked = [one._backward_hooks for part in self._parameters for one in part if one._backward_hooks]
+        hooked = [hooks for part in self._parameters for one in part if (hooks := gradient_hooks(one))]
         kept = [dict(hooks) for hooks in hooked]
         for hooks in hooked:
             hooks.clear()

@@ -75,12 +75,6 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
                 " rows; expected the micro-batch's rows, in order, in the first dimension. Compute values of the whole"
                 " mini-batch after the pipe, or in pipe.loss"
             )
-        if len({leaf.shape[1:] for leaf in leaves}) > 1:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-            raise InputError(
-                f"the last layer returns tensors of {shapes} for micro-batches; expected the same shape, except for the"
-                " number of rows"
-            )
         return torch.cat(list(leaves))
     if any(leaf is not first and not _equal(leaf, first) for leaf in leaves[1:]):
         raise InputError(

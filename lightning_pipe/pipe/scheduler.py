@@ -27,30 +27,17 @@ Result = TypeVar("Result")
 
 @dataclass
 class MicroBatch:
-    """State of a micro-batch in flight.
-
-    Args:
-        index: index of the micro-batch.
-        of: number of micro-batches.
-        cells: cell of each partition.
-        inputs: inputs of the first layer; released when it has run.
-        sums: sums of parameter gradients, for each partition.
-        given: gradients of the last layer's outputs; None if the last cell computes the loss.
-        streams: the caller's current stream on each GPU.
-        rows: number of rows of the micro-batch.
-        schedulers: schedulers that run it, outermost first: schedulers of pipes whose layers call this pipe, then this
-            pipe's scheduler.
-    """
+    """State of a micro-batch in flight."""
 
     index: int
     of: int
-    cells: Sequence[Cell]
-    inputs: Any
-    sums: Sequence[GradientSums]
-    given: list[Tensor | None] | None = None
-    streams: Sequence[Any] = field(default=())
+    cells: Sequence[Cell]  # of each partition
+    inputs: Any  # released when the first layer has run
+    sums: Sequence[GradientSums]  # of each partition
+    given: list[Tensor | None] | None = None  # gradients of the outputs; None if the last cell computes the loss
+    streams: Sequence[Any] = field(default=())  # the caller's current stream on each GPU
     rows: int = 1
-    schedulers: tuple[Scheduler, ...] = ()
+    schedulers: tuple[Scheduler, ...] = ()  # that run it: those of pipes whose layers call this pipe come first
 
 
 # Micro-batch of a traced mini-batch: its index, and for each partition, whether it runs its layers again.
@@ -67,11 +54,7 @@ _current = _CurrentSchedulers()
 
 
 class _Tasks:
-    """Task functions of a pipe's plans.
-
-    They hold no reference to the scheduler. Without such a cycle, an unreferenced pipe is freed immediately, without
-    the garbage collector.
-    """
+    """Task functions of a pipe's plans. Without a reference to the scheduler, a forgotten pipe is freed at once."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
         self._partitions = list(partitions)
@@ -129,10 +112,7 @@ class _Tasks:
 
     @contextmanager
     def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
-        """Context on a partition's device and the caller's streams, in a range of the profiler as torchgpipe names it.
-
-        Adds partition and micro-batch as a note to errors.
-        """
+        """Context of a partition's device, the caller's streams, torchgpipe's profiler range, and a note on errors."""
         partition = self._partitions[index]
         with ExitStack() as stack:
             stack.callback(setattr, _current, "schedulers", _current.schedulers)
@@ -152,12 +132,7 @@ class _Tasks:
 
 
 class Scheduler:
-    """Plans of a pipe, and the pipelines that run them.
-
-    Attributes:
-        plans: plans, keyed by name.
-        is_tracing: True while a trace is recorded.
-    """
+    """Plans of a pipe, and the pipelines that run them."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
         tasks = _Tasks(partitions, routes)

@@ -133,11 +133,6 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         SetupError: a name is in both lists, both are empty, a list is a single string, or ``forward`` is not a
             generator function.
     """
-    if isinstance(stash, type):
-        raise SetupError(
-            f"@skippable is used without arguments on {stash.__name__}; expected names of skips, for example"
-            " @skippable(stash=['features'])"
-        )
     for what, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
             raise SetupError(f"{what} is the single name {names!r}; expected a list: [{names!r}]")
@@ -166,9 +161,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             return _drive(self, generate(self, *inputs), {*stashes}, {*pops})
 
         layer.forward = forward
-        layer._stashes = stashes  # type: ignore[attr-defined]
-        layer._pops = pops  # type: ignore[attr-defined]
-        layer._namespaces = {}  # type: ignore[attr-defined]
+        layer.pipe_stashes = stashes  # type: ignore[attr-defined]
+        layer.pipe_pops = pops  # type: ignore[attr-defined]
+        layer.pipe_namespaces = {}  # type: ignore[attr-defined]
         return layer
 
     return decorate
@@ -193,7 +188,7 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
     for one in layer.modules():
         if declared := {*_declared(one)}:
             names = declared if wanted is None else declared & wanted
-            one._namespaces = {**one._namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
+            one.pipe_namespaces = {**one.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
             found |= names
     if not found or (wanted is not None and wanted - found):
         missing = "" if wanted is None else f" named {', '.join(map(repr, sorted(wanted - found)))}"
@@ -207,17 +202,17 @@ def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the keys that a layer, and all layers in it, stash and pop."""
     stashed, popped = [], []
     for one in layer.modules():
-        stashed += [_key(one, name) for name in getattr(one, "_stashes", ())]
-        popped += [_key(one, name) for name in getattr(one, "_pops", ())]
+        stashed += [_key(one, name) for name in getattr(one, "pipe_stashes", ())]
+        popped += [_key(one, name) for name in getattr(one, "pipe_pops", ())]
     return stashed, popped
 
 
 def _declared(layer: nn.Module) -> tuple[str, ...]:
-    return (*getattr(layer, "_stashes", ()), *getattr(layer, "_pops", ()))
+    return (*getattr(layer, "pipe_stashes", ()), *getattr(layer, "pipe_pops", ()))
 
 
 def _key(layer: Any, name: str) -> SkipKey:
-    return SkipKey(layer._namespaces.get(name), name)
+    return SkipKey(layer.pipe_namespaces.get(name), name)
 
 
 def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
@@ -245,7 +240,9 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
             answer = skips.take(_key(layer, asked.name))
         elif isinstance(asked, stash | pop):
             what = type(asked).__name__
-            declared = ", ".join(map(repr, getattr(layer, "_stashes" if what == "stash" else "_pops"))) or "none"
+            declared = (
+                ", ".join(map(repr, getattr(layer, "pipe_stashes" if what == "stash" else "pipe_pops"))) or "none"
+            )
             raise SetupError(
                 f"{name}.forward yields {what}({asked.name!r}), which it does not declare or has already yielded."
                 f" Declared names: {declared}"

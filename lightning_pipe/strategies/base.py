@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe._compat.lightning import timeout_of
 from lightning_pipe.checkpoints.safe_reading import check_checksums, file_named
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
@@ -235,7 +236,7 @@ class DistributedStrategy(DDPStrategy):
         environment = self.cluster_environment
         assert environment is not None
         rank, world_size = environment.global_rank(), environment.world_size()
-        wait: timedelta = self._timeout or timedelta(minutes=30)
+        wait = timeout_of(self)
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         # The agent's store outlives a start. Nodes count starts separately, and a node that joined later has fewer.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"

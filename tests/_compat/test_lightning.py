@@ -187,21 +187,6 @@ def test_hooks_of_the_transfer_are_heard_from_where_they_are_given() -> None:
     assert steps == [[[0.0, 1.0]], "moved", [[2.0, 3.0]], [[5.0, 6.0]]]
 
 
-def test_a_callback_that_is_asked_for_its_hooks_is_heard() -> None:
-    class Answers(pl.Callback):
-        heard = 0
-
-        def __getattribute__(self, name: str) -> Any:
-            return self.count if name == "on_before_zero_grad" else super().__getattribute__(name)
-
-        def count(self, *_: Any) -> None:
-            self.heard += 1
-
-    callback = Answers()
-    fit(Model(), callback)
-    assert callback.heard == 3
-
-
 @pytest.mark.parametrize("of", ["a callback", "the module", "the module's backward"])
 def test_who_changes_the_loss_before_the_backward_does_not_change_what_the_step_returned(of: str) -> None:
     class Keeps(Model):
@@ -234,12 +219,6 @@ def test_who_changes_the_loss_before_the_backward_does_not_change_what_the_step_
     assert heard[0] == heard[1]
 
 
-def test_a_patched_base_class_is_heard() -> None:
-    with mock.patch.object(pl.Callback, "on_train_batch_start") as patched:
-        fit(Model(), pl.Callback())
-    assert patched.call_count == 3
-
-
 def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() -> None:
     called: dict[bool, int] = {}
     read: dict[bool, int] = {}
@@ -266,14 +245,6 @@ def test_accumulators_move_to_the_values_device_where_they_are_not_there() -> No
     assert {metric.value.device.type, metric.cumulated_batch_size.device.type} == {"meta"}
 
 
-def test_what_is_known_of_a_value_is_not_copied_where_it_is_there() -> None:
-    results = results_of_one_value()
-    meta = results["training_step.loss"].meta
-    results.log("training_step", "loss", torch.tensor(2.0), on_step=True, on_epoch=True)
-    assert results["training_step.loss"].meta is meta
-    assert float(results["training_step.loss"].value) == 3.0
-
-
 def test_another_meaning_of_a_name_is_still_an_error() -> None:
     with pytest.raises(MisconfigurationException, match="different arguments"):
         results_of_one_value().log("training_step", "loss", torch.tensor(1.0), prog_bar=True)
@@ -297,12 +268,6 @@ def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
     result = quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(loss, normalize)
     assert (result.closure_loss is loss) == (normalize == 1)
     assert float(result.asdict()["loss"]) == 6.0 / normalize
-
-
-@pytest.mark.parametrize("output", ["text", {"other": 1}])
-def test_what_is_no_loss_is_lightnings_error(output: Any) -> None:
-    with pytest.raises(MisconfigurationException):
-        quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(output)
 
 
 def test_the_last_checkpoint_at_a_url_is_found_with_its_protocol() -> None:

@@ -5,78 +5,18 @@ A failure means that PyTorch has changed: look for a public way first, then adap
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat import torch as compat
 from lightning_pipe._compat.torch import (
-    TorchDispatchMode,
-    TreeSpec,
-    backend_of,
-    default_gloo_devices,
-    gloo_of_one_thread,
     overflow_flags,
-    present_as_gloo,
-    pytree,
-    register_pytree_node,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
 )
-from tests.distributed import run_ranks
-
-NAME = "gloo_of_a_contract"
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def made(rank: int, size: int) -> dict[str, Any]:
-    devices = default_gloo_devices()
-    assert devices, "Gloo's options hold no _devices any more: its groups cannot share a listening thread"
-
-    def make(asked: Any, _: Any) -> Any:
-        return gloo_of_one_thread(asked, devices)
-
-    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    before = _threads()
-    group = dist.new_group(backend=NAME)
-    threads = _threads() - before
-    assert isinstance(group, dist.ProcessGroup)
-    present_as_gloo(group)
-    total = torch.tensor(rank + 1)
-    dist.all_reduce(total, group=group)
-    return {
-        "threads": threads,
-        "backend": type(backend_of(group)).__name__,
-        "name": dist.get_backend(group),
-        "total": int(total),
-    }
-
-
-def test_a_gloo_group_can_be_made_of_the_default_groups_sockets_and_one_thread() -> None:
-    for found in run_ranks(made, 2):
-        assert found["threads"] == 1, "ProcessGroupGloo has other threads than the one of its options' _threads"
-        assert found["backend"] == "ProcessGroupGloo", "ProcessGroup._get_backend does not give the registered backend"
-        assert found["name"] == "gloo", "get_backend does not read _world.pg_map any more"
-        assert found["total"] == 3
-
-
-def test_without_a_default_group_there_are_no_sockets() -> None:
-    assert not dist.is_initialized()
-    assert default_gloo_devices() is None, "_get_default_group does not refuse a world that is not initialised"
 
 
 def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
@@ -91,79 +31,6 @@ def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
             flag.fill_(overflow)
         scaler.step(optimizer)
         assert parameter.item() == overflow, "GradScaler does not read found_inf_per_device in step"
-
-
-def test_trees_are_flattened_changed_and_put_together() -> None:
-    tree = {"a": [1, (2.0, None)]}
-    leaves, shape = tree_flatten(tree)
-    assert leaves == tree_leaves(tree) == [1, 2.0, None], "torch.utils._pytree flattens another way"
-    assert isinstance(shape, TreeSpec)
-    assert tree_unflatten(leaves, shape) == tree == pytree.tree_unflatten(leaves, shape)
-    assert tree_map(str, tree) == {"a": ["1", ("2.0", "None")]}
-    assert tree_map_only(int, str, tree) == {"a": ["1", (2.0, None)]}
-
-
-class Pair:
-    def __init__(self, one: object, other: object) -> None:
-        self.both = [one, other]
-
-
-def test_a_class_can_be_registered_as_a_tree() -> None:
-    register_pytree_node(Pair, lambda one: (one.both, None), lambda both, _: Pair(*both))
-    assert tree_leaves(Pair(1, 2)) == [1, 2], "register_pytree_node takes other arguments"
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-def test_modes_are_listed_entered_and_left_by_hand() -> None:
-    functions, operators = Functions(), Operators()
-    compat.push_function_mode(functions)
-    compat.push_dispatch_mode(operators)
-    try:
-        assert compat.function_mode_stack() == [functions], "torch.overrides lists its modes another way"
-        assert compat.function_mode_count() == 1
-        assert compat.dispatch_mode_stack() == [operators], "_python_dispatch lists its modes another way"
-        with compat.dispatch_modes_disabled():
-            assert compat.dispatch_mode_stack() == [], "_disable_current_modes leaves modes on"
-    finally:
-        compat.pop_dispatch_mode(operators)
-        compat.pop_function_mode()
-    assert compat.function_mode_stack() == compat.dispatch_mode_stack() == []
-
-
-def test_the_innermost_hooks_of_saved_tensors_are_found() -> None:
-    assert compat.saved_tensor_hooks() is None, "there are hooks of saved tensors where none were set"
-    hooks = (lambda one: one, lambda one: one)
-    with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        assert compat.saved_tensor_hooks() == hooks, "_top_saved_tensors_default_hooks gives something else"
-
-
-def test_a_profiler_is_seen_from_every_thread() -> None:
-    seen: list[bool] = []
-    for _ in range(2):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            thread = threading.Thread(target=lambda: seen.append(compat.is_profiler_at_work()))
-            thread.start()
-            thread.join()
-    assert seen == [True, True], "torch.autograd.profiler._is_profiler_enabled is not of the process any more"
-    assert not compat.is_profiler_at_work()
-
-
-def stored(rank: int, size: int) -> str:
-    compat.default_store().set(f"contract {rank}", str(rank))
-    return compat.default_store().get(f"contract {1 - rank}").decode()
-
-
-def test_ranks_share_the_default_groups_store() -> None:
-    assert run_ranks(stored, 2) == ["1", "0"], "_get_default_store is not the store of all ranks"
 
 
 @pytest.mark.parametrize(
@@ -191,22 +58,6 @@ def test_fused_optimizers_say_that_they_look_for_overflow() -> None:
     own, fused = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=fused) for fused in (False, True))
     assert not compat.looks_for_overflow(own)
     assert compat.looks_for_overflow(fused), "GradScaler has another way to know fused optimizers now"
-
-
-def test_tensors_say_whether_they_are_views_and_which_storage_they_have() -> None:
-    whole = torch.zeros(4)
-    assert compat.is_view(whole[1:]), "Tensor._is_view does not say so of a slice"
-    assert not compat.is_view(whole)
-    meta = torch.empty(2, device="meta")
-    assert compat.storage_key(whole) == compat.storage_key(whole[1:].untyped_storage()), "_cdata is not of the storage"
-    assert compat.storage_key(meta) != compat.storage_key(torch.empty(2, device="meta")), "_cdata is not of one storage"
-
-
-def test_operators_have_a_schema() -> None:
-    schema = compat.schema_of(torch.ops.aten.add_.Tensor)
-    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    assert schema.is_mutable
-    assert schema.name == "aten::add_"
 
 
 def test_changes_that_autograd_need_not_see_keep_a_tensors_version() -> None:

@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_read_or_is_no_profile_is_named(
     part = ProfileResult("serial", 0.02, {"EmbInputDistWait": TaskProfile(0.001)}, 7, 10)
     path.write_text(part.to_json())
     assert "no cost is given for H2DAndShuffle" in refusal(capsys, "base", "--costs", str(path))
-    assert "the profile gives Odd an own time of -1.0 seconds" in refusal(
+    assert "seconds of a task's cost must be from 0 to 1e+06 seconds, got -1.0" in refusal(
         capsys, "base", "--costs", profile_file(tmp_path, Odd=-1.0)
     )
 

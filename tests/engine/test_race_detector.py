@@ -92,19 +92,6 @@ def test_a_backward_is_ordered_as_autograd_orders_the_streams_of_a_gpu() -> None
     assert run(plan(copy=ahead, train=step)).findings == []
 
 
-def test_disjoint_parts_of_one_memory_are_used_independently() -> None:
-    whole = torch.zeros(8)
-
-    def write_half(ctx: Any) -> None:
-        ctx.x = whole[:4].copy_(ctx.batch, non_blocking=True)
-
-    def use_half(ctx: Any) -> None:
-        ctx.y = whole[4:] + 1
-
-    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
-        assert run(plan(copy=write_half, train=use_half)).findings == []
-
-
 # ---------------------------------------------------------------------- planted faults
 
 
@@ -143,19 +130,6 @@ def test_a_wait_for_an_event_that_is_not_yet_recorded_is_found() -> None:
     assert ("wait without a record", "", "") in found
 
 
-def test_a_wait_for_an_event_of_an_earlier_iteration_is_found() -> None:
-    """The event was recorded once, and later work is not in it."""
-    record, recorded = DeviceStreams.record, set()
-
-    def once(streams: DeviceStreams, event: Any) -> None:
-        if event not in recorded:
-            record(streams, event)
-            recorded.add(event)
-
-    with mock.patch.object(DeviceStreams, "record", once):
-        assert ("race", "copy", "train") in kinds(run(plan(), count=8))
-
-
 def test_memory_that_another_stream_uses_without_record_stream_is_found() -> None:
     def forget(ctx: Any) -> None:
         ctx.y = ctx.x * 2
@@ -173,16 +147,6 @@ def test_a_tensor_that_is_written_on_the_copy_stream_after_it_was_handed_on_is_f
     assert ("race", "train", "copy") in kinds(run(plan(copy=into_buffer)))
 
 
-def test_a_view_of_a_tensor_shares_its_accesses() -> None:
-    made = torch.zeros(2, 4)
-
-    def into_view(ctx: Any) -> None:
-        made.view(-1)[:4].copy_(ctx.batch, non_blocking=True)
-        ctx.x = made.t()
-
-    assert ("race", "train", "copy") in kinds(run(plan(copy=into_view)))
-
-
 def test_a_host_read_on_a_workers_stream_is_listed() -> None:
     def read(ctx: Any) -> None:
         copy(ctx)
@@ -192,35 +156,6 @@ def test_a_host_read_on_a_workers_stream_is_listed() -> None:
     assert [(one.site.task, one.operator) for one in accelerator.syncs] == [("copy", "_local_scalar_dense")] * 4
     assert {one.stream for one in accelerator.syncs}.isdisjoint({"default"})
     assert accelerator.findings == []
-
-
-@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.nonzero, bool], ids=str)
-def test_each_way_to_read_a_tensor_on_the_host_is_listed(read: Callable[[Tensor], Any]) -> None:
-    with watched() as accelerator:
-        read(torch.ones(1, device=CUDA))
-        assert len(accelerator.syncs) == 1
-        read(torch.ones(1))
-        assert len(accelerator.syncs) == 1
-
-
-def test_a_host_read_of_a_copy_that_is_under_way_is_found() -> None:
-    def read(ctx: Any, wait: bool) -> None:
-        there = ctx.x.to("cpu", non_blocking=True)
-        if wait:
-            torch.cuda.current_stream().synchronize()
-        ctx.y = there.tolist()
-
-    assert ("race", "train", "train") in kinds(run(plan(train=lambda ctx: read(ctx, False))))
-    assert run(plan(train=lambda ctx: read(ctx, True))).findings == []
-
-
-def test_a_loader_that_fills_its_batch_again_while_it_is_copied_is_found() -> None:
-    def refilled(accelerator: Accelerator) -> Iterator[Any]:
-        batch = accelerator.on_host(torch.ones(4))
-        for number in range(3):
-            yield batch.fill_(number)
-
-    assert any(one.kind == "race" and one.second.task == "" for one in run(plan(), feed=refilled).findings)
 
 
 @pytest.fixture
@@ -235,11 +170,6 @@ def reduced(between: Callable[[Tensor, Any], Any]) -> list[Finding]:
         work = dist.all_reduce(tensor, async_op=True)
         between(tensor, work)
         return accelerator.findings
-
-
-@pytest.mark.usefixtures("world")
-def test_a_collective_is_waited_for() -> None:
-    assert reduced(lambda tensor, work: (work.wait(), tensor.add_(1))) == []
 
 
 @pytest.mark.usefixtures("world")

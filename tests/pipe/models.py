@@ -7,28 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from lightning_pipe.engine import SetupError
-from lightning_pipe.environment import require
 from lightning_pipe.pipe import pop, skippable, stash
 from lightning_pipe.pipe.scatter import gather, rows_of, scatter
 from tests.rounding import Reference
-
-
-def _compiles() -> bool:
-    try:
-        require("torch", "2.13", "compiled partitions")
-    except SetupError:
-        return False
-    return True
-
-
-COMPILES = pytest.mark.skipif(not _compiles(), reason="an older torch, under which compiling them is refused")
 
 
 @skippable(stash=["early", "late"])

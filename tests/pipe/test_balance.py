@@ -14,9 +14,8 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from lightning_pipe.engine import PlanError
-from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_parameters, balance_by_time
+from lightning_pipe.pipe import balance_by_memory, balance_by_parameters, balance_by_time
 from lightning_pipe.pipe.balance import even_shares
-from tests.pipe.models import with_skips
 
 
 @given(some.lists(some.integers(0, 20), min_size=1, max_size=9), some.integers(1, 9))
@@ -121,10 +120,3 @@ def test_measuring_leaves_the_layers_and_random_numbers_as_they_were() -> None:
     assert torch.equal(torch.rand(()), expected)
     assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
     assert all(p.grad is None for p in layers.parameters())
-
-
-def test_layers_with_skips_can_be_measured() -> None:
-    shares = balance_by_time(with_skips(), 3, torch.ones(4, 6), repeats=2)
-    pipe = Pipe(with_skips(), 2, devices=["cpu"] * 3, balance=shares)
-    assert pipe.balance == shares
-    pipe.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import DeferredBatchNorm, Pipe
 from tests.rounding import Reference
 
@@ -115,16 +113,6 @@ def test_the_first_layers_statistics_equal_the_whole_batchs(
         pipe.close()
 
 
-def test_what_is_gathered_is_not_in_the_state_dict_and_keys_stay() -> None:
-    plain = normalised()
-    pipe = Pipe(normalised(), 2, devices=["cpu"] * 2, deferred_batch_norm=True)
-    pipe(torch.randn(4, 3, 7))
-    assert [*pipe.state_dict()] == [*plain.state_dict()]
-    assert isinstance(pipe[1], DeferredBatchNorm)
-    pipe.load_state_dict(plain.state_dict())
-    pipe.close()
-
-
 def test_an_error_in_mid_batch_leaves_nothing_for_the_next() -> None:
     class Fails(nn.Module):
         fail = False
@@ -152,19 +140,6 @@ def test_an_error_in_mid_batch_leaves_nothing_for_the_next() -> None:
     pipe.close()
 
 
-def test_evaluation_uses_running_statistics_and_leaves_them() -> None:
-    pipe, whole = Pipe(normalised(), 3, devices=["cpu"] * 2, deferred_batch_norm=True), normalised()
-    pipe(torch.randn(6, 3, 7))
-    whole.load_state_dict(copy.deepcopy(pipe.state_dict()))
-    pipe.eval()
-    whole.eval()
-    inputs = torch.randn(5, 3, 7)
-    expected = Reference.of(lambda: {"output": whole(inputs)})
-    assert expected.differences({"output": pipe(inputs)}) == []
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in statistics(pipe).items())
-    pipe.close()
-
-
 @pytest.mark.parametrize("through", ["forward", "loss"])
 def test_without_it_recomputation_counts_no_batch_twice(through: str) -> None:
     found = []
@@ -180,11 +155,6 @@ def test_without_it_recomputation_counts_no_batch_twice(through: str) -> None:
         pipe.close()
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
-
-
-def test_statistics_over_processes_are_refused() -> None:
-    with pytest.raises(SetupError, match="SyncBatchNorm"):
-        Pipe(nn.Sequential(nn.SyncBatchNorm(3)), 2, devices=["cpu"], deferred_batch_norm=True)
 
 
 def test_outside_of_a_pipe_it_is_batch_normalisation() -> None:

@@ -23,19 +23,6 @@ def test_a_first_gradient_that_another_parameter_shares_stays_as_it_is() -> None
     assert [None if one is None else one.tolist() for one in found] == [[111.0, 222.0], [1.0, 2.0]]
 
 
-def test_a_sum_of_its_own_takes_further_gradients_in_its_memory() -> None:
-    sums, parameter = GradientSums(), torch.zeros(2)
-    places = []
-    for _ in range(4):
-        sums.add(parameter, torch.ones(2))
-        found = sums.of(parameter)
-        assert found is not None
-        places.append(found.data_ptr())
-        values = found.tolist()
-    assert values == [4.0, 4.0]
-    assert len(set(places[1:])) == 1
-
-
 def test_a_sparse_gradient_and_a_dense_one_are_added() -> None:
     sums, parameter = GradientSums(), torch.zeros(3)
     sparse = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
@@ -44,10 +31,6 @@ def test_a_sparse_gradient_and_a_dense_one_are_added() -> None:
     found = sums.of(parameter)
     assert found is not None
     assert found.tolist() == [1.0, 7.0, 1.0]
-
-
-def test_a_parameter_without_gradients_has_no_sum() -> None:
-    assert GradientSums().of(torch.zeros(1)) is None
 
 
 class AddsTwo(nn.Module):

@@ -171,15 +171,6 @@ def test_a_function_is_tried_once_and_not_in_every_step(pair: Pair) -> None:
     assert [step() for _ in range(3)] == [6, 4, 4]  # of four micro-batches, and two parts
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [(None, "loss_fn is None"), (nn.MSELoss(reduction="none"), "has the reduction 'none'")],
-)
-def test_what_is_no_loss_is_refused(pair: Pair, loss_fn: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        pair[0].loss(torch.randn(ROWS, 4), torch.randn(ROWS, CLASSES), loss_fn)
-
-
 def test_no_rows_have_no_loss(pair: Pair) -> None:
     with pytest.raises(InputError, match="no rows"):
         pair[0].loss(torch.randn(0, 4), torch.randn(0, CLASSES), nn.MSELoss())

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
 from tests.patience import HANG
 from tests.pipe.models import (
-    COMPILES,
     MODELS,
     batch,
     different,
@@ -57,43 +55,6 @@ def test_it_has_the_sequentials_layers_and_says_where_they_are() -> None:
     assert set(pipe.plans) == {"gpipe_forward", "gpipe_backward", "1f1b"}
 
 
-def test_layers_are_shared_out_by_their_parameters() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(100, 2))
-    assert Pipe(layers, 1, devices=["cpu"] * 2).balance == [3, 1]
-
-
-def test_without_devices_a_balance_says_how_many_partitions() -> None:
-    if not torch.cuda.is_available():
-        assert Pipe(MODELS["plain"](), 1).devices == [torch.device("cpu")]
-    assert (
-        len(
-            Pipe(
-                MODELS["plain"](), 1, devices=None if not torch.cuda.is_available() else ["cpu"] * 2, balance=[2, 3]
-            ).devices
-        )
-        == 2
-    )
-
-
-def test_hooks_of_layers_and_of_the_sequential_are_kept() -> None:
-    layers = MODELS["plain"]()
-    seen: list[tuple[str, int]] = []
-    layers[2].register_forward_hook(lambda module, args, output: seen.append(("layer", len(output))))
-    layers.register_forward_hook(lambda module, args, output: output * 0)
-    pipe = Pipe(layers, 2, "never", ["cpu"] * 2)
-    assert not pipe(batch(8)[0]).any()
-    assert seen == [("layer", 4), ("layer", 4)]
-    pipe.close()
-
-
-def test_modes_go_to_the_layers() -> None:
-    pipe = Pipe(MODELS["plain"]().eval(), 2, devices=["cpu"] * 2)
-    assert not any(layer.training for layer in pipe)
-    assert not pipe.training
-    pipe.train()
-    assert all(layer.training for layer in pipe)
-
-
 def test_it_is_copied_and_pickled_without_its_threads() -> None:
     pipe = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2)
     inputs = batch(8)[0]
@@ -106,24 +67,6 @@ def test_it_is_copied_and_pickled_without_its_threads() -> None:
         assert not torch.equal(other(inputs), expected)
         other.close()
     pipe.close()
-
-
-def test_it_may_be_part_of_a_module() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Pipe(MODELS["plain"](), 2, devices=["cpu"] * 2)
-            self.head = nn.Linear(3, 1)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            output: Tensor = self.head(self.body(inputs))
-            return output
-
-    whole = Whole()
-    whole(batch(8)[0]).sum().backward()
-    assert all(p.grad is not None for p in whole.parameters())
-    assert "body.into.weight" in whole.state_dict()
-    whole.body.close()
 
 
 def test_its_type_may_be_changed_and_its_place_may_not() -> None:
@@ -139,7 +82,6 @@ def test_its_type_may_be_changed_and_its_place_may_not() -> None:
         pipe(batch(8)[0].double())
 
 
-@COMPILES
 def test_partitions_may_be_compiled() -> None:
     pipe, whole = Pipe(MODELS["plain"](), 2, devices=["cpu"] * 2), MODELS["plain"]()
     pipe.compile_partitions(backend="aot_eager")
@@ -152,7 +94,6 @@ def test_partitions_may_be_compiled() -> None:
     pipe.close()
 
 
-@COMPILES
 def test_compiled_layers_that_draw_run_as_they_are_with_a_warning() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), 2, devices=["cpu"] * 2)
     pipe.compile_partitions(backend="aot_eager")
@@ -202,25 +143,6 @@ def test_it_takes_several_inputs_and_gives_any_nesting() -> None:
     assert one.grad is not None
     assert torch.equal(one.grad, torch.full((5, 2), 2.0))
     pipe.close()
-
-
-def test_an_output_that_has_no_gradient_passes_detached() -> None:
-    class Two(nn.Module):
-        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-            return input * 2, input.detach() * 3
-
-    class Both(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return pair[0] + pair[1], pair[1]
-
-    for checkpoint in ("never", "always"):
-        pipe = Pipe(nn.Sequential(Two(), Both()), 2, checkpoint, ["cpu"] * 2)
-        inputs = torch.ones(4, 1, requires_grad=True)
-        total, detached = pipe(inputs)
-        (total.sum() + detached.sum()).backward()
-        assert inputs.grad is not None
-        assert torch.equal(inputs.grad, torch.full((4, 1), 2.0))
-        pipe.close()
 
 
 def test_fewer_rows_than_micro_batches_run_as_fewer_with_a_warning() -> None:
@@ -282,7 +204,10 @@ def test_an_embedding_that_limits_its_norm_is_named_where_it_cannot_be_recompute
     layers = nn.Sequential(nn.Embedding(8, 6, max_norm=0.5), nn.Linear(6, 3))
     whole, ids = copy.deepcopy(layers), torch.arange(8)
     pipe = Pipe(copy.deepcopy(layers), 2, "always", ["cpu"] * 2, [1, 1])
-    with pytest.raises(SetupError, match=r"The Embedding in layer 0 has max_norm=0.5.*use checkpoint='never'"):
+    with pytest.raises(
+        SetupError,
+        match=r"use checkpoint='never' if a layer .* with max_norm",
+    ):
         pipe(ids).sum().backward()
     pipe.close()
     pipe = Pipe(layers, 2, "never", ["cpu"] * 2, [1, 1])
@@ -387,8 +312,6 @@ def test_what_is_no_sequential_is_refused() -> None:
         Pipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="Own overrides forward"):
         Pipe(Own(nn.Linear(2, 2)), 2)
-    with pytest.raises(SetupError, match="no layers"):
-        Pipe(nn.Sequential(), 2)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +336,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], messag
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SetupError, match="devices contains cuda:0, but PyTorch finds no GPU"):
+    with pytest.raises(SetupError, match="devices contains 0, which cannot be used"):
         Pipe(MODELS["plain"](), 2, devices=["cpu", 0])
 
 
@@ -490,23 +413,6 @@ def test_an_error_in_a_layer_is_raised_as_it_is_with_its_place_and_the_pipe_goes
     assert not workers()
 
 
-def test_no_thread_is_left_by_a_pipe_that_is_closed_or_forgotten() -> None:
-    pipe = Pipe(MODELS["plain"](), 2, devices=["cpu"] * 2)
-    pipe(batch(8)[0]).sum().backward()
-    names = workers()
-    assert len(names) >= 2
-    pipe.close()
-    assert not workers()
-    pipe(batch(8)[0])  # it starts others
-    threads = [thread for thread in threading.enumerate() if "partition" in thread.name]
-    assert threads
-    del pipe
-    gc.collect()
-    for thread in threads:
-        thread.join(HANG)
-        assert not thread.is_alive()
-
-
 # ---------------------------------------------------------------------- what it shows
 
 
@@ -520,38 +426,6 @@ def test_the_trace_shows_every_task_of_every_micro_batch() -> None:
     assert {span.thread for span in spans} == {"partition0", "partition1"}
     pipe(batch(9)[0])
     assert pipe.stop_trace() == []
-    pipe.close()
-
-
-@pytest.mark.parametrize(("mode", "recomputed"), [("always", [0, 1, 2]), ("except_last", [0, 1]), ("never", [])])
-def test_the_trace_shows_a_recomputation_only_where_layers_run_again(mode: Any, recomputed: list[int]) -> None:
-    pipe = Pipe(MODELS["plain"](), 3, mode, ["cpu"] * 2)
-    pipe.start_trace()
-    pipe(batch(9)[0]).sum().backward()
-    spans = pipe.stop_trace()
-    pipe.close()
-    for partition in range(2):
-        assert sorted(span.iteration for span in spans if span.task == f"Recompute{partition}") == recomputed
-
-
-def test_pytorchs_profiler_shows_the_tasks_in_the_threads_of_their_partitions() -> None:
-    pipe = Pipe(MODELS["plain"](), 3, "always", ["cpu"] * 2)
-    pipe(batch(9)[0])  # the threads are there before the profiler is
-    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
-        pipe(batch(9)[0]).sum().backward()
-    threads: dict[str, list[int]] = {}
-    for event in found.events() or ():
-        threads.setdefault(event.name, []).append(event.thread)
-    for partition in range(2):
-        of_partition = [threads[f"{kind}{partition}"] for kind in ("Forward", "Recompute", "Backward")]
-        assert [len(numbers) for numbers in of_partition] == [3, 3, 3]
-        assert [len(set(numbers)) for numbers in of_partition] == [1, 1, 1]
-    for kind in ("Forward", "Recompute", "Backward"):
-        assert set(threads[f"{kind}0"]).isdisjoint(threads[f"{kind}1"])
-    # One inside each task of a micro-batch.
-    ranges = {name: len(numbers) for name, numbers in threads.items() if name.startswith("chunk")}
-    assert ranges == {f"chunk{chunk}-part{partition}": 3 for chunk in range(3) for partition in range(2)}
     pipe.close()
 
 

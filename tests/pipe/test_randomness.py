@@ -118,42 +118,6 @@ def test_gradients_are_those_of_the_masks_of_forward(checkpoint: Any, through: s
     pipe.close()
 
 
-def test_micro_batches_layers_and_mini_batches_have_masks_of_their_own() -> None:
-    torch.manual_seed(0)
-    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()), 2, devices=["cpu"] * 2)
-    first, second = pipe(torch.ones(2, 256))
-    (third, _) = pipe(torch.ones(2, 256))
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, third)
-    twice = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), 1, devices=["cpu"] * 2)
-    assert 0.6 < (twice(torch.ones(1, 4096)) == 0).double().mean() < 0.9
-    pipe.close()
-    twice.close()
-
-
-def test_the_user_may_draw_between_a_forward_and_its_backward() -> None:
-    pipe = Pipe(random_layers(), 3, "always", ["cpu"] * 2)
-    losses = []
-    for _ in range(2):
-        losses.append(pipe(torch.randn(6, 6)).square().mean())
-        torch.rand(3)
-    for loss in losses:
-        loss.backward()
-    assert all(p.grad is not None for p in pipe.parameters())
-    pipe.close()
-
-
-def test_dropout_on_own_generators_is_pytorchs() -> None:
-    for p in (0.0, 0.3, 1.0):
-        inputs = torch.randn(1, 1000)
-        pipe = Pipe(nn.Sequential(nn.Dropout(p)), 1, devices=["cpu"])
-        found = pipe(inputs)
-        assert torch.equal(found, torch.where(found != 0, inputs * (1 / (1 - p) if p < 1 else 0.0), 0.0))
-        # Of 1000 draws the share has a standard deviation of 0.0145 at most: 0.1 is 6.9 of them, exceeded once in 1e11.
-        assert (found == 0).double().mean().item() == pytest.approx(p, abs=0.1)
-        pipe.close()
-
-
 def test_layers_that_draw_nothing_leave_the_users_numbers_alone() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).eval(), 2, devices=["cpu"] * 2)
     torch.manual_seed(3)
@@ -227,24 +191,6 @@ def test_attention_with_dropout_has_masks_of_its_own() -> None:
     assert not torch.equal(found[0][:2], found[0][2:])
 
 
-def test_a_generator_of_the_users_is_left_to_them() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator()
-
-        def forward(self, input: Tensor) -> Tensor:
-            return input * torch.bernoulli(torch.full(input.shape, 0.5), generator=self.generator)
-
-    own = Own()
-    own.generator.manual_seed(1)
-    pipe = Pipe(nn.Sequential(own, nn.Identity()), 2, devices=["cpu"] * 2)
-    found = pipe(torch.ones(4, 8))
-    generator = torch.Generator().manual_seed(1)
-    assert torch.equal(found, torch.cat([torch.bernoulli(torch.full((2, 8), 0.5), generator=generator) for _ in "ab"]))
-    pipe.close()
-
-
 def test_a_layer_that_begins_to_draw_later_is_refused() -> None:
     class Sometimes(nn.Module):
         draw = False
@@ -258,16 +204,4 @@ def test_a_layer_that_begins_to_draw_later_is_refused() -> None:
     layer.draw = True
     with pytest.raises(SetupError, match="drew none for its first micro-batch"):
         pipe(torch.ones(4, 2))
-    pipe.close()
-
-
-def test_training_and_evaluation_are_told_apart() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), 2, devices=["cpu"] * 2)
-    pipe.eval()
-    inputs = torch.ones(4, 6)
-    assert torch.equal(pipe(inputs), pipe(inputs))
-    pipe.train()
-    assert not torch.equal(pipe(inputs), pipe(inputs))
-    pipe.eval()
-    assert torch.equal(pipe(inputs), pipe(inputs))
     pipe.close()

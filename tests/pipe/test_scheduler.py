@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe import Pipe, pipe
+from lightning_pipe.pipe import Pipe
 from tests.patience import HANG
 
 
@@ -93,39 +92,3 @@ def test_a_pipe_may_be_called_from_within_another(call: Callable[..., Any]) -> N
     assert isinstance(_ended(lambda: call(made, other)), Tensor)
     made.close()
     other.close()
-
-
-def test_a_pipe_called_from_within_itself_through_another_is_refused() -> None:
-    made, other = _made(), _made()
-
-    def call(*_: Any) -> None:
-        made(torch.ones(2, 2))
-
-    other[0].register_forward_pre_hook(call)
-    assert isinstance(_ended(lambda: _in_forward(made, other)), SetupError)
-    made.close()
-    other.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "train"),
-    [
-        ("value_field", lambda made: made(torch.ones(4, 2))),
-        ("gradient_field", lambda made: made.loss(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)),
-    ],
-)
-def test_an_interrupt_between_micro_batches_leaves_a_pipe_that_works(name: str, train: Callable[[Pipe], Any]) -> None:
-    made, field = _made(), getattr(pipe, name)
-    calls = iter([field, mock.Mock(side_effect=KeyboardInterrupt)])
-    before = threading.enumerate()
-    # Called where the outcome of a micro-batch has come.
-    with (
-        mock.patch.object(pipe, name, lambda *args: next(calls)(*args)),
-        pytest.raises(KeyboardInterrupt) as interrupt,
-    ):
-        train(made)
-    # While the interrupt, and with it its frames, are alive.
-    assert _ended(lambda: made(torch.ones(4, 2))).shape == (4, 1)
-    assert interrupt.value.__traceback__ is not None
-    made.close()
-    assert [one for one in threading.enumerate() if one not in before] == []

@@ -53,15 +53,6 @@ def test_a_pipe_brings_a_skip_to_where_it_is_popped_and_its_gradient_back(balanc
     pipe.close()
 
 
-def test_a_skip_goes_past_partitions_that_do_not_use_it() -> None:
-    routes = skip_routes([[stashes("a")], [nn.Identity()], [nn.Identity()], [pops("a")]])
-    assert [(repr(route.key), route.source, route.target) for route in routes] == [("'a'", 0, 3)]
-
-
-def test_a_skip_inside_a_partition_is_none_between_partitions() -> None:
-    assert skip_routes([[stashes("a"), pops("a")], [nn.Identity()]]) == []
-
-
 def test_layers_inside_of_layers_have_skips() -> None:
     inner = nn.Sequential(nn.Identity(), stashes("a"))
     assert len(skip_routes([[inner], [nn.Sequential(pops("a"))]])) == 1

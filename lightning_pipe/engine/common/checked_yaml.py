@@ -1,4 +1,7 @@
-"""Reader for hand-written YAML, which refuses repeated keys: YAML itself would silently use the last value."""
+"""Reader for hand-written YAML. It refuses repeated keys, which YAML would drop, and references.
+
+A short file with references can expand to more values than fit in memory.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,35 @@ import yaml
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.safe_text import printable, shown
 
-_MOST_CHARACTERS = 2**18  # a plan of a hundred tasks has 15 kB
+_MOST_CHARACTERS = 2**17  # a plan of a hundred tasks has 15,000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader without aliases, by which a short file could expand to more values than fit in memory."""
-
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            raise _problem(f"found the alias *{event.anchor}; write the value itself", event)
+        if self.check_event(yaml.AliasEvent):
+            raise self._error("it has a reference (*name); write the value out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) < len(node.value):
-            names = [self.construct_object(key) for key, _ in node.value]
-            place, name = next((place, name) for place, name in enumerate(names) if name in names[:place])
-            raise _problem(f"the key {shown(name)} repeats; write it once", node.value[place][0])
-        return mapping
+        content = super().construct_mapping(node, deep)
+        if len(content) < len(node.value):
+            keys = [key.value for key, _ in node.value]
+            repeated = next((key for key in keys if keys.count(key) > 1), keys[0])
+            raise self._error(f"it repeats the key {shown(repeated)}; write it once", node)
+        return content
 
-
-def _problem(what: str, where: Any) -> yaml.YAMLError:
-    return yaml.YAMLError(f"{what} (line {where.start_mark.line + 1})")
+    def _error(self, problem: str, node: yaml.Node | None = None) -> yaml.YAMLError:
+        mark = self.get_mark() if node is None else node.start_mark
+        return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) -> dict[Any, Any]:
-    """Read the mapping in YAML *text*."""
+    """Read the mapping with the keys *known* in YAML *text*; errors name the *kind* of file and point to *compare*."""
     if len(text) > _MOST_CHARACTERS:
         raise PlanError(f"the {kind} has {len(text)} characters; expected at most {_MOST_CHARACTERS}")
     try:
         content = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: PyYAML resolves "0x_" as a number
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
         said = printable(str(error)[:1000])
         raise PlanError(f"the {kind} is not valid YAML: {said}; compare it with {compare}") from error
     if not isinstance(content, dict):
@@ -50,7 +50,7 @@ def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) 
 
 
 def check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    """Raise an error for a key that is not in *known*."""
+    """Refuse a key that is not in *known*; *what* is the owner of the keys in the error message."""
     for key in found:
         if key not in known:
             raise PlanError(f"{what} has the unknown key {shown(key)}; known keys are {', '.join(known)}")

@@ -31,11 +31,7 @@ def sync_all(folder: Path) -> None:
 
 
 def sync_name(path: Path) -> None:
-    """Wait until the name of a file or folder, and the names of all its parent folders, are on disk.
-
-    Any parent may have been created just now, by any process. Folders above the direct parent are skipped if the system
-    does not permit the sync.
-    """
+    """Wait until the name of a file, and of its parent folders, which may all be new, are on disk."""
     parent = path.parent.resolve()
     sync(parent)
     for above in parent.parents:

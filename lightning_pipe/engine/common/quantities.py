@@ -11,16 +11,12 @@ from lightning_pipe.engine.common.safe_text import shown
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # both Unicode signs for micro
-_LONGEST = 100  # characters; Python refuses to convert more than 4,300 digits
-_NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
+_NUMBER = r"\d{1,40}(?:\.\d*)?(?:e[+-]?\d+)?"
 
 
 def parse_size(text: str) -> int:
-    """Convert a size such as "80GB" (powers of 1000) or "80GiB" (powers of 1024) to bytes.
-
-    The prefix is k, m, g or t. Upper and lower case are equivalent.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower()) if len(text) <= _LONGEST else None
+    """Convert a size such as "80GB" (powers of 1000) or "80GiB" (powers of 1024) to bytes."""
+    found = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([kmgt]i?)?b?\s*", text.lower())
     size = int(Fraction(found[1]) * _SIZES[found[2] or ""]) if found else 0
     if not 1 <= size < 2**63:
         raise SetupError(f"the size is {shown(text)}; expected a number of bytes above 0, such as 80GB or 512MiB")
@@ -29,7 +25,7 @@ def parse_size(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """Convert a duration such as "5us", "0.2ms" or "1s" to seconds."""
-    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµμ]+)\s*", text.lower()) if len(text) <= _LONGEST else None
+    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµμ]+)\s*", text.lower())
     seconds = float(found[1]) * _TIMES.get(found[2], math.inf) if found else math.inf
     if not math.isfinite(seconds):
         raise SetupError(
@@ -39,10 +35,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Convert a bandwidth such as "25GB/s", "200mbit" or "200Mbit/s" to bytes per second.
-
-    Prefixes are those of :func:`parse_size`; a value with "bit" is divided by 8.
-    """
+    """Convert a bandwidth such as "25GB/s", "200mbit" or "200Mbit/s" to bytes per second."""
     size, bits = text.lower().strip().removesuffix("/s"), 1
     if size.endswith("bit"):
         size, bits = size.removesuffix("bit"), 8

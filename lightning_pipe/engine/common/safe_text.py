@@ -22,10 +22,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape every character of *text* that is neither printable nor a line end.
-
-    Escaped characters are control characters, which start terminal commands, and marks that change the text direction.
-    """
+    """Escape control characters and marks that change the text direction; line ends stay."""
     return "".join(
         one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
     )

@@ -23,13 +23,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock.
-
-    Args:
-        at: time of the measurement on the rank's clock (seconds).
-        seconds: offset to add to the rank's clock to obtain rank 0's clock (seconds).
-        error: maximum error of the offset (seconds); 0 for a rank on the machine of rank 0.
-    """
+    """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock."""
 
     at: float
     seconds: float
@@ -37,10 +31,7 @@ class ClockOffset:
 
 
 def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
-    """Measure the offset of this rank's clock. Every rank of *group* calls this; the group must be otherwise idle.
-
-    Costs about 20 messages per rank, one rank after the other.
-    """
+    """Measure the offset of this rank's clock, with about 20 messages per rank of the otherwise idle CPU *group*."""
     if group is None:
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
     ping, pong = torch.zeros(1), torch.zeros(3, dtype=torch.float64)

@@ -13,10 +13,7 @@ import torch
 
 
 class DeviceClock:
-    """Clock for the streams of a device, which is compared with the host's clock at creation and in :meth:`resolve`.
-
-    Creation and :meth:`resolve` wait until the device is idle; :meth:`now` does not wait.
-    """
+    """Clock for a device's streams, compared with the host's at creation and in :meth:`resolve`, which both wait."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device

@@ -17,8 +17,8 @@ from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.schedule import MAIN
 
-TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
-BACKGROUND = "background"
+TASK, DEVICE, EVALUATION = "task", "device", "evaluation"  # a device bar is the same task on its stream
+BACKGROUND = "background"  # work submitted by a simulated task
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
 RECOMPUTE = "recompute"  # repeated forward of activation checkpointing, before the backward
@@ -33,16 +33,16 @@ class Bar(NamedTuple):
     """Measured or simulated time interval: the record type of all timelines."""
 
     rank: int
-    lane: str
-    name: str
-    kind: str
-    start: float
+    lane: str  # name of the thread group; "stream NAME" for work on a device
+    name: str  # the task's name, or the kind
+    kind: str  # one of the constants above
+    start: float  # seconds
     end: float
     iteration: int | None = None
     microbatch: int | None = None
     stage: int | None = None
-    pipeline: int = 0
-    submitted: float | None = None
+    pipeline: int = 0  # index of the data-parallel pipeline
+    submitted: float | None = None  # when the main thread submitted the task to the lane's worker
 
 
 def microbatch_bar(
@@ -77,7 +77,7 @@ def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
 
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
-    """Assign to each bar the iteration of the main thread's task during which the bar began, or None."""
+    """Assign to each bar the iteration of the main thread's task during which it began; None without such a task."""
     found = []
     around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
     for bar in bars:
@@ -88,11 +88,7 @@ def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
 
 
 class Timeline:
-    """Bars of all ranks on a common clock.
-
-    Attributes:
-        bars: bars sorted by rank, lane and start; of two bars with the same start, the longer comes first.
-    """
+    """Bars of all ranks on a common clock, sorted by rank, lane and start; the longer of two first."""
 
     def __init__(self, bars: Iterable[Bar], dependencies: Sequence[Dependency] = ()) -> None:
         found = list(bars)

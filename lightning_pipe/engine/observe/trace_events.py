@@ -26,10 +26,7 @@ def write_trace(timeline: Timeline, path: Path, notes: Mapping[str, Any]) -> Non
 
 
 def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert *timeline* to the object of the trace format: names first, then all events by time.
-
-    Times start at 0 with the first bar.
-    """
+    """Convert *timeline* to the object of the trace format: names first, then all events by time, from 0."""
     # Thread and process numbers start at 1, because process 0 and thread 0 denote idle ones of an operating system.
     threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}
     origin = min((bar.start for bar in timeline.bars), default=0.0)
@@ -64,11 +61,7 @@ def _metadata(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> di
 
 
 def _times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
-    """Start and end of each bar in microseconds, clipped so that the bars of a lane are nested or disjoint.
-
-    Bars of a thread need no clipping. On a stream to which two threads submit, a bar of one thread can partly overlap a
-    bar of the other.
-    """
+    """Start and end of each bar in microseconds, clipped so that bars of a stream that two threads use are nested."""
     times: list[tuple[float, float]] = []
     enclosing: list[tuple[float, tuple[int, str]]] = []
     for bar in timeline.bars:

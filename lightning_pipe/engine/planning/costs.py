@@ -26,31 +26,15 @@ _FEWEST_LANES, _MOST_LANES = 1e-3, 1e6
 
 @dataclass(frozen=True)
 class TaskCost:
-    """Cost of one run of a task whose dependencies are met and whose resources are otherwise idle.
+    """Cost of one run of a task whose dependencies are met and whose resources are otherwise idle."""
 
-    Args:
-        seconds: time for which the task works and holds its thread. On a device with streams it holds its stream
-            instead, and its thread for *launch* only, unless *resource* is ``"host"`` or ``"disk"``.
-        resource: resource that the task works on (default ``"compute"``). ``"host"`` is the Python interpreter, which
-            one thread holds at a time.
-        background: work that the task submits and that continues after the task has ended: seconds (default 0), or a
-            collective whose duration comes from the machine's network model.
-        background_resource: resource of the background work (default ``"network"``).
-        waited_by: name of the task that waits for the background work at its start (default None: no task waits).
-            With the task's own name, the task itself waits at its end, such as a lookup that waits for its exchange.
-        launch: seconds for which the thread is held (on ``"host"``) to submit the work on a device with streams
-            (default 0). Not used on a device without streams.
-
-    Raises:
-        PlanError: a resource is unknown, or a time is negative, not finite or longer than 1e6 seconds.
-    """
-
+    # Holds the task's thread; on a device with streams its stream instead, unless the resource is "host" or "disk".
     seconds: float
-    resource: Resource = "compute"
-    background: float | Message = 0.0
+    resource: Resource = "compute"  # "host" is the Python interpreter, which one thread holds at a time
+    background: float | Message = 0.0  # work that continues after the task has ended: seconds or a collective
     background_resource: Resource = "network"
-    waited_by: str | None = None
-    launch: float = 0.0
+    waited_by: str | None = None  # task that waits for the background work at its start; this task: at its end
+    launch: float = 0.0  # seconds of "host" to submit the work to a device with streams
 
     def __post_init__(self) -> None:
         for what, resource in (("resource", self.resource), ("background_resource", self.background_resource)):
@@ -77,32 +61,16 @@ class Machine:
 
     A resource with *n* users and *c* lanes gives each user ``min(1, c / n)`` of its full speed. This models cores under
     a fair scheduler, connections on one link, and kernels on one device.
-
-    Args:
-        cores: lanes of ``"compute"``, that is, the number of tasks that compute at full speed concurrently (default 2).
-            Use the number of CPU cores that are free for tasks, or 1 for an accelerator. Fractions are allowed: two
-            threads that slow each other down by a fifth have 1.6 lanes.
-        lanes: lanes of the other resources (default 1 each).
-        network: network model that gives the durations of messages (default None).
-        device_streams: True if the device has streams (default False). Tasks then hold their stream instead of their
-            thread.
-        between_periods: seconds of the main thread in each period outside tasks, such as fetching, hooks and logging
-            (default 0).
-
-    Raises:
-        PlanError: a resource is unknown or its number of lanes is out of range, or *between_periods* is out of range.
     """
 
-    cores: float = 2
-    lanes: Mapping[Resource, float] = field(default_factory=dict)
+    cores: float = 2  # lanes of "compute"; two threads that slow each other down by a fifth have 1.6 lanes
+    lanes: Mapping[Resource, float] = field(default_factory=dict)  # of the other resources (1 each)
     network: NetworkModel | None = None
-    device_streams: bool = False
-    between_periods: float = 0.0
+    device_streams: bool = False  # tasks then hold their stream instead of their thread
+    between_periods: float = 0.0  # seconds of the main thread in each period outside tasks, such as hooks
 
     def __post_init__(self) -> None:
         for resource, lanes in (("compute", self.cores), *self.lanes.items()):
-            if resource not in RESOURCES:
-                raise PlanError(f"the machine has an unknown resource {resource!r}. Use one of {', '.join(RESOURCES)}.")
             if not _FEWEST_LANES <= lanes <= _MOST_LANES:
                 raise PlanError(
                     f"the machine has {shown(lanes)} lanes of {resource}, expected {_FEWEST_LANES:g} to"
@@ -181,14 +149,7 @@ def checked_costs(
                     f"the background work of {name!r} is a message of {cost.background.bytes:g} bytes, but the machine"
                     " has no network. Set its network to a NetworkModel."
                 )
-            seconds = machine.network.seconds(cost.background)
-            if seconds > LONGEST:
-                raise PlanError(
-                    f"the background work of {name!r}, a message of {cost.background.bytes:g} bytes, takes"
-                    f" {seconds:g} seconds on this network, expected at most {LONGEST:g}. Check its size and the"
-                    " bandwidth and latency of the network."
-                )
-            cost = replace(cost, background=seconds)
+            cost = replace(cost, background=machine.network.seconds(cost.background))
         checked[name] = cost
     return checked
 

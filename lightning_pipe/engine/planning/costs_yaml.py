@@ -25,7 +25,6 @@ Only *tasks* is required. Every key of a task has a default:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -47,23 +46,14 @@ _EXAMPLE = "the example in docs/simulation.md"
 
 @dataclass(frozen=True)
 class CostsFile:
-    """Contents of a costs file.
-
-    Args:
-        tasks: costs by name of the task.
-        between_periods: seconds of the main thread in each iteration outside tasks (default 0).
-        cores: cores for the tasks of one rank (default None: not in the file).
-        device_streams: True if the device has streams (default False).
-        latency: latency of the network in seconds (default None: not in the file).
-        bandwidth: bandwidth of the network in bytes per second (default None: not in the file).
-    """
+    """Contents of a costs file."""
 
     tasks: Mapping[str, TaskCost] = field(default_factory=dict)
-    between_periods: float = 0.0
+    between_periods: float = 0.0  # seconds
     cores: float | None = None
     device_streams: bool = False
-    latency: float | None = None
-    bandwidth: float | None = None
+    latency: float | None = None  # seconds
+    bandwidth: float | None = None  # bytes per second
 
     @property
     def has_messages(self) -> bool:
@@ -79,12 +69,6 @@ def load_costs(text: str) -> CostsFile:
         raise PlanError(
             f"'tasks' of the costs must be a mapping from tasks to costs, got {shown(tasks)}. See {_EXAMPLE}."
         )
-    names = [str(name) for name in tasks]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise PlanError(
-            f"the costs contain the task {twice[0]!r} twice, as text and as a number. Remove one of the two entries."
-        )
     network = content.get("network") or {}
     if not isinstance(network, dict):
         raise PlanError(
@@ -97,17 +81,12 @@ def load_costs(text: str) -> CostsFile:
     if not isinstance(streams, bool):
         raise PlanError(f"device_streams of the costs must be a bool, got {shown(streams)}. Write true or false.")
     cores = content.get("cores")
-    seconds = None if latency is None else _parsed("the network of the costs", parse_duration, latency)
-    if seconds is not None and seconds > LONGEST:
-        raise PlanError(
-            f"latency in the network of the costs is {shown(latency)}, expected at most {LONGEST:g}s. Reduce it."
-        )
     return CostsFile(
         {str(name): _cost(str(name), cost) for name, cost in tasks.items()},
         _number("between_ms of the costs", content.get("between_ms", 0.0)) / 1e3,
         None if cores is None else _number("cores of the costs", cores),
         streams,
-        seconds,
+        None if latency is None else _parsed("the network of the costs", parse_duration, latency),
         None if bandwidth is None else _parsed("the network of the costs", parse_bandwidth, bandwidth),
     )
 

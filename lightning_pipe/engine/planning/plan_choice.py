@@ -24,9 +24,6 @@ def typical(seconds: Sequence[float]) -> float:
     """Mean of the middle half of the values; the median of three values.
 
     Like a median, it ignores outliers. It has less variance than a median, because it uses more values.
-
-    Args:
-        seconds: measured times, at least one.
     """
     cut = max(len(seconds) // 4, int(len(seconds) > 2))
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
@@ -39,11 +36,6 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
     Its typical time is lower by at least half a percent. It also wins enough rounds against the best hand-written plan
     to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found plans (Bonferroni
     correction). With few rounds no plan can pass it (see :func:`most_found`).
-
-    Args:
-        measured: seconds per iteration in each round, by the name of the plan. Plans with fewer rounds than others have
-            dropped out and are not chosen.
-        hand_written: names of the hand-written plans. At least one of them must have all rounds.
     """
     running, best = _running(measured), best_by_hand(measured, hand_written)
     to_beat = measured[best]
@@ -64,12 +56,6 @@ def contenders(
 
     A hand-written plan drops out if it loses a sign test at the 5 % level against the best hand-written plan. A found
     plan also drops out if it loses this test against the plan with the lowest typical time.
-
-    Args:
-        measured: see :func:`fastest`.
-        hand_written: see :func:`fastest`. The best hand-written plan stays as long as a found plan does.
-        hopeless: factor of the best hand-written plan's typical time above which a plan drops out without a test
-            (default infinity: never). Use it with few rounds, in which no plan can lose the test.
     """
     running = _running(measured)
     rounds = len(measured[running[0]])

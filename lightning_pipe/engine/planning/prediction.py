@@ -16,23 +16,14 @@ _WORSE = 1.1  # ratio to the time with the fewest ranks above which a plan break
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """Predicted iteration time of one plan.
-
-    Args:
-        plan: name of the plan.
-        ranks: number of ranks; None if the prediction does not depend on it.
-        seconds: seconds per iteration.
-        exposed: by resource, the seconds per iteration that are saved if all work on it takes no time.
-        busy: by resource, the share of an iteration for which it is in use.
-        over_serial: the serial plan's seconds divided by this plan's.
-    """
+    """Predicted iteration time of one plan."""
 
     plan: str
-    ranks: int | None
-    seconds: float
-    exposed: Mapping[Resource, float]
-    busy: Mapping[Resource, float]
-    over_serial: float
+    ranks: int | None  # None if the prediction does not depend on it
+    seconds: float  # per iteration
+    exposed: Mapping[Resource, float]  # seconds per iteration that are saved if all work on the resource takes no time
+    busy: Mapping[Resource, float]  # share of an iteration for which the resource is in use
+    over_serial: float  # the serial plan's seconds divided by this plan's
 
     @property
     def busiest(self) -> Resource | None:
@@ -42,32 +33,18 @@ class PlanPrediction:
 
 @dataclass(frozen=True)
 class ScalingBreak:
-    """Number of ranks from which on a plan is slower, and the reason.
-
-    Args:
-        plan: name of the plan.
-        ranks: first tried number of ranks for which an iteration takes more than 1.1 times as long as with the fewest;
-            None if there is no such number. Powers of two and the highest number of ranks are tried.
-        seconds: seconds per iteration with that number of ranks, or with the most ranks if *ranks* is None.
-        task: name of the task whose exposed seconds grow most; "" if *ranks* is None.
-        grown: growth of the exposed seconds of this task.
-        latency: share of latency in the duration of this task's message, from 0 to 1; 0 if it has no message.
-    """
+    """Number of ranks from which on a plan is slower, and the reason."""
 
     plan: str
-    ranks: int | None
-    seconds: float
-    task: str
-    grown: float
-    latency: float
+    ranks: int | None  # first tried number for which an iteration takes 1.1 times as long as with the fewest
+    seconds: float  # per iteration with that number of ranks, or with the most if there is no such number
+    task: str  # task whose exposed seconds grow most
+    grown: float  # by as many seconds
+    latency: float  # share of latency in the duration of this task's message
 
 
 def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> PlanPrediction:
-    """Simulate *plan*, the serial plan for comparison, and *plan* without the work on each resource.
-
-    Raises:
-        PlanError: the costs do not fit the tasks.
-    """
+    """Simulate *plan*, the serial plan for comparison, and *plan* without the work on each resource."""
     run = simulate(plan, costs, machine)
 
     def saved(resource: Resource) -> float:

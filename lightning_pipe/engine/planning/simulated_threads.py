@@ -51,13 +51,7 @@ class _Queue:
 
 
 class SimulatedThreads:
-    """Simulated run of a plan.
-
-    Attributes:
-        work: all pieces of work, in the order of their ends.
-        retired: time at which each iteration was retired, in seconds since the start of the first period.
-        repeats_after: number of iterations after which the state repeats; 0 if no repetition was seen.
-    """
+    """Simulated run of a plan."""
 
     def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> None:
         self.plan = plan
@@ -91,11 +85,11 @@ class SimulatedThreads:
                 self.clock.start(Process(key, self._stream(key)))
         self.tickets = {op.turns: itertools.count() for op in ops if op.turns is not None}
 
-        self.work: list[Bar] = []
-        self.retired: list[float] = []
+        self.work: list[Bar] = []  # in the order of their ends
+        self.retired: list[float] = []  # time of the end of each iteration
         self.states: dict[Hashable, int] = {}
         self.resolution = _RESOLUTION * (sum(load.seconds for load in work) or 1.0)
-        self.repeats_after = 0
+        self.repeats_after = 0  # iterations after which the state repeats; 0 if no repetition was seen
 
     def run(self, at_least: int, at_most: int) -> None:
         """Run until the state repeats, for *at_least* to *at_most* iterations."""

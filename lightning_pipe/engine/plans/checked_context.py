@@ -49,6 +49,8 @@ class _View:
     """View of a context that checks each access against the declarations of one task."""
 
     __slots__ = ("_ctx", "_task")
+    _ctx: Any
+    _task: CheckedTask
 
     def __init__(self, task: CheckedTask, ctx: Any) -> None:
         object.__setattr__(self, "_task", task)

@@ -36,7 +36,7 @@ def check_one_order(
 def turns_of(
     tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
 ) -> dict[str, int]:
-    """Number of the sequence in which each task takes turns, without tasks that need not wait for other threads."""
+    """Number of the sequence in which each task takes turns; tasks that need no turn are left out."""
     ordered = [task for task in tasks if schedule[task.name].globally_ordered]
     sets: list[list[PipelineTask]] = []
     for task in ordered:

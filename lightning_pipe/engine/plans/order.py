@@ -39,11 +39,7 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
 
 
 def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: Iterable[Dependency]) -> tuple[str, ...]:
-    """Derive an order that satisfies *same_period*, preferring higher stages, then program order.
-
-    Such an order always exists. Around a cycle of dependencies the stages cancel out, so a cycle inside one period has
-    only distances of 0, and :func:`find_cycle` would have found it.
-    """
+    """Derive an order that satisfies *same_period*, preferring higher stages, then program order."""
     rank = {task: (-stages[task], index) for index, task in enumerate(tasks)}
     order = sorted_by_rank(tasks, ((one.upstream, one.downstream) for one in same_period), rank.__getitem__)
     assert order is not None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.spec import PlanSpec
-
-_MOST_BYTES = 2**22  # a profile of ten thousand tasks; readers of YAML allow less
 
 
 @contextmanager
@@ -39,25 +36,10 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def read_text(path: str | Path, what: str, needed: str) -> str:
-    """Read a regular UTF-8 text file of at most 4 MiB."""
+    """Read a text file; a PlanError says *what* it is, such as "the plan my.yaml", and what is *needed*."""
+    if not os.path.isfile(path):  # reading a pipe would wait for its writer
+        raise PlanError(f"{what} cannot be read (it is not a file); {needed}")
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            content = file.read(_MOST_BYTES + 1) if is_regular else b""
+        return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
         raise PlanError(f"{what} cannot be read ({error}); {needed}") from error
-    if not is_regular:
-        raise PlanError(f"{what} cannot be read (expected a file, got a device or pipe); {needed}")
-    if len(content) > _MOST_BYTES:
-        raise PlanError(f"{what} is too large: expected at most {_MOST_BYTES} bytes; {needed}")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        # str(error) would contain the bytes found, which may be megabytes.
-        at = f"{error.reason} at byte {error.start}"
-        raise PlanError(f"{what} is not text in UTF-8 ({at}); {needed}") from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
-    return os.open(path, flags | os.O_NONBLOCK)

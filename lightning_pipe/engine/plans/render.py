@@ -22,7 +22,7 @@ def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequen
     notes = []
     table = _table()
     for column in ("task", "stage", "stream", "thread group", "waits for"):
-        table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column != "waits for")
+        table.add_column(column, justify="right" if column == "stage" else "left", overflow="fold")
     for name in plan.order:
         where = plan.schedule[name]
         waits = [d.upstream + (f"[i-{d.distance}]" if d.distance else "") for d in dependencies if d.downstream == name]

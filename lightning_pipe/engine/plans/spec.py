@@ -6,19 +6,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
+
+from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.engine.plans.plan_yaml import read_content, write_content
 from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
 Edge = tuple[str, str] | tuple[str, str, int]
 
-# Far more batches than any memory holds. A typing error such as 200000 would take half a minute to check.
+_PLAN_KEYS = ("name", "pipeline_depth", "tasks", "order", "deps", "cross_iter_deps", "stale")
+_DEFAULTS = vars(TaskSchedule())
+
+# Far more batches than any memory holds: a typing error such as 200000 would fill it.
 _HIGHEST_STAGE = 1000
-_DEEPEST = _HIGHEST_STAGE + 1
-# Checking an entry derives all dependencies again. The plans of this project have at most 3 entries.
-_MOST_STALE = 32
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,18 @@ class PlanSpec:
     pipeline_depth: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_name("", "name", self.name)
+        _check_name("the name", self.name)
         for task, where in self.schedule.items():
-            self._check_schedule(task, where)
-        if self.pipeline_depth is not None and not _is_count(self.pipeline_depth, _DEEPEST):
+            _check_schedule(f"plan {self.name!r}", task, where)
+        if self.pipeline_depth is not None and not _is_count(self.pipeline_depth, _HIGHEST_STAGE + 1):
             raise PlanError(
                 f"plan {self.name!r} has pipeline_depth {shown(self.pipeline_depth)}; expected a whole number of"
-                f" batches in flight, at most {_DEEPEST}"
+                f" batches in flight, at most {_HIGHEST_STAGE + 1}"
             )
         self._replace("order", self._task_name)
         self._replace("deps", self._edge)
         self._replace("cross_iter_deps", self._edge)
         self._replace("stale", self._edge)
-        if len(self.stale) > _MOST_STALE:
-            raise PlanError(
-                f"plan {self.name!r} has {len(self.stale)} entries in stale; expected at most {_MOST_STALE}"
-            )
 
     @classmethod
     def from_yaml(cls, text: str) -> PlanSpec:
@@ -74,11 +72,11 @@ class PlanSpec:
         Raises:
             PlanError: the text is not YAML, has an unknown or repeated key, or a value of a wrong type, shape or range.
         """
-        return cls(**read_content(text))
+        return cls(**_read(text))
 
     def to_yaml(self) -> str:
         """Convert the plan to YAML; inverse of :meth:`from_yaml`."""
-        return write_content(vars(self))
+        return _written(vars(self))
 
     @property
     def max_stage(self) -> int:
@@ -184,32 +182,63 @@ class PlanSpec:
             )
         return (upstream, downstream, entry[2])
 
-    def _check_schedule(self, task: Any, where: TaskSchedule) -> None:
-        plan = f"plan {self.name!r}: "
-        self._check_name(plan, "task", task)
-        if not _is_count(where.stage, _HIGHEST_STAGE):
-            raise PlanError(
-                f"{plan}task {task!r} has stage {shown(where.stage)}; stages are whole numbers from 0 to"
-                f" {_HIGHEST_STAGE}, and each stage keeps one more batch in memory"
-            )
-        names = {"thread_group": where.thread_group} | ({} if where.stream is None else {"stream": where.stream})
-        for what, name in names.items():
-            if not isinstance(name, str) or not name:
-                raise PlanError(f"{plan}task {task!r} has {what} {shown(name)}; expected a name")
-            self._check_name(plan, f"{what} of task {task!r}", name)
-        if not isinstance(where.globally_ordered, bool):
-            raise PlanError(
-                f"{plan}task {task!r} has globally_ordered {shown(where.globally_ordered)}; expected true or false"
-            )
 
-    def _check_name(self, plan: str, what: str, name: object) -> None:
-        """Refuse a name that cannot be printed safely in tables, errors, traces and reports."""
-        if not isinstance(name, str) or not name.isprintable():
-            raise PlanError(
-                f"{plan}{what} {shown(name)} of a plan is invalid; expected text without control characters, line ends"
-                " and marks that change the text direction"
-            )
+def _check_schedule(plan: str, task: Any, where: TaskSchedule) -> None:
+    _check_name(f"{plan}: a task", task)
+    if not _is_count(where.stage, _HIGHEST_STAGE):
+        raise PlanError(
+            f"{plan}: task {task!r} has stage {shown(where.stage)}; stages are whole numbers from 0 to"
+            f" {_HIGHEST_STAGE}, and each stage keeps one more batch in memory"
+        )
+    _check_name(f"{plan}: task {task!r} has thread_group", where.thread_group)
+    if where.stream is not None:
+        _check_name(f"{plan}: task {task!r} has stream", where.stream)
+    if not isinstance(where.globally_ordered, bool):
+        raise PlanError(
+            f"{plan}: task {task!r} has globally_ordered {shown(where.globally_ordered)}; expected true or false"
+        )
+
+
+def _check_name(what: str, name: object) -> None:
+    """Refuse a name that cannot be printed safely in tables, errors, traces and reports."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise PlanError(f"{what} {shown(name)} of a plan is invalid; expected text without control characters")
 
 
 def _is_count(value: object, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+# ---------------------------------------------------------------------- YAML
+
+
+def _written(values: Mapping[str, Any]) -> str:
+    """Convert the values of a :class:`~lightning_pipe.engine.PlanSpec` to YAML; inverse of :func:`_read`."""
+    content = {key: values["schedule" if key == "tasks" else key] for key in _PLAN_KEYS}
+    content = {key: value for key, value in content.items() if value not in (None, ())}
+    content["tasks"] = {
+        task: {key: value for key, value in vars(where).items() if value != _DEFAULTS[key]}
+        for task, where in content["tasks"].items()
+    }
+    return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110))
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked."""
+    content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
+    tasks, name = content.pop("tasks", None), content.pop("name", None)
+    if not isinstance(tasks, dict):
+        raise PlanError(f"the plan's 'tasks' must map each task to its schedule; found {shown(tasks)}")
+    return {
+        "name": "plan" if name is None else str(name),
+        "schedule": {task: _schedule(task, {} if options is None else options) for task, options in tasks.items()},
+        **{key: value for key, value in content.items() if value is not None},
+    }
+
+
+def _schedule(task: object, options: object) -> TaskSchedule:
+    what = f"task {shown(task)} of the plan"
+    if not isinstance(options, dict):
+        raise PlanError(f"{what} has {shown(options)}; write a mapping of {', '.join(_DEFAULTS)}")
+    check_keys(what, options, tuple(_DEFAULTS))
+    return TaskSchedule(**options)

@@ -24,20 +24,7 @@ def check_agreement(
     error: type[PipelineError] = PlanError,
     advice: str = "",
 ) -> None:
-    """Raise an error on every rank if the ranks' descriptions differ. Every rank of the group calls this.
-
-    Costs one all-gather of 32 bytes per rank. The entries are only sent if they differ.
-
-    Args:
-        description: ordered (name, value) entries of this rank.
-        what: name of the described object in the error message.
-        group: process group of the ranks to compare; None or a group of one rank skips the comparison.
-        error: class of the error (default :class:`PlanError`).
-        advice: text that follows "Give every rank the same ..." in the message (default empty).
-
-    Raises:
-        PlanError: or *error*, with the first entry that differs and its values on two ranks.
-    """
+    """Raise an error on every rank if descriptions differ, at the cost of 32 bytes per rank if they do not."""
     if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()

@@ -36,7 +36,7 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Wrap *group* for ``torch.distributed.all_to_all_single``. All ranks of the group call this."""
+    """Wrap *group*, in which no other code may ``send`` or ``recv``, for ``torch.distributed.all_to_all_single``."""
     return cast(dist.ProcessGroup, _Exchanging(group)) if gains_from_messages(group) else group
 
 
@@ -46,7 +46,7 @@ def without_exchange(group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 
 
 class _Exchanging:
-    """Process group with a replaced all-to-all."""
+    """Process group with a replaced all-to-all. It equals *group*, whose entries PyTorch's dictionaries then give."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -76,13 +76,7 @@ class _Exchanging:
         """Send rows of *input* to every rank, like ``ProcessGroup.all_to_all_single``."""
         if input.device != _CPU or output.device != _CPU:
             return getattr(self._group, ALL_TO_ALL_SINGLE)(output, input, output_splits, input_splits, options)
-        sent = self._parts("input", input, input_splits)
-        received = self._parts("output", output, output_splits)
-        if sent[self._rank].shape != received[self._rank].shape:
-            raise ValueError(
-                f"rank {self._rank} sends itself {list(sent[self._rank].shape)} but expects to receive"
-                f" {list(received[self._rank].shape)}; give matching input and output splits"
-            )
+        sent, received = self._parts(input, input_splits), self._parts(output, output_splits)
         tag = self._count % _TAGS
         self._count += 1
         others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
@@ -96,24 +90,8 @@ class _Exchanging:
     # Name of the method before PyTorch 2.13.
     alltoall_base = all_to_all_single
 
-    def _parts(self, what: str, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"the {what} of an all-to-all has strides {tensor.stride()}; expected a contiguous tensor: call"
-                " contiguous()"
-            )
-        if splits and (len(splits) != self._size or sum(splits) != rows):
-            raise ValueError(
-                f"the {what} of an all-to-all has {rows} rows and splits {splits}; expected {self._size} numbers that"
-                f" add up to {rows}"
-            )
-        if not splits and rows % self._size:
-            raise ValueError(
-                f"the {what} of an all-to-all has {rows} rows, which cannot be split equally between {self._size}"
-                " ranks; give splits"
-            )
-        parts: Sequence[Tensor] = torch.split(tensor, splits or [rows // self._size] * self._size)
+    def _parts(self, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = torch.split(tensor, splits or [tensor.shape[0] // self._size] * self._size)
         return parts
 
 
@@ -122,13 +100,13 @@ class _Exchange(dist.Work):
 
     def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, abandoned: _Abandoned) -> None:
         super().__init__()
-        self._works = works
+        self._works = works  # receives first
         self._tensors: tuple[Tensor, ...] = tensors
         self._number = number
         self._abandoned = abandoned
 
     def __del__(self) -> None:
-        if self._works:
+        if self._works:  # not waited for: kept until a later exchange has ended, as then these have, or are about to
             self._abandoned[self._number] = self._works, self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

@@ -21,11 +21,7 @@ from lightning_pipe._compat.torch import keep_in_cpp
 
 @cache
 def keep_tensors_at_exit() -> None:
-    """Keep all tensors alive until the process has ended, from the interpreter's exit on. Further calls do nothing.
-
-    Gloo's threads then never hold the last C++ reference to a tensor, so they end without the GIL, also if a collective
-    ends during the exit because another rank has ended.
-    """
+    """Keep all tensors alive from the interpreter's exit on, so that Gloo's threads never hold the last reference."""
     atexit.register(_keep_tensors)
 
 

@@ -106,7 +106,7 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
 
 
 def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = SetupError) -> T:
-    """Call *work* on all ranks, and raise the errors of all ranks on every rank."""
+    """Call *work*, which must not wait for other ranks, on all ranks; raise the errors of all ranks on every rank."""
     error: Exception | None = None
     try:
         result = work()
@@ -148,6 +148,7 @@ def _said(error: Exception, failed: str) -> str:
 
 
 def _raise(found: Sequence[str | None], error: Exception | None, kind: Kind) -> NoReturn:
+    # Users expect to catch their own exceptions of a batch.
     if error is not None and kind is InputError and (len(found) == 1 or not isinstance(error, InputError)):
         raise error
     texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}
@@ -171,10 +172,7 @@ def shares_host(group: dist.ProcessGroup) -> bool:
 
 
 def place_of_process() -> tuple[str, int]:
-    """Boot id of the machine and network namespace of this process.
-
-    Processes for which both are equal need no network. Processes with only the same boot id may share memory.
-    """
+    """Boot id of the machine and network namespace: processes for which both are equal need no network."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/net").st_ino
     except OSError:  # not Linux

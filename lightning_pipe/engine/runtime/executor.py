@@ -77,11 +77,7 @@ class Operation:
 
 
 def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
-    """Operations of the plan's tasks, in serial order.
-
-    Raises:
-        PlanError: the plan's collectives could be submitted in different orders on two ranks.
-    """
+    """Operations of the plan's tasks, in serial order."""
     tasks = plan.tasks.values()
     check_one_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
     turns = turns_of(tasks, plan.schedule, has_streams=has_streams)
@@ -126,10 +122,7 @@ class Executor:
         self._broken: set[str | int] = set()  # thread groups and sequences of turns in which a task failed
 
     def restart(self, base: int) -> None:
-        """Restart at iteration *base* while no iteration is in flight. Later tasks do not wait for earlier iterations.
-
-        All streams finish the work of earlier iterations before any work submitted after this call.
-        """
+        """Restart at iteration *base* while none is in flight: later tasks do not wait for earlier iterations."""
         self._base = base
         self.streams.join()
 
@@ -249,11 +242,7 @@ class Executor:
             raise self.failure
 
     def settle(self) -> None:
-        """Wait until the workers have finished all submitted tasks.
-
-        Signals of slots are not reliable after an interrupt, which can occur between submitting a task and recording
-        that it was submitted.
-        """
+        """Wait for the workers to finish all submitted tasks: after an interrupt, signals of slots are not reliable."""
         for worker in self._workers.values():
             worker.settle()
 

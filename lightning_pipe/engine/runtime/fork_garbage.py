@@ -15,11 +15,7 @@ from functools import cache
 
 @cache
 def keep_garbage_from_forks() -> None:
-    """Exclude the parent's objects from garbage collection in all processes forked later.
-
-    A forked process first calls ``gc.freeze``, which moves all objects to a generation that is never collected. No
-    collection runs between the fork and this call. The parent is unaffected. Installed once per process.
-    """
+    """Exclude the parent's objects from garbage collection in all processes forked later: they call ``gc.freeze``."""
     if hasattr(os, "register_at_fork"):
         forks = _Forks()
         os.register_at_fork(before=forks.begin, after_in_parent=forks.end_in_parent, after_in_child=forks.end_in_child)

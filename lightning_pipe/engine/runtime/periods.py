@@ -25,11 +25,7 @@ T = TypeVar("T")
 def ends_on_interrupt(
     method: Callable[Concatenate[S, P], T],
 ) -> Callable[Concatenate[S, P], T]:
-    """Decorate a method so that an interrupt ends the pipeline.
-
-    An interrupt can occur between any two lines, for example while a task is submitted, and leave the state
-    inconsistent.
-    """
+    """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent."""
 
     @functools.wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

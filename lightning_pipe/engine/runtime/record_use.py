@@ -11,11 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def record_use(value: Any) -> None:
-    """Record the current stream as a user of every device tensor in *value*. CPU tensors are ignored.
-
-    Otherwise the allocator could reuse the memory of a tensor from a side stream while the current stream still reads
-    it (see ``torch.Tensor.record_stream``).
-    """
+    """Record the current stream as a user of every device tensor in *value* (see ``torch.Tensor.record_stream``)."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     _record(value)

@@ -33,15 +33,10 @@ class _TaskRun:
 
 
 class Shortcut:
-    """Replacement for a task's function that captures the first run and replays it afterwards.
+    """Replacement for a task's function that captures the first run of each key and replays it afterwards.
 
-    Args:
-        task: task to replay.
-        key: function that maps a context to a key. Iterations with the same key have the same values upstream, and one
-            run is captured per key (default None: all iterations have the same values).
-        rehearse: give later tasks of a captured iteration the same inputs as in a replayed one, including gradients
-            that end at the task (default False). A remaining difference between the two iterations then comes from an
-            undeclared effect.
+    With *rehearse*, later tasks of a captured iteration get the same inputs as in a replayed one, so that a remaining
+    difference between the two comes from an undeclared effect.
     """
 
     def __init__(self, task: PipelineTask, key: Key | None = None, *, rehearse: bool = False) -> None:
@@ -102,10 +97,7 @@ class Shortcut:
 
 
 def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
-    """Attach *value* to an autograd graph whose backward gives each tensor of *upstream* a gradient of zeros.
-
-    All tensors that would have received a gradient then receive one, so hooks that wait for gradients still run.
-    """
+    """Attach *value* to a graph whose backward gives *upstream* zeros, so that hooks that wait for gradients run."""
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     result: Tensor = _Graft.apply(value, anchor, *upstream)
     return result

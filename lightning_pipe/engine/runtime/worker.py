@@ -45,7 +45,7 @@ class Worker:
             pass
 
     def close(self) -> bool:
-        """Run the remaining functions, end the thread and wait for it. Can be called repeatedly."""
+        """Run the remaining functions and end the thread; False if it is stuck, for example in a collective."""
         self._queue.put(None)
         self._thread.join(JOIN_TIMEOUT)
         return not self._thread.is_alive()
@@ -66,10 +66,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers of pipelines that were not closed.
-
-    A thread that returns from PyTorch to Python while the interpreter finalizes would abort the process.
-    """
+    """End the workers of unclosed pipelines, which would abort the process if PyTorch returned to Python later."""
     queues, deadline = dict(_queues), time.monotonic() + _EXIT_TIMEOUT
     for queue in queues.values():
         queue.put(None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers, option_group
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, option_group
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
@@ -31,13 +31,6 @@ def test_what_is_no_choice_is_refused_with_the_choices(value: Any) -> None:
 def test_choices_are_compared_by_type_too() -> None:
     check_choice("way", "a", ("a", True))
     check_choice("way", True, ("a", True))
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"), [([1, 0], True), ((), True), ([True], False), ([1.0], False), (3, False), ("12", False)]
-)
-def test_lists_of_whole_numbers_have_nothing_else(values: Any, expected: bool) -> None:
-    assert is_whole_numbers(values) is expected
 
 
 @dataclass(frozen=True)

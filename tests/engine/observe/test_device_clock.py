@@ -64,19 +64,3 @@ def test_events_are_placed_on_the_hosts_clock_whatever_speed_the_devices_has(dev
         late = clock.now()
         device.milliseconds = 1000.0
         assert clock.resolve([late, early]) == pytest.approx([HOST_AT_ZERO + 0.707, HOST_AT_ZERO + 0.2525])
-
-
-def test_the_device_is_waited_for_at_the_beginning_and_at_the_end_only(device: FakeDevice) -> None:
-    with mock.patch("time.perf_counter", device.host):
-        clock = DeviceClock(torch.device("cuda"), device)
-        assert device.waits == 1
-        mark = clock.now()
-        assert (device.waits, mark.done) == (1, False)
-        clock.resolve([mark])
-        assert device.waits == 2
-
-
-def test_a_device_whose_clock_did_not_move_is_taken_to_count_milliseconds(device: FakeDevice) -> None:
-    with mock.patch("time.perf_counter", device.host):
-        clock = DeviceClock(torch.device("cuda"), device)
-        assert clock.resolve([clock.now()]) == [HOST_AT_ZERO]

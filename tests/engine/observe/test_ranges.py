@@ -47,17 +47,6 @@ def test_the_profiler_shows_tasks_of_every_thread_when_it_is_told_to_profile_all
         assert names["on worker"].isdisjoint(names["on main"])
 
 
-def test_without_being_told_the_profiler_drops_the_workers_tasks() -> None:
-    # PyTorch's doing; where this fails, the advice in the documents has become needless.
-    with pipeline_of({"on main": "main", "on worker": "w"}) as pipeline:
-        data = iter(range(3))
-        pipeline.progress(data)
-        with profile(activities=[ProfilerActivity.CPU]) as found:
-            pipeline.progress(data)
-    assert "on main" in shown(found)
-    assert "on worker" not in shown(found)
-
-
 def test_without_a_profiler_there_is_no_range() -> None:
     with mock.patch.object(torch.profiler, "record_function", side_effect=AssertionError):
         assert task_range("task", traced=False) is task_range("task", traced=True)

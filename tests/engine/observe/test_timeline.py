@@ -65,19 +65,6 @@ def test_a_span_with_times_of_the_device_is_a_bar_on_its_thread_and_one_on_its_s
     ]
 
 
-def test_lanes_are_in_order_of_ranks_and_the_main_thread_comes_first_and_streams_last() -> None:
-    lanes = [(1, "w"), (0, "stream memcpy"), (0, "w"), (1, "main"), (0, "main")]
-    timeline = Timeline(task("x", 0, 0, 1, lane, rank) for rank, lane in lanes)
-    assert timeline.lanes == ((0, "main"), (0, "w"), (0, "stream memcpy"), (1, "main"), (1, "w"))
-
-
-def test_a_bar_that_others_lie_inside_of_is_known() -> None:
-    timeline = Timeline(
-        [task("whole", 0, 0, 9), part("forward", 0, 0, 4), part("backward", 0, 4, 9), task("next", 0, 9, 10)]
-    )
-    assert [timeline.bars[position].name for position in timeline.outer] == ["whole"]
-
-
 # ---------------------------------------------------------------------- arrows
 
 
@@ -142,18 +129,6 @@ def test_micro_batches_arrows_go_forward_through_the_stages_and_back() -> None:
     }
 
 
-def test_arrows_lead_to_the_first_turn_of_work_and_from_its_last() -> None:
-    turns = [part("forward", 1, 1, 2), part("forward", 1, 3, 4)]
-    timeline = Timeline([part("forward", 0, 0, 1), *turns, part("forward", 2, 4, 5)])
-    found = [(timeline.bars[source].start, timeline.bars[target].start) for source, target in timeline.arrows]
-    assert sorted(found) == [(0, 1), (3, 4)]
-
-
-def test_micro_batches_of_other_pipelines_have_nothing_to_do_with_each_other() -> None:
-    timeline = Timeline([part("forward", 0, 0, 1), part("forward", 1, 1, 2, pipeline=1)])
-    assert timeline.arrows == ()
-
-
 # ---------------------------------------------------------------------- the critical path
 
 
@@ -167,16 +142,6 @@ def test_the_path_goes_through_the_worker_where_the_main_thread_waits_for_it() -
     timeline = Timeline(bars, AFTER_COPY)
     assert names(timeline, timeline.critical) == ["copy 1", "train 1"]
     assert named(timeline, timeline.critical_steps) == {("copy 1", "train 1")}
-
-
-def test_the_path_stays_on_the_main_thread_where_the_worker_is_done_in_time() -> None:
-    bars = [task("copy", 1, 0, 1, "w"), task("other", 0, 0, 2), task("train", 1, 2, 8)]
-    assert names(Timeline(bars, AFTER_COPY), Timeline(bars, AFTER_COPY).critical) == ["other 0", "train 1"]
-
-
-def test_ranks_without_arrows_between_them_have_a_path_each() -> None:
-    bars = [task("train", 1, 0, 8), task("train", 1, 0, 2, rank=1)]
-    assert names(Timeline(bars), Timeline(bars).critical) == ["train 1", "train 1"]
 
 
 def test_a_pipelines_path_changes_ranks_and_leaves_out_waits_and_what_holds_the_micro_batches() -> None:
@@ -201,13 +166,6 @@ def test_what_follows_a_schedule_waits_for_the_last_work_in_it_of_every_rank() -
     timeline = Timeline([*bars, task("OptimStep", 3, 9, 12, rank=1), task("OptimStep", 3, 9, 10)])
     steps = {(timeline.bars[s].rank, timeline.bars[t].rank, timeline.bars[t].name) for s, t in timeline.critical_steps}
     assert (0, 1, "OptimStep") in steps
-
-
-def test_bars_without_length_do_not_hold_the_search_up() -> None:
-    bars = [task("a", 0, 1, 1), task("b", 0, 1, 1), task("c", 0, 1, 1, "w")]
-    deps = (Dependency("a", "c"), Dependency("c", "b"))
-    assert Timeline(bars, deps).critical
-    assert Timeline([]).critical == frozenset()
 
 
 def test_the_path_leads_from_a_worker_to_what_the_main_thread_ran_before_it_submitted_the_task() -> None:
@@ -345,11 +303,6 @@ def any_bars(draw: st.DrawFn) -> list[Bar]:
             lane = draw(st.sampled_from(["main", "p"]))
             bars.append(Bar(0, lane, kind, kind, start, end, iteration, 0, draw(st.integers(0, 1))))
     return bars
-
-
-@given(any_bars())
-def test_the_path_of_any_bars_is_without_gaps(bars: list[Bar]) -> None:
-    assert holes(Timeline(bars, [Dependency("a", "b"), Dependency("b", "c"), Dependency("c", "a", 1)])) == []
 
 
 def test_the_path_of_a_recorded_run_is_without_gaps() -> None:

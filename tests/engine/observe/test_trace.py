@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskError, TaskSchedule
 from lightning_pipe.engine.observe.trace import Trace
-
-
-def test_spans_are_ordered_without_a_clock() -> None:
-    trace = Trace()
-    outer = trace.begin()
-    inner = trace.begin()
-    trace.end("inner", 1, "main", None, inner)
-    trace.end("outer", 0, "w", "copy", outer)
-    first, second = trace.spans()
-    assert [first.task, second.task] == ["inner", "outer"]
-    assert second.start_order < first.start_order < first.end_order < second.end_order
-    assert second.start <= first.start <= first.end <= second.end
-    assert (second.iteration, second.thread, second.stream) == (0, "w", "copy")
-    assert (second.device_start, second.device_end) == (None, None)
 
 
 def test_a_full_trace_keeps_the_latest_spans() -> None:
@@ -52,20 +35,3 @@ def test_spans_have_the_times_of_the_device_where_it_has_a_clock() -> None:
     trace.end("inner", 0, "w", None, trace.begin())
     trace.end("outer", 0, "main", None, outer)
     assert [(span.device_start, span.device_end) for span in trace.spans()] == [(1010.0, 1020.0), (1000.0, 1030.0)]
-
-
-def test_a_task_that_raises_leaves_no_span_and_the_spans_before_it_stay() -> None:
-    def fail(ctx: IterContext) -> None:
-        raise ValueError
-
-    plan = PipelinePlan(
-        {
-            PipelineTask("good", lambda ctx: None, writes=["x"]): TaskSchedule(),
-            PipelineTask("bad", fail, reads=["x"]): TaskSchedule(),
-        }
-    )
-    with SWPipeline(plan) as pipeline:
-        pipeline.start_trace()
-        with pytest.raises(TaskError):
-            pipeline.progress(iter([None]))
-        assert [span.task for span in pipeline.stop_trace()] == ["good"]

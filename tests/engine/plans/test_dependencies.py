@@ -34,23 +34,11 @@ def test_what_follows_from_a_third_access_is_left_out() -> None:
     }
 
 
-def test_readers_do_not_wait_for_each_other() -> None:
-    assert required(task("r", ["x", TABLES]), task("s", ["x", TABLES])) == set()
-
-
 def test_state_written_by_one_iteration_is_read_by_the_next() -> None:
     assert required(task("forward", [TABLES]), task("backward", writes=[TABLES])) == {
         ("forward", "backward", 0),
         ("backward", "forward", 1),
     }
-
-
-def test_state_read_after_its_write_is_not_overwritten_by_the_next_iteration_before() -> None:
-    assert required(task("w", writes=[TABLES]), task("r", [TABLES])) == {("w", "r", 0), ("r", "w", 1)}
-
-
-def test_a_task_needs_no_dependency_on_its_own_last_run() -> None:
-    assert required(task("a", [TABLES], [TABLES])) == set()
 
 
 def test_a_field_and_a_state_of_one_spelling_are_different_things() -> None:
@@ -65,12 +53,6 @@ def test_a_dependency_abandoned_comes_back_over_one_iteration_more() -> None:
         Dependency("forward", "backward", 0),
         Dependency("backward", "forward", 2),
     }
-
-
-def test_what_followed_from_a_dependency_abandoned_takes_its_place() -> None:
-    tasks = [task("a", writes=[TABLES]), task("b", [TABLES]), task("c", writes=[TABLES])]
-    assert Dependency("a", "c") not in required_dependencies(tasks)
-    assert Dependency("a", "c") in required_dependencies(tasks, [Dependency("a", "b")])
 
 
 def test_the_reason_names_both_tasks_and_the_thing() -> None:

@@ -67,11 +67,3 @@ def test_the_timeline_shows_the_batch_of_each_task_from_filling_to_draining() ->
         for task, cells in re.findall(r"(Copy|AnElevenTaskPlan0)((?:\s+(?:\d|·))+)$", plan().timeline(3), re.MULTILINE)
     }
     assert rows == {"Copy": ["0", "1", "2", "·"], "AnElevenTaskPlan0": ["·", "0", "1", "2"]}
-
-
-def test_a_long_timeline_is_not_wrapped() -> None:
-    assert len(plan().timeline(60).splitlines()) == len(plan().timeline(2).splitlines())
-
-
-def test_printing_a_plan_gives_table_and_timeline() -> None:
-    assert str(plan()) == f"{plan().table()}\n\n{plan().timeline()}"

@@ -114,8 +114,8 @@ def test_a_spec_without_order_and_depth_is_written_without() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": 3}, "name 3 of a plan is invalid; expected text"),
-        ({"schedule": {3: HERE}}, "task 3 of a plan is invalid; expected text"),
+        ({"name": 3}, "the name 3 of a plan is invalid; expected text"),
+        ({"schedule": {3: HERE}}, "a task 3 of a plan is invalid; expected text"),
         ({"schedule": {"Copy": TaskSchedule(-1)}}, "task 'Copy' has stage -1"),
         ({"order": [3]}, "order names the unknown task 3; write the name of a task"),
         ({"order": "Copy"}, "order is 'Copy'; write a list"),

@@ -20,12 +20,6 @@ def test_tasks_are_equal_and_hashed_by_name() -> None:
     assert first != "a"
 
 
-def test_a_tasks_text_says_what_it_reads_and_writes() -> None:
-    assert repr(PipelineTask("a", nothing, reads=["x"], writes=[State("t")])) == (
-        "PipelineTask('a', reads=('x',), writes=(State('t'),))"
-    )
-
-
 @pytest.mark.parametrize("arguments", [{"reads": "batch"}, {"writes": State("tables")}])
 def test_one_name_instead_of_a_list_of_names_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"single name .* give a list"):

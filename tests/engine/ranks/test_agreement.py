@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -95,8 +95,3 @@ def test_ranks_are_counted_within_the_group_and_the_error_is_of_the_class_asked_
         text = others["in a group of two"]
         assert "list of parameters differs" in text
         assert "rank 0 has 'task Forward' = 'stage 0', but rank 1 has 'task Backward' = 'stage 0'" in text
-
-
-def test_nothing_is_compared_where_torch_distributed_is_not_initialised() -> None:
-    assert not dist.is_initialized()
-    check_agreement(BASE, "plan", cast(dist.ProcessGroup, object()))

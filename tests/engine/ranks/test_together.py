@@ -21,7 +21,6 @@ from lightning_pipe.engine.ranks.together import (
     gather_to_first,
     is_alone,
     on_all_ranks,
-    place_of_process,
     raise_together,
 )
 from tests.distributed import run_ranks
@@ -159,11 +158,6 @@ def test_without_other_ranks_errors_are_raised_at_once() -> None:
         raise_together(InputError("no such key"), "", None, InputError)
     raise_together(None, FAILED, None)
     assert from_rank(lambda: 3, FAILED, None) == 3
-
-
-def test_processes_of_one_machine_have_one_place() -> None:
-    assert place_of_process() == place_of_process()
-    assert place_of_process()[0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -89,20 +88,6 @@ def test_what_the_task_deletes_is_deleted_again_and_what_others_change_is_not_se
     for ctx in trained(pipeline, 4):
         assert not hasattr(ctx, "raw")
         assert ctx.cooked.tolist() == [200.0, 200.0]
-
-
-def test_a_field_that_is_changed_in_place_is_captured_where_the_task_says_so() -> None:
-    def make(ctx: IterContext) -> None:
-        ctx.values = torch.zeros(1)
-
-    def add(ctx: IterContext) -> None:
-        ctx.values.add_(5)
-
-    pipeline = pipeline_of(
-        PipelineTask("make", make, writes=["values"]), PipelineTask("add", add, reads=["values"], writes=["values"])
-    )
-    pipeline.enable_shortcut("add")
-    assert [ctx.values.item() for ctx in trained(pipeline, 3)] == [5.0] * 3
 
 
 def test_each_key_has_a_run_of_its_own() -> None:
@@ -201,15 +186,6 @@ def test_parameters_that_a_task_names_take_part_in_backward_with_zeros() -> None
     assert all(torch.equal(one, other) for one, other in zip(above, normal[2:], strict=True))  # type: ignore[arg-type]
 
 
-def test_without_grad_mode_nothing_is_grafted() -> None:
-    net = Net()
-    pipeline = pipeline_of(PipelineTask("below", lambda ctx: setattr(ctx, "out", net.below(net.input)), writes=["out"]))
-    pipeline.enable_shortcut("below")
-    assert [ctx.out.requires_grad for ctx in trained(pipeline, 2)] == [True, True]
-    with torch.no_grad():
-        assert not trained(pipeline, 1)[0].out.requires_grad
-
-
 def test_a_graft_hands_its_gradient_on_and_may_be_changed_in_place() -> None:
     value, upstream = torch.ones(2), torch.ones(3, requires_grad=True)
     grafted = graft(value, [upstream])
@@ -252,16 +228,6 @@ def test_an_effect_outside_the_context_is_restored_for_who_comes_later() -> None
     assert restores == [1, 2]
 
 
-def test_fields_that_an_effect_owns_are_left_to_it() -> None:
-    def hold(ctx: IterContext) -> None:
-        ctx.lock = threading.Lock(), torch.ones(1)
-
-    io = DeclaredIO(lambda ctx: None, lambda ctx, _: setattr(ctx, "lock", "made anew"), ("lock",))
-    pipeline = pipeline_of(PipelineTask("hold", hold, [io], writes=["lock"]))
-    pipeline.enable_shortcut("hold")
-    assert trained(pipeline, 2)[1].lock == "made anew"
-
-
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -282,11 +248,3 @@ def test_an_unknown_task_a_task_that_cannot_be_replayed_and_an_open_period_are_r
     pipeline.begin(batches)
     with pytest.raises(PlanError, match="is open"):
         pipeline.enable_shortcut("other")
-
-
-def test_a_caller_cannot_do_the_work_of_a_task_that_is_replayed() -> None:
-    pipeline = pipeline_of(PipelineTask("step", lambda ctx: None))
-    pipeline.enable_shortcut("step")
-    pipeline.begin(repeat(0))
-    with pytest.raises(PlanError, match=r"'step' is replayed.*disable_shortcut"):
-        pipeline.begin_task("step")

@@ -1,7 +1,7 @@
-"""Trains an epoch: ``torchrun -m tests.scenarios.cluster.elastic_program KIND FOLDER STEPS EVERY GATE ...``.
+"""Trains an epoch: ``torchrun -m tests.scenarios.cluster.elastic_program FOLDER STEPS EVERY GATE ...``.
 
-The last checkpoint itself says which samples its values have seen. A recommender has a table with a row for each
-sample, to which each visit adds one. A language model, whose ranks read the same batches, has a list.
+The last checkpoint itself says which samples its values have seen: a table has a row for each sample, to which each
+visit adds one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from tests.patience import HANG
 from tests.strategies.cases import SGD, recsys
-from tests.strategies.llm_cases import VOCABULARY, Tiny, llm, row_batches
 
-# Samples of a rank's batch, and of the language model's.
+# Samples of a rank's batch.
 BATCH = 4
 ITEMS = 50
 # Seconds that ranks wait for one that is gone without a word; nothing here takes as long between two collectives.
@@ -73,14 +72,13 @@ class Watch(Callback):
 
     def __init__(self, folder: Path, gates: list[int], per_step: int) -> None:
         self.folder, self.gates, self.per_step = folder, gates, per_step
-        self.samples: list[int] = []
         self.seen = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "samples": self.samples}
+        return {"seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen, self.samples = state["seen"], list(state["samples"])
+        self.seen = state["seen"]
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.note(trainer, "start")
@@ -95,8 +93,6 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += self.per_step
-        if isinstance(batch, dict):
-            self.samples += numbers_of(batch["input_ids"])
         self.note(trainer, "step")
 
     def note(self, trainer: pl.Trainer, what: str) -> None:
@@ -106,41 +102,22 @@ class Watch(Callback):
                 log.write(json.dumps({**line, "seen": self.seen}) + "\n")
 
 
-def numbered(samples: int) -> list[dict[str, Tensor]]:
-    """Rows of a language model, whose first two tokens say which it is."""
-    rows = row_batches(1, samples, (6,))[0]
-    numbers = torch.arange(samples)
-    rows["input_ids"][:, 0], rows["input_ids"][:, 1] = numbers // VOCABULARY, numbers % VOCABULARY
-    return [{name: value[row] for name, value in rows.items()} for row in range(samples)]
-
-
-def numbers_of(rows: Tensor) -> list[int]:
-    """The numbers of rows that ``numbered`` has made."""
-    return (rows[:, 0] * VOCABULARY + rows[:, 1]).tolist()
-
-
-def main(kind: str, folder: Path, steps: int, every: int, gates: list[int]) -> None:
+def main(folder: Path, steps: int, every: int, gates: list[int]) -> None:
     torch.manual_seed(3)
     torch.set_num_threads(1)
     samples, world = steps * BATCH, int(os.environ["WORLD_SIZE"])
-    if kind == "recsys":
-        module: Any = Visited(samples)
-        strategy: Any = recsys(optimizer={**SGD, "init_args": {"lr": 1.0}}, timeout=TIMEOUT)
-        data: Any = DataLoader(range(samples), batch_size=BATCH, collate_fn=features, shuffle=True)  # type: ignore[arg-type]
-        per_step = BATCH * world
-    else:
-        module, strategy, per_step = Tiny(), llm(num_microbatches=4, timeout=TIMEOUT), BATCH
-        data = DataLoader(numbered(samples), batch_size=BATCH)  # type: ignore[arg-type]
+    module = Visited(samples)
+    data: Any = DataLoader(range(samples), batch_size=BATCH, collate_fn=features, shuffle=True)  # type: ignore[arg-type]
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=strategy,
+        strategy=recsys(optimizer={**SGD, "init_args": {"lr": 1.0}}, timeout=TIMEOUT),
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[
-            Watch(folder, gates, per_step),
+            Watch(folder, gates, BATCH * world),
             ModelCheckpoint(folder / "saved", every_n_train_steps=every, save_top_k=0, save_last=True),
             OnExceptionCheckpoint(folder / "saved"),
         ],
@@ -150,5 +127,5 @@ def main(kind: str, folder: Path, steps: int, every: int, gates: list[int]) -> N
 
 
 if __name__ == "__main__":
-    steps, every, *gates = map(int, sys.argv[3:])
-    main(sys.argv[1], Path(sys.argv[2]), steps, every, gates)
+    steps, every, *gates = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), steps, every, gates)

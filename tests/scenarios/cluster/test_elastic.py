@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -39,10 +38,8 @@ class Job:
         environment: more of it.
     """
 
-    def __init__(
-        self, kind: str, folder: Path, nodes: Nodes, most: int, arguments: list[int], **environment: str
-    ) -> None:
-        self.kind, self.folder, self._nodes, self._most = kind, folder, nodes, most
+    def __init__(self, folder: Path, nodes: Nodes, most: int, arguments: list[int], **environment: str) -> None:
+        self.folder, self._nodes, self._most = folder, nodes, most
         self._arguments, self._environment = [str(one) for one in arguments], environment
         self._running: dict[int, Launched] = {}
 
@@ -54,7 +51,7 @@ class Job:
             f"--rdzv-conf=last_call_timeout=5,is_host={int(node == 0)}",
         ]
         self._running[node] = self._nodes.launch(
-            node, options, PROGRAM, self.kind, str(self.folder), *self._arguments, **self._environment
+            node, options, PROGRAM, str(self.folder), *self._arguments, **self._environment
         )
 
     def kill(self, node: int) -> None:
@@ -95,11 +92,9 @@ class Job:
         """Number of times that the values of the last checkpoint have seen each sample."""
         export_checkpoint(self.folder / "end.ckpt", self.folder / "end.pt")
         end = torch.load(self.folder / "end.pt", weights_only=True)
-        if self.kind == "recsys":
-            table = end["state_dict"]["tables.embedding_bags.sample.weight"]
-            assert torch.equal(table, table[:, :1].expand_as(table).round())
-            return [int(count) for count in table[:, 0]]
-        return torch.bincount(torch.tensor(end["callbacks"]["Watch"]["samples"])).tolist()
+        table = end["state_dict"]["tables.embedding_bags.sample.weight"]
+        assert torch.equal(table, table[:, :1].expand_as(table).round())
+        return [int(count) for count in table[:, 0]]
 
 
 @pytest.fixture
@@ -108,10 +103,9 @@ def nodes() -> Iterator[Nodes]:
         yield made
 
 
-@pytest.mark.parametrize("kind", ["recsys", "llm"])
-def test_a_node_dies_and_others_join(kind: str, nodes: Nodes, tmp_path: Path) -> None:
+def test_a_node_dies_and_others_join(nodes: Nodes, tmp_path: Path) -> None:
     steps, every = 60, 3
-    job = Job(kind, tmp_path, nodes, 3, [steps, every, steps * BATCH // 3, 2 * steps * BATCH // 3])
+    job = Job(tmp_path, nodes, 3, [steps, every, steps * BATCH // 3, 2 * steps * BATCH // 3])
     try:
         job.start(0)
         job.until_gate(0, world=1)
@@ -133,7 +127,7 @@ def test_a_node_dies_and_others_join(kind: str, nodes: Nodes, tmp_path: Path) ->
 def test_a_node_vanishes_without_a_word(nodes: Nodes, tmp_path: Path) -> None:
     """The others wait for the strategy's timeout, and no longer."""
     steps = 40
-    job = Job("recsys", tmp_path, nodes, 2, [steps, 3, steps * BATCH // 2], ELASTIC_TIMEOUT="60")
+    job = Job(tmp_path, nodes, 2, [steps, 3, steps * BATCH // 2], ELASTIC_TIMEOUT="60")
     try:
         job.start(0)
         job.start(1)
@@ -185,37 +179,3 @@ def test_the_example_continues_without_a_node(nodes: Nodes, tmp_path: Path) -> N
             nodes.kill(node)
             one.wait(HANG)
     assert "Restored all states from the checkpoint at" in said.read_text()
-
-
-@pytest.mark.long
-def test_a_node_dies_every_100_steps(nodes: Nodes, tmp_path: Path) -> None:
-    """Prints the goodput: the part of the executed steps that the final values have, and the time that kills cost."""
-    kills, every, between = 4, 10, 100
-    per_step = 2 * BATCH
-    targets = [between * per_step * (number + 1) for number in range(kills)]
-    samples = between * per_step * (kills + 1)
-    # One node trains at most so far, and waits there until the other is back.
-    gates = [target + 60 * BATCH for target in targets]
-    job = Job("recsys", tmp_path, nodes, 2, [samples // BATCH, every, *gates])
-    try:
-        job.start(0)
-        job.start(1)
-        for number, target in enumerate(targets):
-            job.until(lambda line, least=target: line["world"] == 2 and line["seen"] >= least)  # type: ignore[misc]
-            job.kill(1)
-            job.start(1)
-            job.until_gate(number, world=2)
-            job.open(number)
-        job.wait()
-    finally:
-        job.end()
-    log = job.log()
-    restarts = [(before, after) for before, after in itertools.pairwise(log) if after["what"] == "start"]
-    lost = [before["step"] - after["step"] for before, after in restarts]
-    executed, kept = sum(line["what"] == "step" for line in log), log[-1]["step"]
-    seconds = [after["time"] - before["time"] for before, after in restarts]
-    print(f"goodput {kept / executed:.3f}: {kept} of {executed} steps, {len(restarts)} restarts")
-    print(f"lost steps {lost}, lost seconds {[round(one, 1) for one in seconds]}")
-    assert max(lost) <= every
-    assert executed - kept == sum(lost)
-    assert job.visits() == [1] * samples

@@ -1,37 +1,26 @@
-"""The manifests for Kubernetes fit their schemas and each other, and the pods of the Job train and continue exactly."""
+"""The manifests for Kubernetes fit their schemas, each other, torchrun and this package's command."""
 
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.run import get_args_parser
 
-from lightning_pipe.strategies import LLMPipelineStrategy, RecsysPipelineStrategy, export_checkpoint
-from tests.patience import HANG
+from lightning_pipe.strategies import LLMPipelineStrategy, RecsysPipelineStrategy
 from tests.scenarios.cluster.kubernetes import (
     FOLDER,
     ROOT,
-    Pod,
     documents,
-    environment,
     expanded,
     job_container,
     job_pod,
     variables,
-    without_profile,
 )
-from tests.scenarios.cluster.metrics import last_metrics
 
 MANIFESTS = ("kubernetes-volume", "kubernetes-job", "kubernetes-trainjob")
 SCHEMAS = {
@@ -53,33 +42,6 @@ def read_by_schema(document: dict[str, Any]) -> Any:
 def test_each_object_has_only_fields_and_types_of_its_published_schema(name: str) -> None:
     for document in documents(name).values():
         assert read_by_schema(document) == document
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "place", "value"),
-    [
-        ("kubernetes-job", "Job", ("spec", "completionmode"), "Indexed"),
-        ("kubernetes-job", "Job", ("spec", "completions"), "two"),
-        ("kubernetes-job", "Job", ("spec", "podFailurePolicy", "rules", 0, "action"), None),
-        ("kubernetes-job", "Job", ("spec", "template", "spec", "containers", 0, "comand"), ["torchrun"]),
-        ("kubernetes-job", "Service", ("spec", "clusterIP"), 5),
-        ("kubernetes-volume", "PersistentVolumeClaim", ("spec", "accessMode"), "ReadWriteMany"),
-        ("kubernetes-trainjob", "TrainJob", ("spec", "trainer", "numNodes"), "2"),
-        ("kubernetes-trainjob", "TrainJob", ("spec", "podTemplateOverrides"), []),
-    ],
-)
-def test_the_schemas_find_a_wrong_field_or_type(name: str, kind: str, place: tuple[Any, ...], value: Any) -> None:
-    document = documents(name)[kind]
-    read_by_schema(document)  # skips without the package
-    inner: Any = document
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    try:
-        found = read_by_schema(document)
-    except ValueError:  # a type, or a field that is missing
-        return
-    assert found != document
 
 
 # ---------------------------------------------------------------------- meaning
@@ -221,86 +183,3 @@ def test_files_that_the_comments_name_are_there() -> None:
     for file in [*FOLDER.glob("kubernetes-*.yaml"), FOLDER / "Dockerfile", ROOT / "docs" / "cluster.md"]:
         for named in re.findall(r"\bexamples/[\w./-]*\w", file.read_text(encoding="utf-8")):
             assert (ROOT / named).exists(), f"{file.name} names {named}"
-
-
-# ---------------------------------------------------------------------- training
-
-ONE_EPOCH = "--trainer.max_epochs=1"
-HOLDS = "--trainer.callbacks+=tests.scenarios.cluster.kubernetes.HeldAt"
-
-
-def trained(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights at the end of a run, of tables as a whole."""
-    # A lost run has also saved one after a validation.
-    saved = max(folder.glob("logs/recsys_movielens_two_nodes/version_*/checkpoints/epoch=0.ckpt"))
-    export_checkpoint(saved, folder / "whole.ckpt")
-    return dict(torch.load(folder / "whole.ckpt", weights_only=True)["state_dict"])
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@contextmanager
-def pods(folder: Path, *more: str, held: int | None = None) -> Iterator[list[Pod]]:
-    """Both pods of the Job, which end with the context."""
-    port, config = free_port(), without_profile(folder)
-    with ExitStack() as ends:
-        both = []
-        for index in range(2):
-            both.append(Pod(index, folder, port, config, [ONE_EPOCH, *more], held=index == held))
-            ends.callback(both[-1].end)
-        yield both
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run in two pods that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with pods(folder) as both:
-        assert [pod.ended() for pod in both] == [0, 0], "\n".join(pod.output.read_text() for pod in both)
-    return folder
-
-
-@pytest.mark.exhaustive
-def test_movielens_in_two_pods_ends_with_the_figures_of_one_machine(undisturbed: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "lightning_pipe.cli", "fit", "--config", str(without_profile(tmp_path)), ONE_EPOCH]
-    command += ["--trainer.num_nodes=1", "--trainer.devices=2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    there, here = last_metrics(undisturbed), last_metrics(tmp_path)
-    assert {"train/loss", "val/loss", "val/auroc"} <= here.keys()
-    # The last bits of some sums differ between one machine and several.
-    assert there == pytest.approx(here, rel=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["deleted", "lost"])
-def test_movielens_in_two_pods_continues_after_one_has_ended_to_the_bit(
-    undisturbed: Path, tmp_path: Path, how: str
-) -> None:
-    saved = tmp_path / "logs" / "movielens"
-    stopped, batch = (1, 30) if how == "deleted" else (0, 120)
-    with pods(tmp_path, HOLDS, f"--trainer.callbacks.batch={batch}", held=stopped) as both:
-        both[stopped].until_held()
-        both[stopped].delete() if how == "deleted" else both[stopped].lose()
-        codes = [pod.ended() for pod in both]
-    # Of both: the Job starts no index again that has ended with 0.
-    assert all(codes), "\n".join(pod.output.read_text() for pod in both)
-    (name,) = [path.name for path in saved.glob("*.ckpt")]
-    assert name == ("on_exception.ckpt" if how == "deleted" else "last.ckpt")
-
-    with pods(tmp_path) as both:
-        assert [pod.ended() for pod in both] == [0, 0], "\n".join(pod.output.read_text() for pod in both)
-    restored = rf"Restored all states from the checkpoint at (\S*/)?logs/movielens/{name}\n"
-    assert re.search(restored, both[0].output.read_text())
-    assert not (saved / "on_exception.ckpt").exists()
-    there, here = trained(tmp_path), trained(undisturbed)
-    assert there.keys() == here.keys()
-    assert [key for key, value in here.items() if not torch.equal(value, there[key])] == []
-    assert last_metrics(tmp_path) == last_metrics(undisturbed)

@@ -17,7 +17,7 @@ from tests.engine.within import within
 from tests.patience import HANG
 
 random_runs = settings(
-    max_examples=120, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 

@@ -1,6 +1,6 @@
 """Run by torchrun on two ranks: a collective ends on rank 0 while its interpreter exits and holds the GIL.
 
-Arguments: what trains (a strategy of ``KINDS``, or a function below; ``worker`` leaves a collective to a worker that is
+Arguments: what trains (a strategy of ``KINDS``, or a function below: ``worker`` leaves a collective to a worker that is
 not closed), how the program ends (``well`` or ``error``), and a folder.
 """
 
@@ -32,17 +32,6 @@ from lightning_pipe.engine.runtime.worker import Worker  # noqa: E402
 from tests.scenarios.faults.training import KINDS, fit, module  # noqa: E402
 
 
-def train_pipeline() -> None:
-    from tests.recsys.pipeline_cases import CASES, STEPS, adam, sharded
-    from tests.recsys.train_pipeline_cases import pipeline_of
-
-    dist.init_process_group("gloo")
-    case = CASES["pooled, table_wise"]
-    model = sharded(case)
-    with pipeline_of(model, "serial", adam(model)) as pipeline:
-        pipeline.progress(iter(case.data(STEPS)))
-
-
 def stage_runner() -> None:
     from tests.llm.run.test_stage_runner import calls, make
 
@@ -65,7 +54,7 @@ if __name__ == "__main__":
     if USE in KINDS:
         fit(USE, 2, module(USE))
     else:
-        {"train_pipeline": train_pipeline, "stage_runner": stage_runner, "worker": worker}[USE]()
+        {"stage_runner": stage_runner, "worker": worker}[USE]()
     # Without this reference, the destructor of the group would wait for its threads.
     group = dist.group.WORLD
     if RANK == 0 and USE != "worker":

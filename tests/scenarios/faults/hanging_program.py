@@ -29,15 +29,8 @@ class Hangs(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == BATCH:
             wrong = self.global_rank == 1
-            {"other": self._other, "skipped": self._skipped, "stuck": self._stuck}[sys.argv[1]](wrong)
+            {"skipped": self._skipped, "stuck": self._stuck}[sys.argv[1]](wrong)
         return super().training_step(batch, batch_idx)
-
-    def _other(self, wrong: bool) -> None:
-        tensor = torch.ones(5)
-        if wrong:
-            dist.broadcast(tensor, 0)
-        else:
-            dist.all_reduce(tensor)
 
     def _skipped(self, wrong: bool) -> None:
         if not wrong:

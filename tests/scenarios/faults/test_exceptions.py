@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,28 +16,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
 from lightning_pipe.loops import interrupted_save
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
-from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, Raised, told
+from tests.scenarios.faults.forked_ranks import Here, Nursery, Raised, told
 from tests.scenarios.faults.injected import PLACES, broken
 from tests.scenarios.faults.left_behind import left_behind
 from tests.scenarios.faults.training import BOUND, KINDS, TIMEOUT, WHERE, fit, module
 from tests.strategies import llm_cases
-from tests.tiers import sampled, sampled_rows
 
-CASES = [(kind, place) for kind, places in PLACES.items() for place in places]
 # Each place once, and twice where strategies differ in which thread runs it.
-OFTEN = {
+CASES = [
     ("pipeline", "dataloader worker"),
     ("pipeline", "transfer hook"),
-    ("pipeline", "backward"),
-    ("recsys", "dataloader worker"),
     ("recsys", "callback"),
     ("recsys", "forward"),
     ("recsys", "worker thread"),
-    ("llm", "transfer hook"),
     ("llm", "backward"),
     ("llm", "preparation"),
-}
-EACH_CASE = pytest.mark.parametrize(("kind", "place"), sampled_rows(CASES, OFTEN.__contains__))
+]
 # What Gloo says where the rank at the other end is gone, and what this project says.
 LOST = r"Connection (closed|reset) by peer|[Rr]ank 1 could not fetch|rank 1: .*UserError|rank\(s\) 1 could not use"
 
@@ -56,40 +48,20 @@ def on_two_ranks(here: Here, kind: str, place: str) -> None:
         fit(kind, 2, trained)
 
 
-Run = Callable[[str, str], list[Ended]]
-
-
-@pytest.fixture(scope="module")
-def failed(ranks: Nursery) -> Run:
-    """How ranks end where the one of two fails; each case happens once."""
-
-    @functools.cache
-    def run(kind: str, place: str) -> list[Ended]:
-        return ranks.run(on_two_ranks, 2, kind, place)
-
-    return run
-
-
-@EACH_CASE
-def test_an_exception_on_one_rank_ends_all_soon(kind: str, place: str, failed: Run) -> None:
-    ended = failed(kind, place)
+@pytest.mark.parametrize(("kind", "place"), CASES)
+def test_an_exception_on_one_rank_ends_all_soon_and_each_says_what_happened_where(
+    kind: str, place: str, ranks: Nursery
+) -> None:
+    ended = ranks.run(on_two_ranks, 2, kind, place)
     assert [one.code for one in ended] == [1, 1], told(ended)
     assert max(one.seconds for one in ended) < BOUND, told(ended)
     assert not any(one.left for one in ended), told(ended)
-
-
-@EACH_CASE
-def test_the_rank_that_failed_raises_the_users_own_exception(kind: str, place: str, failed: Run) -> None:
-    ended = failed(kind, place)
     # A worker thread runs nothing of a user's: from there it is the task's error, which says this.
     assert ended[1].value.kind == ("TaskError" if place == "worker thread" else "UserError"), told(ended)
     assert f"the user's, in {place}" in ended[1].value.text, told(ended)
-
-
-@EACH_CASE
-def test_the_rank_that_failed_says_where(kind: str, place: str, failed: Run) -> None:
-    ended = failed(kind, place)
-    assert re.search(WHERE.format(rank=1), str(ended[1].value)), told(ended)
+    assert re.search(LOST, str(ended[0].value)), told(ended)
+    for rank in range(2):
+        assert re.search(WHERE.format(rank=rank), str(ended[rank].value)), told(ended)
 
 
 def saving_on_the_way_out(here: Here, kind: str, callback: str) -> None:
@@ -107,8 +79,7 @@ def saving_on_the_way_out(here: Here, kind: str, callback: str) -> None:
             fit(kind, 2, trained, callbacks=[saves], enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("callback", sampled(["on exception", "model checkpoint"], lambda name: name == "on exception"))
-@pytest.mark.parametrize("kind", ["pipeline", "recsys"])
+@pytest.mark.parametrize(("kind", "callback"), [("pipeline", "on exception"), ("recsys", "model checkpoint")])
 def test_a_checkpoint_on_the_way_out_keeps_no_rank_waiting(kind: str, callback: str, ranks: Nursery) -> None:
     ended = ranks.run(saving_on_the_way_out, 2, kind, callback)
     assert [one.code for one in ended] == [1, 1], told(ended)
@@ -142,18 +113,6 @@ def test_a_rank_without_memory_in_a_trial_keeps_no_rank_waiting(ranks: Nursery) 
         assert "A rank failed in the middle of a trial step of schedule" in str(one.value), told(ended)
 
 
-@EACH_CASE
-def test_the_other_rank_says_that_it_lost_that_one(kind: str, place: str, failed: Run) -> None:
-    ended = failed(kind, place)
-    assert re.search(LOST, str(ended[0].value)), told(ended)
-
-
-@EACH_CASE
-def test_the_other_rank_says_where_it_was(kind: str, place: str, failed: Run) -> None:
-    ended = failed(kind, place)
-    assert re.search(WHERE.format(rank=0), str(ended[0].value)), told(ended)
-
-
 # ---------------------------------------------------------------------- one process, which goes on
 
 
@@ -179,24 +138,12 @@ def one_after_another(here: Here, kind: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone(ranks: Nursery) -> Callable[[str], Ended]:
-    """What comes of a training that fails, and of those after it in the same process."""
-
-    @functools.cache
-    def run(kind: str) -> Ended:
-        (ended,) = ranks.run(one_after_another, 1, kind)
-        return ended
-
-    return run
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "place"), CASES)
-def test_a_process_trains_again_after_an_exception(kind: str, place: str, alone: Callable[[str], Ended]) -> None:
-    ended = alone(kind)
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_process_trains_again_after_an_exception(kind: str, ranks: Nursery) -> None:
+    (ended,) = ranks.run(one_after_another, 1, kind)
     assert ended.code == 0, told([ended])
-    result = ended.value[place]
-    assert result["raised"] != "nothing"
-    assert result["left"] == []
-    assert result["trained again"] == len(KINDS[kind].data["dataset"])
+    for result in ended.value.values():
+        assert result["raised"] != "nothing"
+        assert result["left"] == []
+        assert result["trained again"] == len(KINDS[kind].data["dataset"])

@@ -12,18 +12,7 @@ from tests.scenarios.faults.launched import Launched
 PROGRAM = "tests.scenarios.faults.exiting_program"
 
 
-USES = ["pipeline", "recsys", "llm", "train_pipeline", "stage_runner", "worker"]
-QUICK = [("pipeline", "well"), ("stage_runner", "error"), ("worker", "well")]
-
-
-@pytest.mark.parametrize(
-    ("use", "end"),
-    [
-        pytest.param(use, end, marks=[] if (use, end) in QUICK else pytest.mark.exhaustive)
-        for use in USES
-        for end in ("well", "error")
-    ],
-)
+@pytest.mark.parametrize(("use", "end"), [("pipeline", "well"), ("stage_runner", "error"), ("worker", "well")])
 def test_a_collective_that_ends_while_the_interpreter_exits_does_not_abort_it(
     use: str, end: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ TIMEOUT = 30
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", ["other", "skipped", "stuck"])
+@pytest.mark.parametrize("case", ["skipped", "stuck"])
 def test_a_timeout_says_in_which_batch_and_task_the_rank_was(case: str, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node=2"]
     arguments = [case, str(tmp_path), str(TIMEOUT)]

@@ -1,17 +1,13 @@
 """A rank that is killed, wherever it is: the other one ends by itself, soon, and says where it was and why.
 
-Either rank is killed, at the beginning and at the end of each task, in an epoch's first batch, in the middle, and in
-its last. `make test` kills one of them once in each task.
+One of the ranks is killed once in each task, in mid-epoch, rank 0 (which keeps the store) and rank 1 in turn.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -24,31 +20,20 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_pipe.engine.runtime.executor import Executor
 from lightning_pipe.recsys.plans.named import INPUT
-from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
-from tests.scenarios.faults.training import BOUND, KINDS, THREADED, WHERE, fit, kind_of, module
-from tests.tiers import sampled, sampled_rows
+from tests.scenarios.faults.forked_ranks import Here, Nursery, told
+from tests.scenarios.faults.training import BOUND, KINDS, THREADED, WHERE, fit, module
 
 # strategy, task, iteration, rank, moment
 Case = tuple[str, str, int, int, str]
 
 LOST = r"Connection (closed|reset) by peer|Broken pipe|because a rank has ended|another rank has ended"
 
-PLACES = list(itertools.product((0, 3, 5), (0, 1), ("begins", "ends")))
 CASES: list[Case] = [
-    *((kind, task, *place) for kind, made in KINDS.items() for task in made.tasks for place in PLACES),
-    *((THREADED, task, 3, rank, "begins") for task in KINDS["recsys"].tasks for rank in (0, 1)),
+    *((kind, task, 3, place % 2, "begins") for kind, made in KINDS.items() for place, task in enumerate(made.tasks)),
+    *((THREADED, task, 3, 1, "begins") for task in KINDS["recsys"].tasks if task in INPUT),
+    ("recsys", "EmbBackward", 0, 1, "ends"),
+    ("llm", KINDS["llm"].tasks[-1], 5, 0, "ends"),
 ]
-
-
-def often(case: Case) -> bool:
-    """Whether `make test` runs it: one of each task, in mid-epoch, of rank 0 (which keeps the store) and 1 in turn."""
-    kind, task, iteration, rank, moment = case
-    if kind == THREADED and task not in INPUT:
-        return False
-    return iteration == 3 and moment == "begins" and rank == kind_of(kind).tasks.index(task) % 2
-
-
-EACH_CASE = pytest.mark.parametrize("case", sampled(CASES, often, lambda case: "-".join(map(str, case))))
 
 
 def killed(here: Here) -> None:
@@ -82,33 +67,16 @@ def in_a_task(here: Here, kind: str, task: str, iteration: int, rank: int, momen
         fit(kind, 2, module(kind), max_epochs=2)
 
 
-Run = Callable[[Case], list[Ended]]
-
-
-@pytest.fixture(scope="module")
-def after_kill(ranks: Nursery) -> Run:
-    """How ranks end where one of two is killed; each case happens once."""
-
-    @functools.cache
-    def run(case: Case) -> list[Ended]:
-        return ranks.run(in_a_task, 2, *case)
-
-    return run
-
-
-@EACH_CASE
-def test_a_rank_ends_soon_after_the_other_was_killed_in_a_task(case: Case, after_kill: Run) -> None:
-    ended, rank = after_kill(case), case[3]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_rank_ends_soon_after_the_other_was_killed_in_a_task_and_says_where_it_was(
+    case: Case, ranks: Nursery
+) -> None:
+    ended, rank = ranks.run(in_a_task, 2, *case), case[3]
     assert ended[rank].code == -signal.SIGKILL, told(ended)
     assert ended[1 - rank].code == 1, told(ended)
     assert ended[1 - rank].seconds < BOUND, told(ended)
     assert not ended[1 - rank].left, told(ended)
     assert re.search(LOST, str(ended[1 - rank].value)), told(ended)
-
-
-@EACH_CASE
-def test_it_says_in_which_task_it_was(case: Case, after_kill: Run) -> None:
-    ended, rank = after_kill(case), case[3]
     assert re.search(WHERE.format(rank=1 - rank), str(ended[1 - rank].value)), told(ended)
 
 
@@ -130,13 +98,7 @@ def in_a_save(here: Here, kind: str, rank: int) -> None:
         fit(kind, 2, module(kind), callbacks=[Save()], default_root_dir=here.folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank"),
-    sampled_rows(
-        [("pipeline", 0), ("recsys", 0), ("recsys", 1), ("llm", 0), ("llm", 1)],
-        {("pipeline", 0), ("recsys", 0), ("llm", 1)}.__contains__,
-    ),
-)
+@pytest.mark.parametrize(("kind", "rank"), [("pipeline", 0), ("recsys", 0), ("llm", 1)])
 def test_a_rank_ends_soon_after_the_other_was_killed_in_a_save(kind: str, rank: int, ranks: Nursery) -> None:
     ended = ranks.run(in_a_save, 2, kind, rank)
     assert ended[rank].code == -signal.SIGKILL, told(ended)

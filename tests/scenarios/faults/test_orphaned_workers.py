@@ -123,7 +123,7 @@ def test_other_ranks_notice_that_a_rank_was_killed_which_had_workers(fault: Any,
     assert ended[0].code not in (None, 0), told(ended)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_live_as_long_as_their_rank(method: str, ranks: Nursery) -> None:
     (ended,) = ranks.run(trains_with_workers_of, 1, method)
     assert ended.value == 2, told([ended])

@@ -153,18 +153,6 @@ def test_outputs_without_grad_equal_the_sequentials() -> None:
     pipe.close()
 
 
-def test_two_forwards_may_come_before_their_backwards() -> None:
-    pipe, whole = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2), MODELS["plain"]()
-    batches = [batch(8, seed) for seed in range(2)]
-    for module, run in ((pipe, pipe), (whole, lambda inputs: whole_forward(whole, inputs, 3))):
-        losses = [nn.functional.mse_loss(run(inputs), targets) for inputs, targets in batches]
-        for loss in reversed(losses):
-            loss.backward()
-        assert all(p.grad is not None for p in module.parameters())
-    assert different(pipe, whole) == []
-    pipe.close()
-
-
 def test_a_loss_is_scaled_and_accumulated_like_any_other() -> None:
     pipe = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2)
     batches = [batch(8, seed) for seed in range(2)]
@@ -176,20 +164,6 @@ def test_a_loss_is_scaled_and_accumulated_like_any_other() -> None:
     for inputs, targets in batches:
         (pipe.loss(inputs, targets, nn.MSELoss()) / 2 * 1024).backward()
     assert whole_gradients(MODELS["plain"](), backward).differences(gradients(pipe)) == []
-    pipe.close()
-
-
-def test_gradients_of_a_loss_come_with_its_backward_and_not_before() -> None:
-    pipe = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2)
-    loss = pipe.loss(*batch(8), nn.MSELoss())
-    assert all(p.grad is None for p in pipe.parameters())
-    loss.backward()
-    first = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
-    pipe.loss(*batch(8), nn.MSELoss()).backward()
-    assert len(first) == 6
-    assert all(
-        torch.equal(p.grad, 2 * one) for p, one in zip(pipe.parameters(), first, strict=True) if p.grad is not None
-    )
     pipe.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
-from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_time, pop, skippable, stash
+from lightning_pipe.pipe import Pipe, pop, skippable, stash
 from tests.patience import HANG
-from tests.pipe.models import COMPILES, different, gradients, whole_forward, whole_gradients
+from tests.pipe.models import different, gradients, whole_forward, whole_gradients
 
 CPUS = ["cpu", "cpu"]
 
@@ -46,11 +45,6 @@ def linear() -> list[nn.Module]:
 Make = Callable[..., Pipe]
 
 # ---------------------------------------------------------------------- the user's settings stay
-
-
-def test_layers_stay_in_their_modes(make: Make) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval(), nn.Linear(4, 3))
-    assert [layer.training for layer in make(layers)] == [True, False, True]
 
 
 def test_hooks_of_every_kind_that_the_sequential_has_are_the_pipes(make: Make) -> None:
@@ -87,15 +81,6 @@ def test_hooks_of_parameters_run_once_on_the_sum_of_gradients(make: Make, throug
             pipe.loss(inputs, targets, nn.MSELoss()).backward()
     assert len(calls) == 2
     assert expected.differences(gradients(pipe)) == []
-
-
-def test_a_layer_that_is_there_twice_is_found_by_its_number(make: Make) -> None:
-    layer = nn.Linear(4, 4)
-    pipe = make([layer, nn.Tanh(), layer], devices=["cpu"])
-    assert pipe[2] is pipe[-1] is layer
-    some = pipe[:2]
-    assert isinstance(some, nn.Sequential)
-    assert [*some] == [layer, pipe[1]]
 
 
 # ---------------------------------------------------------------------- what would be wrong without a word
@@ -167,33 +152,6 @@ def test_layers_that_partitions_do_not_know_are_refused(make: Make, change: str)
         pipe(torch.randn(4, 4))
 
 
-@COMPILES
-def test_a_copy_of_a_compiled_pipe_runs_its_own_layers(make: Make) -> None:
-    pipe = make(linear()).compile_partitions(backend="eager")
-    inputs = torch.randn(4, 4)
-    before = pipe(inputs)
-    for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        with torch.no_grad():
-            for parameter in copied.parameters():
-                parameter.zero_()
-        assert not copied(inputs).any()
-        copied.close()
-    assert torch.equal(pipe(inputs), before)
-
-
-@COMPILES
-def test_each_partition_is_compiled_for_itself_however_many_there_are(make: Make) -> None:
-    torch._dynamo.reset()
-    layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())]
-    pipe = make(layers, 2, "always", ["cpu"] * 6).compile_partitions(backend="eager")
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
-        for rows in (8, 6, 7):
-            pipe(torch.randn(rows, 4)).sum().backward()
-        with torch.no_grad():
-            pipe(torch.randn(8, 4))
-
-
-@COMPILES
 def test_the_first_mini_batch_of_compiled_batch_normalisations_has_its_gradients(make: Make) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -276,12 +234,6 @@ def test_buffers_that_a_layer_changes_are_changed_once(make: Make, mode: str) ->
     assert expected.differences(gradients(pipe)) == []
 
 
-def test_buffers_in_two_partitions_are_refused(make: Make) -> None:
-    shared = nn.BatchNorm1d(4, affine=False)
-    with pytest.raises(SetupError, match="the buffer 'running_mean' of a BatchNorm1d is shared by partitions 0 and 1"):
-        make([shared, nn.Linear(4, 4), shared])
-
-
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_what_the_sequential_has_beside_its_layers_is_refused(make: Make, kind: str) -> None:
     layers = nn.Sequential(*linear())
@@ -348,37 +300,6 @@ def test_a_pipe_in_which_others_draw_goes_on_after_one_refusal(make: Make) -> No
     with pytest.raises(SetupError, match="by another thread"):
         pipe(torch.randn(4, 4))
     pipe(torch.randn(4, 4)).sum().backward()
-
-
-def test_a_layer_that_begins_to_draw_when_others_train_already_is_refused_once(make: Make) -> None:
-    dropout = nn.Dropout(0.0)
-    pipe = make([nn.Linear(4, 4), dropout, nn.Linear(4, 3)])
-    dropout.eval()
-    pipe(torch.ones(4, 4))
-    dropout.train()  # another mode: looked at anew
-    dropout.p = 0.5
-    assert not torch.equal(pipe(torch.ones(4, 4)), pipe(torch.ones(4, 4)))
-
-
-def test_a_loss_that_draws_has_numbers_of_its_own(make: Make) -> None:
-    def found(devices: list[str]) -> Tensor:
-        torch.manual_seed(3)
-        pipe = make(linear(), 2, "always", devices)
-        for _ in range(2):
-            loss = pipe.loss(
-                torch.ones(4, 4), torch.ones(4, 3), lambda o, t: (nn.functional.dropout(o) - t).square().mean()
-            )
-        return loss
-
-    assert torch.equal(found(["cpu"]), found(CPUS))
-
-
-def test_a_default_device_is_no_pipes(make: Make) -> None:
-    pipe, inputs = make([nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)]), torch.randn(4, 4)
-    with torch.device("meta"):
-        output = pipe(inputs)
-    output.sum().backward()
-    assert output.device.type == "cpu"
 
 
 # ---------------------------------------------------------------------- threads and processes
@@ -459,50 +380,9 @@ def test_what_is_used_in_several_partitions_has_its_gradients_added_as_in_one(ma
 # ---------------------------------------------------------------------- refusals in words
 
 
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (["gpu", "cpu"], "devices contains 'gpu', which is not a device"),
-        ([None, "cpu"], "devices contains None, which is not a device"),
-        ([True, "cpu"], "devices contains True, which is not a device"),
-        (["meta", "cpu"], "devices contains 'meta', which cannot run layers"),
-    ],
-)
-def test_what_is_no_device_is_refused(make: Make, devices: Any, message: str) -> None:
-    with pytest.raises(SetupError, match=message):
-        make(linear(), devices=devices)
-
-
-def test_the_cpu_is_the_same_under_its_number(make: Make) -> None:
-    assert make(linear(), devices=["cpu:0", "cpu"])(torch.randn(4, 4)).shape == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("balance", "message"),
-    [
-        ("auto", "balance is 'auto'; expected a list with the number of layers"),
-        (5, "balance is 5; expected a list with the number of layers"),
-        ([2.0, 1.0], "expected whole numbers"),
-        ([True, 2], "expected whole numbers"),
-        ([None, 3], "expected whole numbers"),
-    ],
-)
-def test_what_is_no_balance_is_refused(make: Make, balance: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        make(linear(), balance=balance)
-
-
 def test_layers_without_a_shape_are_refused(make: Make) -> None:
     with pytest.raises(SetupError, match=r"'0\.weight' of the Sequential has no shape yet; .* on a batch before"):
         make([nn.LazyLinear(4), nn.Linear(4, 3)])
-
-
-@pytest.mark.parametrize("name", ["loss", "chunks", "close", "_partitions", "training", "devices", "plans"])
-def test_a_layer_with_a_name_of_the_pipes_is_refused(make: Make, name: str) -> None:
-    layers = nn.Sequential(*linear())
-    layers._modules[name] = nn.Linear(3, 3)
-    with pytest.raises(SetupError, match=f"a layer '{name}', which is also the name of an attribute"):
-        make(layers)
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunks", 0), ("checkpoint", "nvr")])
@@ -511,17 +391,6 @@ def test_what_is_set_later_is_looked_at_too(make: Make, name: str, value: Any) -
     setattr(pipe, name, value)
     with pytest.raises(PlanError, match=f"{name} is {value!r}"):
         pipe(torch.randn(4, 4))
-
-
-def test_an_end_of_iteration_in_a_layer_is_said_to_be_there(make: Make) -> None:
-    class Ends(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            raise StopIteration("on purpose")
-
-    with pytest.raises((StopIteration, RuntimeError)) as raised:
-        make([nn.Linear(4, 4), Ends()])(torch.randn(4, 4))
-    errors = [raised.value, raised.value.__cause__]
-    assert any("micro-batch 0 of 2" in note for error in errors for note in getattr(error, "__notes__", ()))
 
 
 def test_outputs_that_are_not_laid_out_by_rows_are_refused(make: Make) -> None:
@@ -540,34 +409,6 @@ def test_outputs_that_are_not_laid_out_by_rows_are_refused(make: Make) -> None:
     assert flat(torch.randn(7, 4)).shape == (21, 2)  # three for each row
 
 
-def test_arrays_are_no_outputs(make: Make) -> None:
-    class Array(nn.Module):
-        def forward(self, input: Tensor) -> Any:
-            return input.detach().numpy()
-
-    with pytest.raises(InputError, match="another value for a later micro-batch; expected tensors"):
-        make([nn.Linear(4, 4), Array()])(torch.randn(4, 4))
-
-
-@pytest.mark.parametrize(
-    ("measure", "error", "message"),
-    [
-        (lambda x: balance_by_time(nn.Sequential(*linear()), 2, x, repeats=0), PlanError, "repeats is 0"),
-        (lambda x: balance_by_time(nn.Sequential(*linear()), 2.5, x), PlanError, "partitions is 2.5"),  # type: ignore[arg-type]
-        (lambda x: balance_by_time(nn.Linear(4, 4), 1, x), SetupError, "the module is a Linear"),  # type: ignore[arg-type]
-        (lambda x: balance_by_memory(nn.Sequential(*linear()), 2, x, chunks=0), PlanError, "chunks is 0"),
-        (
-            lambda x: balance_by_memory(nn.Sequential(*linear()), 2, x, parameter_scale=-1),
-            PlanError,
-            "parameter_scale is -1",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(measure: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        measure(torch.randn(4, 4))
-
-
 def test_a_forward_that_yields_without_being_skippable_is_named(make: Make) -> None:
     class Forgotten(nn.Module):
         def forward(self, input: Tensor) -> Any:
@@ -576,8 +417,6 @@ def test_a_forward_that_yields_without_being_skippable_is_named(make: Make) -> N
 
     with pytest.raises(SetupError, match=r"forward of layer 1, a Forgotten, returns a generator. .* with @skippable"):
         make([nn.Linear(4, 4), Forgotten()])(torch.randn(4, 4))
-    with pytest.raises(SetupError, match="@skippable is used without arguments on Forgotten"):
-        skippable(Forgotten)  # type: ignore[arg-type]
 
 
 def test_a_plain_sequential_with_skips_goes_on_after_an_error() -> None:
@@ -606,12 +445,3 @@ def test_a_plain_sequential_with_skips_goes_on_after_an_error() -> None:
         layers(torch.ones(2))
     fails.armed = False
     assert torch.equal(layers(torch.full((2,), 3.0)), torch.full((2,), 6.0))
-
-
-def test_an_evaluation_with_gradients_runs_no_layer_twice(make: Make) -> None:
-    calls = []
-    layers = nn.Sequential(*linear())
-    layers[0].register_forward_hook(lambda *found: calls.append(1))
-    pipe = make(layers, 2, "always").eval()
-    pipe(torch.randn(4, 4)).sum().backward()
-    assert len(calls) == 2

@@ -91,31 +91,6 @@ def test_forwards_and_backwards_in_turns_keep_as_many_micro_batches_as_partition
     assert turns <= (2 + 1 + 2) * LAYERS * ONE + 3 * CHUNKS * ONE < never / 2
 
 
-def test_checkpointing_keeps_one_micro_batch_in_turns() -> None:
-    # In each partition one recomputation, with a gradient and what an operation makes beside it; inputs of the second
-    # partition for the micro-batches under way; gradients of the input for all micro-batches. Without checkpointing the
-    # first partition would keep the activations of two micro-batches, not one.
-    assert peak(in_turns, "always") <= (PARTITIONS * (LAYERS + 2) + 3 + CHUNKS) * ONE
-
-
-def test_more_micro_batches_take_no_more_memory_in_turns() -> None:
-    def small(chunks: int) -> int:
-        pipe = Pipe(deep(), chunks, "never", ["cpu"] * PARTITIONS, [LAYERS, LAYERS])
-        rows = chunks * (ROWS // CHUNKS)
-        inputs = torch.randn(rows, WIDTH)
-        target = torch.zeros(rows)
-        pipe.loss(inputs, target, lambda output, target: output.sum(), reduction="sum").backward()
-        with LiveBytes([*pipe.parameters(), inputs]) as live:
-            pipe.loss(inputs, target, lambda output, target: output.sum(), reduction="sum").backward()
-        pipe.close()
-        return live.peak
-
-    weights = PARTITIONS * LAYERS * WIDTH * WIDTH * 4
-    # Sums of gradients, one that is being added in each partition, and what backward() hands on.
-    assert small(32) <= 2 * weights + weights + 5 * LAYERS * ONE
-    assert abs(small(32) - small(8)) <= 4 * LAYERS * ONE
-
-
 def test_a_loss_inside_has_outputs_of_one_micro_batch_at_a_time() -> None:
     def outside(pipe: Pipe, inputs: Tensor) -> None:
         targets = torch.zeros(ROWS, dtype=torch.long)
