@@ -21,11 +21,7 @@ def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
 
 
 def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
-    """Pipeline that is currently running.
-
-    Raises:
-        SetupError: If no pipeline runs because ``training_step`` fetches batches itself.
-    """
+    """Pipeline that is currently running."""
     program = loop_of(trainer).program
     if program is None:
         name = type(callback).__name__
@@ -64,15 +60,7 @@ def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
 
 
 def checked_path(name: str, path: str | Path) -> Path:
-    """Return *path* as a ``Path`` after checking that it can name a file.
-
-    Args:
-        name: name of the option, for the error message.
-        path: path to check.
-
-    Raises:
-        SetupError: If *path* has no file name or contains a null character.
-    """
+    """Return *path* as a ``Path`` after checking that it can name a file."""
     found = Path(path)
     if not found.name or "\0" in str(path):
         raise SetupError(f"`{name}` must be the path of a file, got {str(path)!r}. Pass a valid file name, or None.")

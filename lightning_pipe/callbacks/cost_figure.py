@@ -41,18 +41,7 @@ def cost_figure(profile: ProfileResult) -> Figure:
 
 
 def log_figure(logger: Logger, name: str, profile: ProfileResult, step: int) -> bool:
-    """Log the figure of *profile* with the method that *logger* provides for figures.
-
-    Args:
-        logger: a logger with ``experiment.add_figure`` (TensorBoard), ``log_image`` (Weights & Biases) or
-            ``experiment.log_figure`` (MLflow); other loggers are left unchanged.
-        name: name of the figure.
-        profile: profile to draw.
-        step: the trainer's step.
-
-    Returns:
-        True if the figure was logged; False if the logger accepts no figures or Matplotlib is not installed.
-    """
+    """Log the figure of *profile* with the method that *logger* provides for figures."""
     experiment: Any = getattr(logger, "experiment", None)
     add, image = getattr(experiment, "add_figure", None), getattr(logger, "log_image", None)
     log, run = getattr(experiment, "log_figure", None), getattr(logger, "run_id", None)

@@ -15,20 +15,7 @@ _ENDS = 5  # batch ends to keep; a picture shows no more batches
 
 
 class Recording:
-    """One recording, which starts when the object is created.
-
-    Args:
-        first: number of the first recorded batch.
-        clock: current offset of this rank's clock.
-        work: access to the strategy's running work; its micro-batch work is recorded too, if it has any.
-        keep: number of latest tasks, and of latest micro-batch records, to keep.
-
-    Attributes:
-        first: number of the first recorded batch.
-        clock: offset of this rank's clock when the recording started.
-        last: number of the last batch trained; None before the first one.
-        ends: start of the recording, followed by the end times of the latest batches, in seconds of this rank's clock.
-    """
+    """One recording, which starts when the object is created."""
 
     def __init__(self, first: int, clock: ClockOffset, work: Running, keep: int) -> None:
         self.first, self.clock = first, clock
@@ -53,14 +40,7 @@ class Recording:
         self.ends = deque([time.perf_counter()], maxlen=_ENDS)
 
     def follow(self, pipeline: SWPipeline, rank: int, batch: int) -> None:
-        """Switch the recording to *pipeline*, unless it is the pipeline already recorded.
-
-        Args:
-            pipeline: pipeline that trains *batch*.
-            rank: this rank.
-            batch: number of the batch in the fit that is trained next. It is needed because each pipeline counts its
-                iterations independently.
-        """
+        """Switch the recording to *pipeline*, unless it is the pipeline already recorded."""
         if pipeline is self._pipeline:
             return
         self._take_bars(rank)

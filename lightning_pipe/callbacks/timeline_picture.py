@@ -68,11 +68,7 @@ _LOOKS = {
 
 
 def require_matplotlib(path: Path) -> None:
-    """Check that Matplotlib can write a picture to *path*.
-
-    Raises:
-        SetupError: If Matplotlib is not installed or does not support the file type.
-    """
+    """Check that Matplotlib can write a picture to *path*."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -89,18 +85,7 @@ def require_matplotlib(path: Path) -> None:
 
 
 def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[float] = ()) -> None:
-    """Draw *timeline* to a file. The suffix selects the format (``.png``, ``.svg``, ``.pdf``).
-
-    Args:
-        timeline: recorded work.
-        path: path of the file. Its folder is created if it does not exist.
-        title: title of the picture.
-        ends: end times of batches, in seconds of the timeline's clock (default none). If given, the picture covers the
-            time from the first to the last of them, and a line marks each end in between.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Draw *timeline* to a file. The suffix selects the format (``.png``, ``.svg``, ``.pdf``)."""
     figure = _Drawing(timeline, title, ends).figure()
     with whole_file(path) as unfinished:
         figure.savefig(unfinished)

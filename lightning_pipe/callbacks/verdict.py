@@ -31,7 +31,7 @@ _AHEAD = 2
 class StepUse:
     """Mean time of a step by activity of a rank's main thread, in seconds.
 
-    Args:
+    Attributes:
         steps: number of steps that the means cover.
         seconds: duration of a step.
         loader: time to fetch from the rank's data loader.
@@ -58,14 +58,7 @@ class StepUse:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank that all other ranks wait for.
-
-    Args:
-        rank: its index.
-        host: name of its host.
-        cost: share of the step that would be saved if the rank were as fast as the next slowest one.
-        text: sentence with these and the activity in which the rank is slower than the others.
-    """
+    """Rank that all others wait for; *cost* is the share of a step saved if it were as fast as the next slowest."""
 
     rank: int
     host: str
@@ -75,15 +68,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Bottleneck of a step.
-
-    Args:
-        kind: ``"input-bound"``, ``"network-bound"``, ``"rank-bound"`` (instead of ``"network-bound"`` if all ranks
-            share a host), ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
-            ``"compute-bound"``.
-        text: sentence with the bottleneck, its share of the step and advice.
-        straggler: rank that the others wait for; None if no single rank costs more than 5 % of the step (default).
-    """
+    """Bottleneck of a step."""
 
     kind: str
     text: str
@@ -91,11 +76,7 @@ class Verdict:
 
 
 def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
-    """Find the rank that waits least, if all others wait longer by more than 5 % of the step.
-
-    Args:
-        uses: step times, one entry per rank, with the median ``wait_share``.
-    """
+    """Find the rank that waits least, if all others wait longer by more than 5 % of the step."""
     if len(uses) < 2:
         return None
     slowest, second = sorted(range(len(uses)), key=lambda rank: uses[rank].wait_share)[:2]
@@ -124,16 +105,7 @@ def find_verdict(
     has_pipe: bool = False,
     one_host: bool = False,
 ) -> Verdict:
-    """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible.
-
-    Args:
-        uses: step times, one entry per rank.
-        plan: plan that the ranks run.
-        num_workers: number of workers of the data loader; None if it is not PyTorch's (default).
-        cores: number of cores of each rank (default 1).
-        has_pipe: True if a step consists of the work of a pipe's partitions (default False).
-        one_host: True if all ranks share a host and need no network (default False).
-    """
+    """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible."""
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
     waits = [rank_waits(use, ranks) / use.seconds for use in uses]

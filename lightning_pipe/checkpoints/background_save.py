@@ -21,12 +21,7 @@ from lightning_pipe._compat.torch import timeout_of
 
 
 class HostCopies(dcp.DefaultSavePlanner):
-    """Save planner that holds host copies of this rank's part of a state, taken when the planner is created.
-
-    Args:
-        state: this rank's part of the state. Tensors are copied to the host; other values are pickled when they are
-            written.
-    """
+    """Save planner that holds host copies of this rank's part of a state, taken when the planner is created."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
@@ -59,20 +54,12 @@ class BackgroundSave:
         self._after: list[Callable[[], None]] = []
 
     def start(self, write: Callable[[], None]) -> None:
-        """Wait for earlier saves, then call *write* on the background thread.
-
-        Raises:
-            SetupError: on every rank, if an earlier save failed on any rank.
-        """
+        """Wait for earlier saves, then call *write* on the background thread."""
         self.wait()
         self.add(write)
 
     def add(self, write: Callable[[], None]) -> Callable[[], None]:
-        """Call *write* on the background thread after earlier saves.
-
-        Returns:
-            Function that waits for this save and raises its error.
-        """
+        """Call *write* on the background thread after earlier saves."""
         saving = self._writer.submit(write)
         self._saving.append(saving)
         return partial(self._wait, saving)
@@ -87,11 +74,7 @@ class BackgroundSave:
         return bool(self._saving)
 
     def wait(self) -> None:
-        """Wait for all saves. If the wait is interrupted, they are still under way.
-
-        Raises:
-            SetupError: on every rank, if a save failed on any rank.
-        """
+        """Wait for all saves. If the wait is interrupted, they are still under way."""
         if not self._saving:
             return
         wait(self._saving)

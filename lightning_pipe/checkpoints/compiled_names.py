@@ -15,11 +15,7 @@ from lightning_pipe._compat.torch import COMPILED
 
 
 class ModuleNames:
-    """Names of a module's values, to which names in a checkpoint are converted.
-
-    Args:
-        names: names of the module's values, on all ranks.
-    """
+    """Names of a module's values, to which names in a checkpoint are converted."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {_plain(name): name for name in names}

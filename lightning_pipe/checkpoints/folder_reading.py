@@ -1,7 +1,4 @@
-"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
-"""
+"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values."""
 
 from __future__ import annotations
 
@@ -37,14 +34,6 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     """Read the ``torch.distributed.checkpoint`` metadata of a folder.
 
     Ranks do not communicate. To raise an error on every rank, call this in ``on_all_ranks``.
-
-    Args:
-        folder: checkpoint folder.
-        parts: top-level keys of the state. A folder that holds none of them is of another kind.
-        kind: end of the error message, which describes the expected folder and gives advice.
-
-    Raises:
-        SetupError: the folder does not exist, is of another kind, or is damaged.
     """
     if isinstance(folder, Path):
         restore_replaced(folder)
@@ -94,19 +83,7 @@ def fill_from_folder(
     weights_only: bool | None,
     fix: str,
 ) -> None:
-    """Fill the tensors of *state*, this rank's part, from the folder. Every rank must call this.
-
-    Args:
-        folder: checkpoint folder.
-        saved: result of :func:`read_metadata`.
-        state: state to fill. Tensors are filled in place; other values are replaced.
-        strict: if True, the folder must hold every entry of *state*.
-        weights_only: as in :func:`read_rest`.
-        fix: end of the error message: advice if the folder does not fit the module.
-
-    Raises:
-        SetupError: on every rank, if the folder does not fit on any rank or a file is damaged.
-    """
+    """Fill the tensors of *state*, this rank's part, from the folder. Every rank must call this."""
     planner = SafePlanner(weights_only=weights_only, allow_partial_load=not strict)
     try:
         dcp.load(state, storage_reader=SafeReader(folder, saved), planner=planner)
@@ -125,18 +102,7 @@ def read_whole(
     beside: Path,
     dtype_of: Callable[[Any, torch.dtype], torch.dtype] = lambda name, stored: stored,
 ) -> dict[str, Any]:
-    """Read all values of a folder, or one part of them. Call this in one process.
-
-    Args:
-        folder: see :func:`fill_from_folder`, also for *saved* and *weights_only*.
-        only: name of the part to read, or None for all parts.
-        beside: empty folder for the files that back the returned tensors. Keep it as long as the tensors are used.
-        dtype_of: function from the innermost key and the stored dtype of a tensor to the dtype to read it in (default:
-            the stored one).
-
-    Raises:
-        SetupError: a file is damaged, or holds a class that is not allowed.
-    """
+    """Read all values of a folder, or one part of them. Call this in one process."""
     whole: dict[str, Any] = {}
     for number, (key, path) in enumerate(saved.planner_data.items()):
         stored = saved.state_dict_metadata[key]
@@ -148,11 +114,7 @@ def read_whole(
 
 
 def fill_alone(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
-    """Fill the tensors of *state* from the folder, in one process, or in each without communication.
-
-    Raises:
-        SetupError: see :func:`read_whole`.
-    """
+    """Fill the tensors of *state* from the folder, in one process, or in each without communication."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = SafePlanner(weights_only=weights_only)
@@ -185,11 +147,6 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
     """Differences between the folder and the combined states of all ranks.
 
     Every rank must call this; all get the same result.
-
-    Args:
-        saved: result of :func:`read_metadata`.
-        state: this rank's part of the state to fill. Parts of the folder whose name it does not contain are ignored.
-        strict: if True, missing and unexpected entries are also listed. Different sizes are always listed.
     """
     stored = {
         _name(path): getattr(saved.state_dict_metadata[key], "size", None)

@@ -56,18 +56,7 @@ DYNAMIC_ROWS = "dynamic_rows"
 def write_folder(
     path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None = None
 ) -> None:
-    """Write a checkpoint to the folder *path*. Every rank must call this.
-
-    Args:
-        path: folder or URL that all ranks can write to, the same on every rank. An existing checkpoint is replaced
-            after everything has been written.
-        state: this rank's part of the state that ``torch.distributed.checkpoint`` writes.
-        rest: all other values. Those of rank 0 are written.
-        part: additional files of each rank (default None: no such files).
-
-    Raises:
-        SetupError: on every rank, if any rank cannot write. An existing checkpoint is then unchanged.
-    """
+    """Write a checkpoint to the folder *path*. Every rank must call this."""
     folder = place_of(path)
     with _lost_ranks_named(folder):
         packed = on_all_ranks(lambda: _pack(rest), _failed(folder), dist.group.WORLD)
@@ -160,11 +149,7 @@ def _discard(folder: Folder, beside: Folder) -> None:
 
 
 def _begin(folder: Folder) -> Any:
-    """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist.
-
-    Returns:
-        The permissions of a local folder, or the name of the folder to write to at a URL.
-    """
+    """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist."""
     if not isinstance(folder, Path):
         return begin_remote(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():

@@ -17,16 +17,7 @@ Group = dict[str, Any]
 
 
 def held_names(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) -> list[list[str]]:
-    """Names of each optimiser's parameters, in the order of the optimiser's numbers.
-
-    Args:
-        optimizers: this rank's optimisers.
-        module: module that holds their parameters.
-        failed: start of the error message.
-
-    Raises:
-        SetupError: on every rank, if an optimiser of any rank has parameters that the module does not have.
-    """
+    """Names of each optimiser's parameters, in the order of the optimiser's numbers."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def held() -> list[list[str]]:
@@ -49,10 +40,6 @@ def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list
     """Parameter groups of the unsplit model.
 
     Groups at the same position on several ranks are merged if their hyperparameters are equal.
-
-    Args:
-        ranks: groups of each rank.
-        order: names of all parameters in the model's order.
     """
     rank_in_model = {name: place for place, name in enumerate(order)}
     merged: list[Group] = []

@@ -34,14 +34,7 @@ _FIELD = "lightning_pipe_checkpoint"
 
 
 class RemotePath:
-    """File or folder at a URL, with those methods of ``pathlib.Path`` that checkpoints need.
-
-    Args:
-        url: the URL.
-
-    Raises:
-        SetupError: the URL contains a password, or no package for its protocol is installed.
-    """
+    """File or folder at a URL, with those methods of ``pathlib.Path`` that checkpoints need."""
 
     def __init__(self, url: str) -> None:
         if re.search("://[^@]*:[^@]*@", url):
@@ -204,11 +197,7 @@ Folder = Path | RemotePath
 
 
 def place_of(path: str | Path) -> Folder:
-    """Path of a checkpoint: a ``Path``, or a ``RemotePath`` if it is given as a URL.
-
-    Raises:
-        SetupError: the URL cannot be used.
-    """
+    """Path of a checkpoint: a ``Path``, or a ``RemotePath`` if it is given as a URL."""
     text = str(path)
     if "://" not in text:
         if isinstance(path, Path) and re.match(r"[a-z][a-z0-9]+:/", text):
@@ -220,11 +209,7 @@ def place_of(path: str | Path) -> Folder:
 
 
 def open_folder(place: Folder) -> Folder:
-    """Folder with the files of a checkpoint, to be read. For a local path this is the path itself.
-
-    Raises:
-        SetupError: the URL cannot be read.
-    """
+    """Folder with the files of a checkpoint, to be read. For a local path this is the path itself."""
     if isinstance(place, Path):
         return place
     try:
@@ -251,11 +236,7 @@ def local_copy(folder: Folder, name: str) -> Iterator[Path]:
 
 
 def begin_remote(place: RemotePath) -> str:
-    """Remove what interrupted saves have left, and return the name of a new folder for the files. Called on one rank.
-
-    Raises:
-        SetupError: a folder is at the URL.
-    """
+    """Remove what interrupted saves have left, and return the name of a new folder. Called on one rank."""
     place.check_bucket()
     if place.is_dir():
         raise SetupError(

@@ -19,14 +19,8 @@ from lightning_pipe.engine import SetupError
 def resized_metadata(saved: dcp.Metadata, tensors: Mapping[str, tuple[torch.Size, int, int]]) -> dcp.Metadata:
     """Return a copy of the metadata in which the named tensors have other numbers of rows.
 
-    Args:
-        saved: metadata of the checkpoint, which is not changed.
-        tensors: by key of ``state_dict_metadata``, the size of the tensor to fill, and the rows of a block in the
-            checkpoint and in the tensor to fill. A tensor is one block, or several blocks of equally many rows, which
-            are extended or cut at their ends: one per column shard of a table, in states with a number per row.
-
-    Raises:
-        SetupError: a stored chunk is in several blocks.
+    By key: the size of the tensor to fill, and the rows of a block in the checkpoint and in that tensor. A tensor is
+    one block, or one per column shard of a table (states with a number per row), each extended or cut at its end.
     """
     entries = dict(saved.state_dict_metadata)
     places = {index: info for index, info in saved.storage_data.items() if index.fqn not in tensors}

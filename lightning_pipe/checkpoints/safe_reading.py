@@ -3,8 +3,6 @@
 ``torch.distributed.checkpoint`` unpickles ``.metadata`` and values other than tensors without restrictions, and
 ``torch.load`` does not compare the checksums of an archive's entries. Here values are read with ``weights_only=True``,
 unless the user passes ``weights_only=False``, and checksums are compared first.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

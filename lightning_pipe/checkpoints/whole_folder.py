@@ -22,11 +22,7 @@ def folder_to_write(folder: Path) -> Path:
 
 
 def begin_folder(folder: Path) -> int:
-    """Create the temporary folder, accessible to the user alone.
-
-    Returns:
-        The permissions to pass to :func:`finish_folder`.
-    """
+    """Create the temporary folder, accessible to the user alone."""
     written = folder_to_write(folder)
     restore_replaced(folder)
     _remove(written)
@@ -47,12 +43,7 @@ def restore_replaced(folder: Path) -> None:
 
 
 def finish_folder(folder: Path, permissions: int) -> None:
-    """Move the written folder to its final path, durable against power failures, and then remove the old folder.
-
-    Args:
-        folder: final path.
-        permissions: permissions of the folder, from :func:`begin_folder`.
-    """
+    """Move the written folder to its final path, durable against power failures, and then remove the old folder."""
     written, replaced = folder_to_write(folder), _sibling(folder, "replaced")
     written.chmod(permissions)
     sync_all(written)
@@ -93,11 +84,7 @@ def _sibling(folder: Path, kind: str) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths in one step with Linux's ``renameat2``.
-
-    Returns:
-        False if the operating system or the file system does not support the exchange.
-    """
+    """Exchange two paths in one step with Linux's ``renameat2``."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0

@@ -34,12 +34,7 @@ find the size of a batch, unless --rows and --length are given. All other option
 
 
 def main(arguments: list[str], train: Callable[[list[str], Callable[..., PipelineCLI]], None]) -> None:
-    """Run ``lightning-pipe llm``.
-
-    Args:
-        arguments: command-line arguments after ``llm``.
-        train: function that runs a training command from its arguments and a CLI class.
-    """
+    """Run ``lightning-pipe llm``."""
     parser = argparse.ArgumentParser(prog="lightning-pipe llm", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     estimate = commands.add_parser(

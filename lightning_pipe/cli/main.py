@@ -98,17 +98,7 @@ class _BubbleCLI(PipelineCLI):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: command-line arguments without the program's name (default None: the arguments of this process).
-
-    Returns:
-        The exit status: 0, or 1 after an error of this project about the model, data, plan or environment.
-
-    Raises:
-        SystemExit: After options such as ``--help``, and with status 2 if the arguments cannot be parsed.
-    """
+    """Run the command line."""
     _import_from_the_current_folder()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _TRAINING and _VERBOSE in given:

@@ -42,15 +42,7 @@ _PARTITIONS = 2  # number of partitions assumed to show the plans of a pipe, whi
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run ``lightning-pipe plan``.
-
-    Args:
-        arguments: command-line arguments after ``plan``.
-
-    Raises:
-        PlanError: If a plan is unknown or the costs do not match it.
-        SetupError: If a size or time cannot be parsed.
-    """
+    """Run ``lightning-pipe plan``."""
     parser = argparse.ArgumentParser(
         prog="lightning-pipe plan", description="Show plans and predict their iteration times."
     )
@@ -121,14 +113,7 @@ def _same(batch: object, *_: object) -> object:
 
 
 def find_plan(name: str) -> PipelinePlan:
-    """Find a plan by name. Its tasks are placeholders that cannot run.
-
-    Args:
-        name: name of a strategy or plan, or path of a plan in YAML.
-
-    Raises:
-        PlanError: If no plan has this name, or if the plan is chosen only during training.
-    """
+    """Find a plan by name. Its tasks are placeholders that cannot run."""
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     wanted = of_strategy.get(name, name)
     plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), *_pipe_plans())}

@@ -21,15 +21,7 @@ def simulation_report(
     costs: CostsFile,
     *notes: str,
 ) -> Group:
-    """Predictions as text, for a Rich console.
-
-    Args:
-        predictions: predictions, one per table row.
-        breaks: scaling break of each plan, if several numbers of ranks were simulated.
-        exposed: exposed seconds by plan and task, if the number of ranks makes no difference.
-        costs: simulated costs.
-        notes: notes to append; empty notes are skipped.
-    """
+    """Predictions as text, for a Rich console."""
     resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
     exposures = [f"exposed:\n{one}" for one in resources]
     table = FittedTable.of_figures("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)

@@ -78,11 +78,7 @@ class PipelineCLI(LightningCLI):
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1, for argparse.
-
-    Raises:
-        ArgumentTypeError: If *text* is not a whole number of at least 1.
-    """
+    """Parse a whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)

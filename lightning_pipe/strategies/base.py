@@ -114,9 +114,6 @@ class DistributedStrategy(DDPStrategy):
 
         Lightning resets the random streams to the seed here, so that ranks agree. A single process keeps its random
         streams, as it does without a strategy.
-
-        Raises:
-            SetupError: a process group with a different number of ranks exists, or some ranks did not start.
         """
         global _ended_well
         _ended_well = False
@@ -163,15 +160,7 @@ class DistributedStrategy(DDPStrategy):
             self._turn = None
 
     def join_evaluation(self, what: str, detail: object) -> None:
-        """Start an announced collective with empty input.
-
-        Args:
-            what: name of the collective.
-            detail: data from a rank that has the batch; unused here.
-
-        Raises:
-            SetupError: the collective is unknown.
-        """
+        """Start an announced collective with empty input."""
         if what != "barrier":
             raise SetupError(f"{type(self).__name__} cannot join the collective {what!r}; expected 'barrier'")
 
@@ -190,21 +179,13 @@ class DistributedStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather as Lightning does.
-
-        Raises:
-            InputError: called in an evaluation step that only some ranks run.
-        """
+        """Gather as Lightning does."""
         if self._turn is not None:
             self._turn.refuse("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as Lightning does.
-
-        Raises:
-            InputError: called in an evaluation step that only some ranks run.
-        """
+        """Broadcast as Lightning does."""
         if self._turn is not None:
             self._turn.refuse("broadcast")
         return super().broadcast(obj, src)
@@ -250,11 +231,7 @@ class DistributedStrategy(DDPStrategy):
             )
 
     def _wait_for_all_ranks(self) -> dist.Store:
-        """Wait until all ranks have started, and return the store that they have joined.
-
-        Raises:
-            SetupError: on every rank that has started, if some ranks did not start in time or rank 0 cannot be reached.
-        """
+        """Wait until all ranks have started, and return the store that they have joined."""
         environment = self.cluster_environment
         assert environment is not None
         rank, world_size = environment.global_rank(), environment.world_size()

@@ -27,10 +27,6 @@ def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) 
     """Set the order of gradients by a backward pass of zeros in that order, before the first real backward pass.
 
     Every rank calls this function. An order that does not name exactly the trained parameters is ignored.
-
-    Args:
-        model: model that has not run a backward pass.
-        order: parameter names from :func:`gradient_order`.
     """
     trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     order = [*map(ModuleNames(trained), order)]

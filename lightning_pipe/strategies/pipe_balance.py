@@ -25,22 +25,7 @@ def measured_balance(
     kept: int,
     device: torch.device,
 ) -> list[int]:
-    """Balance partitions by the measured time or memory of each layer in training.
-
-    Args:
-        by: measured cost that is shared evenly.
-        module: module that holds the layers and has an ``example_input_array``.
-        layers: layers to balance. They are back on their devices afterwards.
-        partitions: number of partitions.
-        kept: number of micro-batches whose activations are held at the same time; used for memory only.
-        device: device on which each layer is measured.
-
-    Returns:
-        Number of layers of each partition.
-
-    Raises:
-        SetupError: the module has no example, or the first layer does not get one value from it.
-    """
+    """Balance partitions by the measured time or memory of each layer in training."""
     sample = _input_of(layers, module, by, device)
     if by == "time":
         return balance_by_time(layers, partitions, sample, device=device)

@@ -156,11 +156,7 @@ def _not_moved(batch: Any) -> Any:
 
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
-    """Refuse parameters whose optimiser runs inside backward, since ranks average gradients only after backward.
-
-    Raises:
-        SetupError: the module has such parameters; the message contains their names.
-    """
+    """Refuse parameters whose optimiser runs inside backward, since ranks average gradients only after backward."""
     names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
     if names:
         raise SetupError(

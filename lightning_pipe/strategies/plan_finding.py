@@ -56,11 +56,7 @@ class AutoOptions:
         return option_group(Exploration, "exploration", self.exploration)
 
     def refuse_without_auto(self, plan: object) -> None:
-        """Refuse options of the search if the plan is given.
-
-        Raises:
-            SetupError: *plan* is not ``"auto"``, and an option differs from its default.
-        """
+        """Refuse options of the search if the plan is given."""
         if plan != AUTO and self != AutoOptions():
             raise SetupError(
                 f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which searches"
@@ -125,13 +121,7 @@ def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
 
 
 def write_choice(to_yaml: Callable[[], str], path: str | Path, what: str) -> None:
-    """Write a choice to a YAML file. A failure is a warning, and training continues.
-
-    Args:
-        to_yaml: returns the YAML text.
-        path: path of the file.
-        what: name of the choice in the warning.
-    """
+    """Write a choice to a YAML file. A failure is a warning, and training continues."""
     try:
         with whole_file(path) as unfinished:
             unfinished.write_text(to_yaml(), encoding="utf-8")

@@ -24,10 +24,6 @@ def own_processes() -> ClusterEnvironment | None:
 
     Slurm's variables describe the allocation there, in the shell of ``salloc`` and in a batch script without ``srun``,
     and no other process of it runs the script. Lightning's ``SLURMEnvironment`` would wait for ``SLURM_NTASKS`` ranks.
-
-    Returns:
-        None in a job step, under torchrun, in a worker of Ray, and outside of Slurm, where the choice of Lightning and
-        the trainer's plugins is right.
     """
     # Ray may run in an allocation; its workers get their environment from lightning_pipe.ray.
     if not _in_allocation() or TorchElasticEnvironment.detect() or "RAY_JOB_ID" in os.environ:
@@ -37,11 +33,7 @@ def own_processes() -> ClusterEnvironment | None:
 
 
 def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
-    """Refuse several nodes in a process that Slurm has started on one node only.
-
-    Raises:
-        SetupError: *num_nodes* is above 1 in an allocation, but outside of a job step.
-    """
+    """Refuse several nodes in a process that Slurm has started on one node only."""
     if num_nodes > 1 and isinstance(environment, _OnOneNode):
         raise SetupError(
             f"num_nodes is {num_nodes}, but this process is not part of a job step of Slurm job"
@@ -56,14 +48,6 @@ def started_by_torchrun(
     """Return the number of nodes and this node's devices, one for each process, as torchrun has started them.
 
     An elastic job (``torchrun --nnodes=1:4``) starts again with other numbers, which no fixed ``num_nodes`` fits.
-
-    Args:
-        environment: environment of the strategy.
-        num_nodes: the Trainer's number of nodes, which is returned outside of torchrun.
-        devices: the Trainer's devices, which are returned outside of torchrun.
-
-    Raises:
-        SetupError: nodes have different numbers of processes, or this node has more processes than devices.
     """
     if not isinstance(environment, TorchElasticEnvironment) or "GROUP_WORLD_SIZE" not in os.environ:
         return num_nodes, list(devices)

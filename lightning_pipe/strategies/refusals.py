@@ -28,11 +28,7 @@ def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
 
 
 def refuse_other_precision(plugin: Precision) -> None:
-    """Refuse a precision that casts parameters.
-
-    Raises:
-        SetupError: the precision is not "32-true", "bf16-mixed" or "16-mixed".
-    """
+    """Refuse a precision that casts parameters."""
     if plugin.precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise SetupError(
             f"precision is {plugin.precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and"
@@ -43,14 +39,7 @@ def refuse_other_precision(plugin: Precision) -> None:
 def refuse_training(
     trainer: pl.Trainer, module: pl.LightningModule, plugin: Precision, in_every_batch: bool = True
 ) -> None:
-    """Refuse options of the trainer, module and callbacks that do not work while tables are trained.
-
-    Args:
-        in_every_batch: True if tables step in every micro-batch of an accumulation (default True).
-
-    Raises:
-        SetupError: an option is not supported; the message contains the reason and an alternative.
-    """
+    """Refuse options of the trainer, module and callbacks that do not work while tables are trained."""
     if not module.automatic_optimization:
         raise SetupError(
             "the module uses manual optimisation (automatic_optimization is False), but a recsys plan runs the parts of"
@@ -80,16 +69,7 @@ def refuse_training(
 
 
 def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) -> None:
-    """Refuse to send scaled gradients in fp16, whose largest number is 65504.
-
-    Args:
-        trainer: trainer that is about to train.
-        plugin: precision plugin of the trainer.
-        backward: precision in which the tables' gradients are sent.
-
-    Raises:
-        SetupError: gradients are sent in fp16 and unscaled only after they arrive.
-    """
+    """Refuse to send scaled gradients in fp16, whose largest number is 65504."""
     if backward == "fp16" and clips_gradients(trainer) and loss_scaler(plugin) is not None:
         raise SetupError(
             "wire.quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped. The tables'"
@@ -99,11 +79,7 @@ def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) ->
 
 
 def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that average or prune the weights of the whole module, which is in parts also on one rank.
-
-    Raises:
-        SetupError: the trainer has such a callback; the message contains its name.
-    """
+    """Refuse callbacks that average or prune the weights of the whole module, which is in parts also on one rank."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
             raise SetupError(

@@ -25,14 +25,6 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     If the module defines ``example_micro_batch``, its rows are repeated to the size of a batch. Otherwise the batch
     consists of the first rows of the loader's dataset, which are read without sampler and workers and pass through the
     module's transfer hooks. A dataset that draws from global generators then advances them.
-
-    Args:
-        module: module to be trained.
-        loader: dataloader of its training data.
-        batch_size: number of rows in a batch; None for the loader's batch size.
-
-    Raises:
-        SetupError: If no batch can be made, or if the training data are empty.
     """
     rows = batch_size if batch_size is not None else _batch_size(loader)
     example = module.example_micro_batch()

@@ -166,9 +166,6 @@ class _ChunkedHead(nn.Module):
     """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
 
     In a trace, which replaces modules by operations, it is an ordinary head.
-
-    Args:
-        head: head whose parameters are used, with the same names.
     """
 
     def __init__(self, head: nn.Linear) -> None:

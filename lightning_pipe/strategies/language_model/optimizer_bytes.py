@@ -26,13 +26,6 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]
     ``configure_optimizers`` is called with small parameters instead of the model's, and its optimizers run one step on
     them. Each dimension of a state that equals the dimension of its small parameter is then assumed to have the size of
     the original parameter.
-
-    Args:
-        module: module whose model may be without memory. The model is left unchanged.
-        config: names of the model's layers.
-
-    Raises:
-        Exception: Any exception of the module or of an optimizer.
     """
     whole = module.model
     assert whole is not None

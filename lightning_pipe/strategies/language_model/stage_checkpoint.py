@@ -62,21 +62,7 @@ def save_stage_checkpoint(
     order: Sequence[str],
     write: WriteFolder = write_folder,
 ) -> None:
-    """Write Lightning's *checkpoint* dictionary to the folder *path*. Every rank must call this.
-
-    Args:
-        checkpoint: Lightning's dictionary with ``state_dict`` and ``optimizer_states`` of this rank's stages. The
-            other entries are saved from rank 0.
-        path: folder that all ranks can write to, equal on every rank. An existing checkpoint is replaced.
-        module: module with this rank's stages.
-        optimizers: optimizers of ``optimizer_states``, in the same order.
-        order: names of the unsplit module's parameters. They define the order of a group's parameters in an exported
-            checkpoint.
-        write: function that writes the folder, now or in the background (default :func:`write_folder`).
-
-    Raises:
-        SetupError: On every rank, if any rank cannot write. An existing checkpoint is then unchanged.
-    """
+    """Write Lightning's *checkpoint* dictionary to the folder *path*. Every rank must call this."""
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
     if tied:
@@ -105,22 +91,7 @@ def load_stage_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read the stages of this rank from the folder *path*. Every rank must call this.
-
-    Args:
-        path: folder that :func:`save_stage_checkpoint` wrote, with the same or other stages.
-        module: module with this rank's stages. Its tensors are filled.
-        optimizers: optimizers whose states are read if the checkpoint has them; None to read only the module.
-        strict: True (default) if the names in the checkpoint must be exactly those of the module, over all ranks.
-        weights_only: False to allow arbitrary classes in entries that are not tensors. Their code then runs.
-
-    Returns:
-        Lightning's dictionary, with ``state_dict`` and ``optimizer_states`` of this rank's stages.
-
-    Raises:
-        SetupError: On every rank, if any rank does not find the folder, or if the checkpoint is damaged or belongs to
-            another model or optimizer.
-    """
+    """Read the stages of this rank from the folder *path*. Every rank must call this."""
     failed = f"the checkpoint {str(path)!r} cannot be read"
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:

@@ -54,15 +54,7 @@ _ADAMS = 2  # number of state tensors per parameter in Adam
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Chosen candidate and its alternatives.
-
-    Attributes:
-        chosen: prediction for the fastest candidate.
-        predictions: predictions for all candidates that fit into memory and did not fail.
-        too_large: number of candidates that did not fit.
-        memory_limit: bytes per rank; None for no limit.
-        notes: remarks to print with the choice.
-    """
+    """Chosen candidate and its alternatives."""
 
     chosen: SchedulePrediction
     predictions: tuple[SchedulePrediction, ...]
@@ -73,15 +65,7 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class StageChooser:
-    """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules.
-
-    Attributes:
-        maker: maker of stage parts.
-        allowed: function that returns True if a schedule may be used.
-        plan_of: function that converts a candidate to a plan for the maker.
-        num_microbatches: see :class:`~lightning_pipe.strategies.language_model.auto.AutoLLMPipelineStrategy`, also for
-            *memory_limit* and *trials*.
-    """
+    """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules."""
 
     maker: PartsMaker
     allowed: Callable[[ScheduleSpec], bool]
@@ -91,17 +75,7 @@ class StageChooser:
     trials: int
 
     def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
-        """Return the fastest plan for a module, with its alternatives.
-
-        Args:
-            module: module with an unsplit model, which is left unchanged.
-            batch: function that returns a batch like those of training, on the CPU. It is called on every rank, and
-                the batch of rank 0 is used.
-
-        Raises:
-            SetupError: On every rank, if no number of micro-batches divides the batch, if no candidate fits into
-                memory, or if the model cannot be cut by its layers or cannot be run.
-        """
+        """Return the fastest plan for a module, with its alternatives."""
         group, size = self.maker.numbers_group, self._size
         config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
         given = self._shared(on_all_ranks(batch, "no batch is available for measurements", group))
@@ -207,14 +181,7 @@ class _Bench:
         return None if trial is None else (candidate, trial.events, trial.recorded)
 
     def run_finalists(self, predictions: Sequence[SchedulePrediction], most: int) -> list[SchedulePrediction]:
-        """Run the most promising candidates, and the next ones if all of these fail.
-
-        Returns:
-            Predictions for all candidates that did not fail, with the measured times of those that ran.
-
-        Raises:
-            SetupError: On every rank, if all candidates fail.
-        """
+        """Run the most promising candidates, and the next ones if all of these fail."""
         seconds: dict[ScheduleCandidate, list[float]] = {}
         left = list(predictions)
         while not seconds and (left := [one for one in left if one.candidate not in self._out]):
@@ -273,11 +240,7 @@ def layers_of(module: PipelineModule) -> ModuleConfig:
 
 
 def _microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
-    """Return the numbers of micro-batches to choose from.
-
-    Raises:
-        SetupError: If *asked* does not divide the batch.
-    """
+    """Return the numbers of micro-batches to choose from."""
     if isinstance(batch, (list, tuple)):
         return [len(batch)]  # a list of micro-batches
     rows = split_batch(batch, 1).rows
@@ -356,11 +319,7 @@ def sharing_of(settings: StageSettings, module: PipelineModule) -> Sharing:
 def _that_fit(
     predictions: Sequence[SchedulePrediction], limit: int | None, counts: Sequence[int]
 ) -> list[SchedulePrediction]:
-    """Return the predictions that fit into memory, fastest first.
-
-    Raises:
-        SetupError: If no prediction fits, or if *predictions* is empty.
-    """
+    """Return the predictions that fit into memory, fastest first."""
     if not predictions:
         raise SetupError(
             f"No schedule supports {' or '.join(map(str, counts))} micro-batches with this number of ranks and layers."

@@ -32,15 +32,7 @@ from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrateg
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Estimate for a configuration.
-
-    Attributes:
-        configured: prediction for the strategy as configured.
-        others: predictions for all schedules, if requested.
-        rows: number of rows in a micro-batch.
-        length: length of its sequences, in tokens.
-        notes: remarks to print with the estimate.
-    """
+    """Estimate for a configuration."""
 
     configured: SchedulePrediction
     others: tuple[SchedulePrediction | Refused, ...]
@@ -50,11 +42,7 @@ class StageEstimate:
 
 
 def precision_plugin(given: Any) -> Precision:
-    """Return Lightning's plugin for the trainer's ``precision``.
-
-    Raises:
-        SetupError: If the precision is not supported.
-    """
+    """Return Lightning's plugin for the trainer's ``precision``."""
     name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(given), str(given))
     if name in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(name, "cpu")  # type: ignore[arg-type]
@@ -78,19 +66,7 @@ def estimate_stages(
     *,
     all_schedules: bool = False,
 ) -> StageEstimate:
-    """Return the expected memory of each rank and the expected bubble, without training and without processes.
-
-    Args:
-        strategy: strategy that has not been set up.
-        module: module whose model has not been built yet. It is built without memory.
-        batch: training batch on any device. Its values do not matter.
-        world_size: number of ranks (devices times nodes).
-        precision: precision plugin of the trainer.
-        all_schedules: True to compare with all of PyTorch's schedules (default False).
-
-    Raises:
-        SetupError: If the strategy would refuse the configuration, or if its options require a traced model.
-    """
+    """Return the expected memory of each rank and the expected bubble, without training and without processes."""
     settings = strategy.settings(world_size)
     plan = settings.plan
     check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)

@@ -26,14 +26,7 @@ _LEAST, _MOST = 2, 10
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a plan, equal on every rank.
-
-    Attributes:
-        seconds: seconds of each step on the slowest rank. A step includes forward, backward and the reduction of the
-            losses over ranks. It does not include the optimizers and the preparation of the batch.
-        events: events that the ranks of the first pipeline recorded in one additional step, in rank order.
-        recorded: seconds of the recorded step.
-    """
+    """Measurements of a plan, equal on every rank."""
 
     seconds: tuple[float, ...]
     events: tuple[Sequence[Bar], ...] = ()
@@ -41,13 +34,7 @@ class Trial:
 
 
 class StageTrials:
-    """Runs trial steps of plans. Every rank must run the same plans in the same order.
-
-    Args:
-        module: module with an unsplit model, which is restored after each trial. The module's hooks are called.
-        maker: maker of stage parts.
-        batch: training batch on the CPU.
-    """
+    """Runs trial steps of plans. Every rank must run the same plans in the same order."""
 
     def __init__(self, module: PipelineModule, maker: PartsMaker, batch: Any) -> None:
         self._module = module
@@ -55,13 +42,7 @@ class StageTrials:
         self._batch = move_data_to_device(batch, maker.device)
 
     def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
-        """Build the plan's stages, run some steps, and release the stages.
-
-        Raises:
-            PipelineError: On every rank, if the model cannot be cut by this plan, if building the stages runs out of
-                memory on a rank, or if a forward fails and all ranks are informed.
-            Exception: Any other failure, on this rank only. The other ranks then wait in the middle of a step.
-        """
+        """Build the plan's stages, run some steps, and release the stages."""
         module, whole, maker = self._module, self._module.model, self._maker
         parts: Any = None
         try:

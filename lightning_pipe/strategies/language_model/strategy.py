@@ -305,11 +305,7 @@ class LLMPipelineStrategy(StagedStrategy):
 
 
 def _checked(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
-    """Return the module if a schedule can run it.
-
-    Raises:
-        SetupError: If it is no :class:`PipelineModule`, optimizes manually, or overrides ``backward``.
-    """
+    """Return the module if a schedule can run it."""
     if not isinstance(module, PipelineModule):
         raise SetupError(
             f"The module must be a lightning_pipe.strategies.PipelineModule, got {type(module).__name__}. Derive it"

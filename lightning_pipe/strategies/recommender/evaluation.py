@@ -26,16 +26,7 @@ LOOKUP = "lookup in "
 
 
 class TableEvaluation:
-    """Evaluates a sharded LightningModule.
-
-    Args:
-        session: session of the module.
-        precision: precision plugin of the trainer.
-        training: function that returns the pipeline of the training; None outside of training.
-
-    Attributes:
-        programs: programs built so far, one per dataloader.
-    """
+    """Evaluates a sharded LightningModule."""
 
     def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
         self._session = session
@@ -57,10 +48,6 @@ class TableEvaluation:
         """Refuse rows of an earlier run, on the first call. Every rank calls this method.
 
         It is called after checkpoints and user hooks, which may replace these rows.
-
-        Raises:
-            SetupError: the store of a dynamic table has rows of an earlier run, and ``existing`` is ``"refuse"``;
-                raised on every rank.
         """
         known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()
@@ -75,14 +62,7 @@ class TableEvaluation:
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
     ) -> EvaluationProgram:
-        """Build the tasks and the plan for the batches of one dataloader. Every rank calls this method.
-
-        Args:
-            trainer: trainer that evaluates.
-            transfer: moves a batch to the device.
-            step: name of the module's method that evaluates a batch.
-            plan: plan of the training, which the evaluation follows.
-        """
+        """Build the tasks and the plan for the batches of one dataloader. Every rank calls this method."""
         if not self._session.options.rewrite.evaluation:
             return default_evaluation(trainer, transfer, step, ahead=0)
         with self._session.suspended(self._training()):
@@ -131,11 +111,7 @@ class TableEvaluation:
                 rewrite.detach()
 
     def join(self, detail: Any) -> None:
-        """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`.
-
-        Args:
-            detail: announced data of the lookup.
-        """
+        """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`."""
         rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
         with self._precision.forward_context():
             rewrite.join(detail)

@@ -26,15 +26,7 @@ WINDOWS = "id_windows"  # part of the state that holds what TorchRec's state dic
 
 
 class MapsInFolder:
-    """Loads the maps of a model from a checkpoint folder. Every rank calls the same methods.
-
-    Args:
-        maps: maps of the model.
-        folder: the folder.
-        saved: its metadata.
-        weights_only: see :func:`~lightning_pipe.checkpoints.folder_reading.read_rest`.
-        names: names of maps in the checkpoint, by their names in the model; None if they are the same.
-    """
+    """Loads the maps of a model from a checkpoint folder. Every rank calls the same methods."""
 
     def __init__(
         self,
@@ -57,11 +49,7 @@ class MapsInFolder:
             del state[name]
 
     def fill(self, *, with_windows: bool) -> None:
-        """Fill what *leave_out* has removed, and continue the windows, after all else is loaded.
-
-        Args:
-            with_windows: False to begin new windows.
-        """
+        """Fill what *leave_out* has removed, and continue the windows, after all else is loaded."""
         for one in self._moved:
             begins = self._begins(one.names[0])
             assert begins is not None
@@ -101,16 +89,7 @@ class MapsInFolder:
 
 
 def map_names(tables: Mapping[str, Table], names: Mapping[str, str], saved: dcp.Metadata) -> dict[str, str]:
-    """Names of maps in a checkpoint of a model with other tables, by their names in the model.
-
-    Args:
-        tables: tables of the model by name.
-        names: names of values in the checkpoint, by their names in the model.
-        saved: metadata of the checkpoint.
-
-    Raises:
-        SetupError: a table maps ids to rows only in one of the two.
-    """
+    """Names of maps in a checkpoint of a model with other tables, by their names in the model."""
     stored = {str(path[1]).rpartition(".")[0] for path in saved.planner_data.values() if path[0] == "model"}
     found = {}
     for name, table in tables.items():

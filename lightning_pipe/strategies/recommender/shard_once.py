@@ -47,22 +47,7 @@ def shard_once(
     init_from: WarmStart | None = None,
     trains: bool = True,
 ) -> ShardedModel:
-    """Shard a module in place unless it is already sharded. Every rank calls this function.
-
-    Args:
-        module: module that holds unsharded TorchRec modules, or that this function has already sharded.
-        sharding: options of the sharding. A field that is None matches any earlier sharding.
-        sparse_optimizer: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
-        quantized_comms: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
-        device: device of tables and dense parameters.
-        ranks_per_node: number of ranks per node, from the trainer.
-        init_from: checkpoint to read initial values from after sharding; see :func:`pending_start`.
-        trains: False to evaluate only, for which tables need no optimiser.
-
-    Raises:
-        SetupError: on every rank, if the module cannot be sharded or trained as requested, or it is already sharded in
-            a different way.
-    """
+    """Shard a module in place unless it is already sharded. Every rank calls this function."""
     quiet_torchrec()
     check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error=SetupError)
     own = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, "init_from": init_from}

@@ -26,14 +26,7 @@ from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 
 
 class TableGradients:
-    """Makes a precision plugin act on the tables' gradients of the current batch, until :meth:`close`.
-
-    Args:
-        precision: precision plugin, whose ``clip_grad_by_norm`` and ``clip_grad_by_value`` are replaced.
-        sharded: model with the tables.
-        device: device of the training.
-        current: function that returns the context of the batch being trained; None between batches.
-    """
+    """Makes a precision plugin act on the tables' gradients of the current batch, until :meth:`close`."""
 
     def __init__(
         self,
@@ -88,12 +81,7 @@ class TableGradients:
             ctx.tables_skipped = True
 
     def after_backward(self, optimizer: Optimizer) -> None:
-        """Report an overflow of the tables' gradients to the scaler, between the closure and the plugin's unscaling.
-
-        Args:
-            optimizer: dense optimiser. Its gradients are set to infinity, because the plugin decides by them whether to
-                skip the step.
-        """
+        """Report an overflow of the tables' gradients to the scaler, between the closure and the plugin's unscaling."""
         ctx = self._current()
         if self._scaler is None or ctx is None or not ctx.tables_skipped:
             return
@@ -119,9 +107,5 @@ class TableGradients:
         ctx.gradient_scale = clip_by_global_norm(self._precision.main_params(optimizer), tables, clip_val) * scale
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Replacement of the plugin's method.
-
-        Raises:
-            SetupError: always, since the tables' gradients cannot be clipped by value.
-        """
+        """Replacement of the plugin's method."""
         raise SetupError(CLIPS_BY_VALUE)

@@ -25,14 +25,7 @@ from lightning_pipe.strategies.refusals import loss_scaler
 
 @dataclass(frozen=True)
 class TableProfile:
-    """Profiler of a training, for use between two batches and outside of gradient accumulation.
-
-    Args:
-        trainer: trainer that fits.
-        session: session of the trainer's module, with suspended training.
-        loss_of: function that returns the loss in an output of ``training_step``.
-        plan: plan to measure.
-    """
+    """Profiler of a training, for use between two batches and outside of gradient accumulation."""
 
     trainer: pl.Trainer
     session: RecsysSession
@@ -42,17 +35,7 @@ class TableProfile:
     def measure(
         self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
     ) -> ProfileResult:
-        """Measure tasks. Every rank calls this method at the same point.
-
-        Args:
-            batches: batches on the host, in the form in which a loader supplies them.
-            tasks: names of the tasks; None for all tasks.
-            rounds: number of measurements of each task.
-            iterations: number of iterations per measurement.
-
-        Raises:
-            SetupError: gradients are being accumulated, the loss is scaled, or the model has managed collision.
-        """
+        """Measure tasks. Every rank calls this method at the same point."""
         self._check()
         clip_value, session = self.trainer.gradient_clip_val, self.session
         clip = clipping(session.sharded, float(clip_value)) if clip_value else None

@@ -41,22 +41,7 @@ _log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
 class TableTraining:
-    """Trains a sharded LightningModule, from set-up to the end of ``fit``.
-
-    Args:
-        trainer: trainer that fits.
-        session: session of the sharded module, whose training this object owns until :meth:`close`.
-        plan: name of a plan, path of a YAML plan, or a plan; ``"auto"`` to search for one.
-        auto: options of the search.
-        chosen: called on every rank with the plan that the search has chosen.
-        schedule: ``class_path`` and ``init_args`` of the tables' learning-rate scheduler; None to follow the dense
-            optimiser.
-        in_windows: True to step the tables once for all batches of an accumulation (default False: in each batch).
-
-    Attributes:
-        program: the tasks under the plan; None before the first epoch.
-        rates: learning rates of the tables.
-    """
+    """Trains a sharded LightningModule, from set-up to the end of ``fit``."""
 
     def __init__(
         self,
@@ -90,12 +75,7 @@ class TableTraining:
         return None if self.program is None else self.program.pipeline
 
     def build(self, transfer: Callable[[Any], Any], allowed: Callable[[PipelinePlan], PipelinePlan]) -> TrainingProgram:
-        """Build the tasks and the plan. Every rank calls this method when training begins.
-
-        Args:
-            transfer: moves a batch to the device.
-            allowed: moves the transfer of a plan to the main thread if it must run there.
-        """
+        """Build the tasks and the plan. Every rank calls this method when training begins."""
         session, sharded, precision = self._session, self._sharded, self._precision
         clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
         if clipped or loss_scaled:
@@ -235,11 +215,7 @@ def lightning_loss(output: Any) -> torch.Tensor | None:
 
 
 class UsersTransfer:
-    """Keeps transfers that call the user's hooks in the main thread.
-
-    Args:
-        transfer_on_worker: True to leave the user's hooks in the worker thread of the plan.
-    """
+    """Keeps transfers that call the user's hooks in the main thread."""
 
     def __init__(self, transfer_on_worker: bool) -> None:
         self._on_worker = transfer_on_worker

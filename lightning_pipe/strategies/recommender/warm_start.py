@@ -74,14 +74,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class Match:
-    """Entries of a checkpoint that a model starts with.
-
-    Attributes:
-        names: names in the checkpoint by names in the model.
-        saved: metadata of the checkpoint, with the sizes of the model's tensors.
-        report: description of the values that are read and of those that are not.
-        dropped: warning of dense values that are not read, since the model has none of their name; empty without any.
-    """
+    """Entries of a checkpoint that a model starts with."""
 
     names: Mapping[str, str]
     saved: dcp.Metadata
@@ -94,19 +87,7 @@ class Match:
 
 
 def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes, tables: Mapping[str, Table]) -> Match:
-    """Match a checkpoint with a model. Ranks do not communicate; all get the same result.
-
-    Args:
-        options: options of the warm start.
-        saved: metadata of the checkpoint.
-        optimizers: class of each table's optimiser in the checkpoint; None in checkpoints of earlier versions.
-        sizes: sizes of the model's values and of the states of its tables' optimisers on all ranks, by path.
-        tables: tables of the model by name.
-
-    Raises:
-        SetupError: the checkpoint does not fit. The message names all such entries, the values found and expected, and
-            the fixes.
-    """
+    """Match a checkpoint with a model. Ranks do not communicate; all get the same result."""
     keys = {path: key for key, path in saved.planner_data.items()}
     stored = {path: getattr(saved.state_dict_metadata[key], "size", None) for path, key in keys.items()}
     theirs, ours = _shapes(stored, "model"), _shapes(sizes, "model")

@@ -20,11 +20,6 @@ def leaving_no_trace(trainer: pl.Trainer, module: pl.LightningModule, device: to
     """Context in which ``training_step`` may be called between two batches. Values that it logs are discarded.
 
     States of metrics and random generators are restored. Other state of the module is not.
-
-    Args:
-        trainer: trainer that trains the module.
-        module: module whose step is called.
-        device: device whose random generator the step may use.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     before = loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name
