@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -48,6 +50,7 @@ __all__ = [
     "batch_sizes",
     "before_resumption",
     "find_last_at_urls",
+    "logged_values_discarded",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
@@ -107,3 +110,17 @@ def _checked(
 def accumulates(loop: TrainingEpochLoop) -> bool:
     """Return True between two optimizer steps, if gradients of several batches are accumulated."""
     return bool(loop.batch_progress.current.ready and loop._should_accumulate())
+
+
+@contextmanager
+def logged_values_discarded(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Context in which ``training_step`` may be called between two batches, and values that it logs are discarded."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    before = loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name
+    loop._results = ResultCollection(training=True)
+    connector._first_loop_iter = True
+    module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name = before

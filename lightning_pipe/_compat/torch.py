@@ -23,9 +23,12 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.fx.experimental import _config as shape_options
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
@@ -66,10 +69,13 @@ __all__ = [
     "dispatch_mode_stack",
     "dispatch_modes_disabled",
     "empty_optimizers_allowed",
+    "flatten_state_dict",
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
     "gradient_hooks",
+    "gloo_of_one_thread",
+    "gradient_buckets",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -85,10 +91,12 @@ __all__ = [
     "push_dispatch_mode",
     "push_function_mode",
     "pytree",
+    "rebuild_buckets",
     "register_pytree_node",
     "replicate",
     "saved_tensor_hooks",
     "schema_of",
+    "set_element",
     "set_optimizer_in_backward",
     "sizes_below_two",
     "storage_key",
@@ -285,3 +293,13 @@ def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str,
 def set_optimizer_in_backward(parameter: Any, optimizer: Any, arguments: dict[str, Any]) -> None:
     """Attach an optimizer to a parameter as ``apply_optimizer_in_backward`` does, for TorchRec's sharders."""
     parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [arguments]
+
+
+def gradient_buckets(model: DistributedDataParallel) -> list[list[torch.Tensor]]:
+    """Parameters in the order of their gradients in each bucket that ranks sum."""
+    return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+def rebuild_buckets(model: DistributedDataParallel) -> bool:
+    """Order the buckets as the first backward pass produced the gradients; False if that has been done before."""
+    return bool(model.reducer._rebuild_buckets())

@@ -15,14 +15,7 @@ _ENDS = 5  # batch ends to keep; a picture shows no more batches
 
 
 class Recording:
-    """One recording, which starts when the object is created.
-
-    Attributes:
-        first: number of the first recorded batch.
-        clock: offset of this rank's clock when the recording started.
-        last: number of the last batch trained; None before the first one.
-        ends: start of the recording, followed by the end times of the latest batches, in seconds of this rank's clock.
-    """
+    """One recording, which starts when the object is created."""
 
     def __init__(self, first: int, clock: ClockOffset, work: Running, keep: int) -> None:
         self.first, self.clock = first, clock

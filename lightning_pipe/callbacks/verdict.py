@@ -31,7 +31,7 @@ _AHEAD = 2
 class StepUse:
     """Mean time of a step by activity of a rank's main thread, in seconds.
 
-    Args:
+    Attributes:
         steps: number of steps that the means cover.
         seconds: duration of a step.
         loader: time to fetch from the rank's data loader.
@@ -58,14 +58,7 @@ class StepUse:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank that all other ranks wait for.
-
-    Args:
-        rank: its index.
-        host: name of its host.
-        cost: share of the step that would be saved if the rank were as fast as the next slowest one.
-        text: sentence with these and the activity in which the rank is slower than the others.
-    """
+    """Rank that all others wait for; *cost* is the share of a step saved if it were as fast as the next slowest."""
 
     rank: int
     host: str
@@ -75,15 +68,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Bottleneck of a step.
-
-    Args:
-        kind: ``"input-bound"``, ``"network-bound"``, ``"rank-bound"`` (instead of ``"network-bound"`` if all ranks
-            share a host), ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
-            ``"compute-bound"``.
-        text: sentence with the bottleneck, its share of the step and advice.
-        straggler: rank that the others wait for; None if no single rank costs more than 5 % of the step (default).
-    """
+    """Bottleneck of a step."""
 
     kind: str
     text: str

@@ -1,7 +1,4 @@
-"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
-"""
+"""Reads a checkpoint folder: its metadata, the differences from a module's state, and a rank's part of the values."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_pipe._compat.torch import ShardedTensor
+from lightning_pipe._compat.torch import ShardedTensor, flatten_state_dict, set_element
 from lightning_pipe.checkpoints.folder_writing import META, reasons
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.checkpoints.remote_folder import Folder

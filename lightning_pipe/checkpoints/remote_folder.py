@@ -236,7 +236,7 @@ def local_copy(folder: Folder, name: str) -> Iterator[Path]:
 
 
 def begin_remote(place: RemotePath) -> str:
-    """Remove the rest of interrupted saves, and return the name of a new folder for the files. Called on one rank."""
+    """Remove what interrupted saves have left, and return the name of a new folder. Called on one rank."""
     place.check_bucket()
     if place.is_dir():
         raise SetupError(

@@ -17,7 +17,11 @@ from lightning_pipe.engine import SetupError
 
 
 def resized_metadata(saved: dcp.Metadata, tensors: Mapping[str, tuple[torch.Size, int, int]]) -> dcp.Metadata:
-    """Return a copy of the metadata in which the named tensors have other numbers of rows."""
+    """Return a copy of the metadata in which the named tensors have other numbers of rows.
+
+    By key: the size of the tensor to fill, and the rows of a block in the checkpoint and in that tensor. A tensor is
+    one block, or one per column shard of a table (states with a number per row), each extended or cut at its end.
+    """
     entries = dict(saved.state_dict_metadata)
     places = {index: info for index, info in saved.storage_data.items() if index.fqn not in tensors}
     for key, (size, stored_rows, rows) in tensors.items():

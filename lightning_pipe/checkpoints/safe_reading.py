@@ -3,8 +3,6 @@
 ``torch.distributed.checkpoint`` unpickles ``.metadata`` and values other than tensors without restrictions, and
 ``torch.load`` does not compare the checksums of an archive's entries. Here values are read with ``weights_only=True``,
 unless the user passes ``weights_only=False``, and checksums are compared first.
-
-Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from lightning_pipe._compat.checkpoint_metadata import load_metadata
+from lightning_pipe._compat.torch import set_element
 from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable

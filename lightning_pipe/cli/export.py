@@ -35,12 +35,7 @@ its val_dataloader. Beside FILE, FILE.inputs.json describes the tensors that the
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Run the command.
-
-    Raises:
-        SetupError: the checkpoint cannot be read or does not fit the configuration's model, or the model cannot be
-            traced.
-    """
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-pipe export",
         description=_DESCRIPTION,

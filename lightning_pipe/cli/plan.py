@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from lightning_pipe.cli.plan_report import assumed_cores, simulation_report
 from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult
@@ -157,15 +157,8 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
 # ---------------------------------------------------------------------- costs
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Costs read from a file, and a note to print about them."""
-
-    costs: CostsFile
-    note: str = ""
-
-
-def _read_costs(path: str | None, tasks: Sequence[str]) -> _Costs:
+def _read_costs(path: str | None, tasks: Sequence[str]) -> tuple[CostsFile, str]:
+    """Costs in a file, and a note to print about them."""
     if path is None:
         raise PlanError(
             "`plan simulate` needs --costs FILE, got none. Train with the callback PipelineProfiler and strategy"
@@ -174,10 +167,10 @@ def _read_costs(path: str | None, tasks: Sequence[str]) -> _Costs:
         )
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
     with named(path):
-        return _from_profile(text, tasks) if text.lstrip().startswith("{") else _Costs(load_costs(text))
+        return _from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
 
 
-def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
+def _from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
     profile = ProfileResult.from_json(text)
     own = profile.own
     costs = {name: TaskCost(seconds) for name, seconds in own.items()}
@@ -193,7 +186,7 @@ def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
             f"The costs were measured under plan {profile.plan}, whose overlap shortens the measured waits, so the time"
             " of exchanges is underestimated. Profile strategy recsys_serial_pipeline instead."
         )
-    return _Costs(CostsFile(costs), note)
+    return CostsFile(costs), note
 
 
 def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkModel | None]:
@@ -222,8 +215,7 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
 
 def _simulate(options: argparse.Namespace) -> None:
     plans = [find_plan(name) for name in options.names]
-    read = _read_costs(options.costs, list(plans[0].tasks))
-    costs = read.costs
+    costs, note = _read_costs(options.costs, list(plans[0].tasks))
     cores = options.cores if options.cores is not None else costs.cores if costs.cores is not None else 1.0
     networks = _networks(options, costs)
     with named(options.costs):  # the costs may not match the tasks
@@ -240,9 +232,9 @@ def _simulate(options: argparse.Namespace) -> None:
             "predictions": [asdict(one) for one in predictions],
             "breaks": [asdict(one) for one in breaks],
             "assumed": assumed_cores(cores),
-            "notes": [read.note] if read.note else [],
+            "notes": [note] if note else [],
         }
         print(json.dumps(found, indent=1))
         return
-    report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), read.note)
+    report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), note)
     print_report(report)

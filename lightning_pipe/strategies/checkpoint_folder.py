@@ -159,6 +159,14 @@ class FolderCheckpointStrategy(DistributedStrategy):
                 saves.close()
                 self._saves = None
 
+    def teardown(self) -> None:
+        """As Lightning's, but without moving the module to the CPU: it stays sharded or in stages."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self._note_end()
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint. If a save is pending, remove it only after that save is complete."""
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe._compat.torch import gradient_buckets, rebuild_buckets
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 
 
 def gradient_order(model: DistributedDataParallel) -> list[str]:
     """Names of the parameters in the order of their gradients, bucket after bucket."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [names[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+    return [names[id(parameter)] for bucket in gradient_buckets(model) for parameter in bucket]
 
 
 def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
@@ -36,6 +36,6 @@ def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) 
     model.reducer.prepare_for_backward([])
     for name in order:
         torch.autograd.backward(trained[name], torch.zeros_like(trained[name]))
-    model.reducer._rebuild_buckets()
+    rebuild_buckets(model)
     for name, gradient in before.items():
         trained[name].grad = gradient

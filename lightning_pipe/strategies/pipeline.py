@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe._compat.torch import optimizers_in_backward, rebuild_buckets
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
@@ -121,7 +122,7 @@ class PipelineStrategy(DistributedStrategy):
         """
         super().post_backward(closure_loss)
         ddp = self._sums_depend_on_order() if self._order is None else None
-        if ddp is not None and ddp.reducer._rebuild_buckets():
+        if ddp is not None and rebuild_buckets(ddp):
             self._order = gradient_order(ddp)
 
     def _sums_depend_on_order(self) -> DistributedDataParallel | None:
@@ -157,7 +158,7 @@ def _not_moved(batch: Any) -> Any:
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
     """Refuse parameters whose optimiser runs inside backward, since ranks average gradients only after backward."""
-    names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
+    names = [name for name, one in module.named_parameters() if optimizers_in_backward(one)]
     if names:
         raise SetupError(
             f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"

@@ -56,11 +56,7 @@ class AutoOptions:
         return option_group(Exploration, "exploration", self.exploration)
 
     def refuse_without_auto(self, plan: object) -> None:
-        """Refuse options of the search if the plan is given.
-
-        Raises:
-            SetupError: *plan* is not ``"auto"``, and an option differs from its default.
-        """
+        """Refuse options of the search if the plan is given."""
         if plan != AUTO and self != AutoOptions():
             raise SetupError(
                 f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which searches"

@@ -10,15 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """Name of a strategy with arguments.
-
-    Args:
-        name: name for ``Trainer(strategy=...)``.
-        description: description in one line.
-        strategy: class name in ``lightning_pipe.strategies`` (default ``"PipelineStrategy"``).
-        init_args: arguments of the class (default: none).
-        plan: name of the plan under which the strategy runs its tasks (default ``"copy_ahead"``).
-    """
+    """Name of a strategy with arguments."""
 
     name: str
     description: str

@@ -28,15 +28,7 @@ class MicroBatchRecorder(Protocol):
 
 @dataclass(frozen=True)
 class RunningStages:
-    """Pipeline stages that communicate between ranks.
-
-    Attributes:
-        runner: runner of this rank's stages, which records their events on request.
-        schedule: the schedule of the stages.
-        num_microbatches: number of micro-batches per batch.
-        stages_per_rank: number of stages on each rank.
-        mesh: device mesh of all ranks, whose first dimension is the pipeline.
-    """
+    """Pipeline stages that communicate between ranks."""
 
     runner: PipelineRunner
     schedule: ScheduleSpec
@@ -47,16 +39,7 @@ class RunningStages:
 
 @dataclass(frozen=True)
 class Running:
-    """Description of a strategy's work.
-
-    Attributes:
-        title: name of the work in timelines (default None: the plan's name).
-        record: function that starts a recorder of micro-batches; its argument is the maximum number of records (default
-            None: no micro-batches).
-        stages: pipeline stages of this rank (default None: no stages).
-        profile: function that measures the exposed time of each task (default None: tasks cannot be replayed).
-        has_pipe: True if one process trains an ``nn.Sequential`` on several devices (default False).
-    """
+    """Description of a strategy's work."""
 
     title: str | None = None
     record: Callable[[int], MicroBatchRecorder] | None = None

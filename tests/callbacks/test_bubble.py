@@ -129,12 +129,6 @@ def test_events_are_noted_in_measured_steps_only_and_let_go_of(found: list[dict[
         assert one["accumulated"].recorded == [0, 0, 8, 8, 0, 0]
 
 
-def test_events_that_somebody_else_has_asked_for_stay(found: list[dict[str, Seen]]) -> None:
-    for one in found:
-        assert one["recorded"].recorded == [8, 16, 24, 32, 40, 48]
-        assert one["recorded"].left > 48
-
-
 def test_measured_steps_log_the_bubble_and_what_is_simulated(found: list[dict[str, Seen]]) -> None:
     for one in found:
         assert list(one["each second"].logged) == [4, 6]
@@ -187,10 +181,3 @@ def test_the_table_fits_a_narrow_terminal_and_shows_milliseconds_and_shares() ->
         "simulated, median durations 15.0 % 7500.00",
         "(P - 1) / (m + P - 1) 11.1 %",
     ]
-
-
-def test_the_table_leaves_out_what_a_schedule_does_not_have() -> None:
-    report = BubbleReport("[own]", 4, 1, StepBubble((RankTimes(1.0, 0, 0, 0, 0),), 0.0, 1.0, None, None), None)
-    lines = table(report)
-    assert lines[0] == "schedule [own]: 1 rank, 4 micro-batches; medians of 1 step, in ms"
-    assert lines[-1] == "measured 0.0 % 1000.00"

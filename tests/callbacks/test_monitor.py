@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_straggler, find_verdict
-from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
+from lightning_pipe.engine import PipelinePlan, SetupError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
@@ -224,11 +224,6 @@ def test_it_speaks_where_something_else_holds_the_steps_up_and_at_the_end(
     assert monitor.verdict == lines[-1]
 
 
-def test_a_single_epoch_is_spoken_of_once(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    run(clock, PipelineMonitor())
-    assert capsys.readouterr().out.count("-bound") == 1
-
-
 def test_another_strategy_is_refused_when_fit_begins() -> None:
     used = pl.Trainer(
         accelerator="cpu", devices=1, callbacks=[PipelineMonitor()], logger=False, enable_checkpointing=False
@@ -291,12 +286,6 @@ def test_a_number_of_workers_is_advised_only_from_enough_steps(workers: int, eno
     assert "prepare batches in the background" in of(replace(use(4.0), steps=3)).text
 
 
-def test_the_rank_whose_loader_is_slow_is_named_however_the_others_wait_for_it() -> None:
-    slow = use(loader=4.0)
-    assert "data loader on rank 1" in of(use(EmbInputDistWait=4.5), slow).text
-    assert "data loader on rank 1" in of(use(other=4.5), slow).text
-
-
 def test_what_every_rank_waits_is_the_networks() -> None:
     found = of(use(EmbInputDistWait=3.0), use(EmbInputDistWait=2.0, workers=0.5))
     assert found.kind == "network-bound"
@@ -318,10 +307,6 @@ def test_of_ranks_on_one_host_nothing_is_said_of_a_network(waits: dict[str, floa
     assert not {"network", "send"} & set(re.findall(r"\w+", found.text))
     # Elsewhere there is one.
     assert of(*2 * [use(**waits)], plan=plan).kind == "network-bound"
-
-
-def test_one_rank_waits_for_no_other() -> None:
-    assert of(use(EmbInputDistWait=3.0)).kind == "compute-bound"
 
 
 def test_a_rank_that_the_others_wait_for_is_named() -> None:
@@ -359,14 +344,6 @@ def test_of_a_pipe_it_is_not_said_that_nothing_is_to_be_gained() -> None:
     assert "95 % of the step is spent in the pipe; use PipelineTrace" in found.text
 
 
-def test_a_plan_without_the_recsys_tasks_is_not_advised_another_recsys_plan() -> None:
-    def nothing(_: Any) -> None:
-        """Nothing."""
-
-    tasks: Sequence[Any] = [(PipelineTask("FinalizeGrads", nothing), TaskSchedule())]
-    assert "recsys" not in of(*2 * [use(EmbInputDistWait=3.0)], plan=PipelinePlan(tasks)).text
-
-
 # ---------------------------------------------------------------------- who holds the others up
 
 
@@ -386,13 +363,6 @@ def test_a_straggler_costs_what_the_next_slowest_rank_waits_longer() -> None:
     assert found.text == (
         "straggler: all ranks wait for rank 1 on host node1, which costs 18 % of the step, most of it in DenseForward"
     )
-
-
-def test_a_straggler_whose_loader_is_slow_is_said_to_be_so() -> None:
-    one, other = waiting(0.3, 0.0)
-    found = find_straggler([one, replace(other, loader=3.0, tasks={"DenseForward": 7.0})])
-    assert found is not None
-    assert found.text.endswith("most of it in data loader")
 
 
 @pytest.mark.parametrize(

@@ -170,20 +170,11 @@ def test_the_first_rank_prints_logs_and_writes(found: list[dict[str, Any]]) -> N
     assert ProfileResult.from_json(first.files["profile.json"]) == first.profiles[5]
 
 
-def test_files_of_several_profiles_have_the_step_in_their_names(found: list[dict[str, Any]]) -> None:
-    assert set(found[0]["begin"].files) == {"profile-step2.json", "profile-step7.json"}
-
-
 def test_the_report_shows_pictures_the_costs_and_the_plan(found: list[dict[str, Any]]) -> None:
     text = found[0]["all"].files["report.html"]
     for shown in ("2 ranks on cpu", "after optimizer step 5, in 1 rounds of 1 iterations", "<td>EmbPrefetch</td>"):
         assert shown in text, shown
     assert text.count('src="data:image/png;base64,') == 2
-
-
-def test_a_monitor_knows_whether_ranks_are_on_several_hosts(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        assert one["one host"] == [True, False]
 
 
 def test_ranks_that_would_profile_at_other_steps_are_told_so(found: list[dict[str, Any]]) -> None:
@@ -194,11 +185,6 @@ def test_ranks_that_would_profile_at_other_steps_are_told_so(found: list[dict[st
 def test_a_monitor_leaves_the_profile_out(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert [use.steps for use in one["use"]] == [6, 6]  # of eight: the first one, and the one behind the profile
-
-
-def test_a_monitor_tells_a_ranks_own_loader_from_what_ranks_say_about_batches(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        assert all(use.loader > 0 and use.other_loaders > 1e-6 for use in one["use"])
 
 
 # ---------------------------------------------------------------------- one process

@@ -87,10 +87,6 @@ def test_names_are_text_in_a_report_and_never_markup(tmp_path: Path) -> None:
     assert rows(text)[-1] == [NASTY, NASTY]
 
 
-def test_without_a_recorded_timeline_only_the_costs_are_drawn(tmp_path: Path) -> None:
-    assert len(pictures(written(tmp_path, bars=False), tmp_path)) == 1
-
-
 def test_without_matplotlib_the_page_says_what_draws_its_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,16 +95,6 @@ def test_without_matplotlib_the_page_says_what_draws_its_pictures(
     assert "pip install 'lightning-pipe[pictures]'" in text
     assert "<td>Copy</td>" in text
     assert pictures(text, tmp_path) == []
-
-
-def test_a_report_without_replays_says_so(tmp_path: Path) -> None:
-    text = written(tmp_path, {"Train": TaskProfile(0.008, not_measured="not replayed")}, bars=False)
-    assert "No task was replayed" in text
-
-
-def test_a_report_says_nothing_of_what_noise_hides(tmp_path: Path) -> None:
-    text = written(tmp_path, {"Train": TaskProfile(0.008, 0.005, -0.001, 0.009)})
-    assert "1 of 1 intervals contain 0 and are wide: too noisy to rank these tasks" in text
 
 
 def test_a_report_names_what_is_sure_and_each_task_once(tmp_path: Path) -> None:

@@ -81,14 +81,6 @@ def test_rows_are_threads_and_bars_bear_task_and_batch(tmp_path: Path) -> None:
     assert figure.axes[0].get_title("left") == "a title"
 
 
-def test_a_batch_has_one_colour_in_every_row_and_neighbours_have_others(tmp_path: Path) -> None:
-    bars = figure_bars(drawn(batches(), tmp_path))
-    colours = [bar.get_facecolor() for bar in bars]
-    main, copier = colours[:4], colours[4:]
-    assert main[1:] == copier
-    assert len(set(main)) == 4
-
-
 def figure_bars(figure: Figure) -> list[Any]:
     return [bar for container in figure.axes[0].containers for bar in container]
 
@@ -130,28 +122,12 @@ def test_kinds_of_work_on_a_micro_batch_are_told_apart_and_waits_are_marked(tmp_
     ]
 
 
-def test_bars_name_the_stage_where_a_rank_has_several(tmp_path: Path) -> None:
-    figure = drawn(Timeline([part("forward", 0, 0, 1), part("forward", 0, 1, 2, 1, stage=3)]), tmp_path)
-    assert {"F0\ns0", "F1\ns3"} <= labels(figure)
-
-
-def test_rows_say_how_busy_they_are_without_waits(tmp_path: Path) -> None:
-    figure = drawn(micro_batches(), tmp_path)
-    assert {"60 %", "40 %"} <= labels(figure)
-
-
 def test_only_the_time_between_the_ends_of_batches_is_drawn(tmp_path: Path) -> None:
     figure = drawn(batches(), tmp_path, ends=[11.0, 12.0, 13.0])
     axes, lines = figure.axes[0], cast(Any, figure.axes[0].lines)
     assert axes.get_xlim() == pytest.approx((0, 2000))
     assert all(bar.get_x() >= 0 and bar.get_x() + bar.get_width() <= 2000.001 for bar in figure_bars(figure))
     assert [line.get_xdata()[0] for line in lines] == pytest.approx([1000])
-
-
-def test_of_many_ranks_the_first_are_drawn(tmp_path: Path) -> None:
-    figure = drawn(Timeline(task("train", 0, 0, 1, rank=rank) for rank in range(40)), tmp_path)
-    assert len(rows(figure)) == 16
-    assert "24 more rows" in figure.axes[0].get_xlabel()
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("new/a.svg", b"<?xml"), ("a.pdf", b"%PDF")])

@@ -73,13 +73,6 @@ def test_the_chosen_batches_are_recorded_and_what_ran_ahead_beside_them(tmp_path
     assert len(flows) == 2  # from the copies of 3 and 4 to their training
 
 
-def test_the_first_batch_can_be_recorded_from_its_training_on(tmp_path: Path) -> None:
-    fit(PipelineTrace(steps=(0, 2), picture=None), tmp_path)
-    trace = read(tmp_path / "trace.json")
-    assert files(tmp_path) == {"trace.json"}
-    assert iterations(trace, "TrainBatch") == [0, 1]
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_micro_batches_are_seen_on_their_way_through_the_partitions_of_a_pipe(tmp_path: Path, checkpoint: Any) -> None:
     class Layers(pl.LightningModule):
@@ -188,14 +181,6 @@ def test_a_fit_that_ends_before_the_first_chosen_batch_warns(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="recorded no batch: 8 batches were trained"):
         fit(PipelineTrace(steps=(8, 1)), tmp_path)
     assert files(tmp_path) == set()
-
-
-def test_a_second_fit_is_recorded_like_the_first(tmp_path: Path) -> None:
-    trace = PipelineTrace(steps=(2, 3), picture=None)
-    for _ in range(2):
-        fit(trace, tmp_path)
-        assert len(iterations(read(tmp_path / "trace.json"), "TrainBatch")) == 3
-        (tmp_path / "trace.json").unlink()
 
 
 @pytest.mark.parametrize(
@@ -379,12 +364,6 @@ def test_both_parts_of_a_backward_are_seen(two_ranks: Found) -> None:
     assert counts["input_backward"] > 0
     assert counts["input_backward"] + counts["backward"] == counts["forward"] == 8
     assert counts["weight_backward"] == counts["input_backward"]
-
-
-def test_stages_record_no_longer_than_is_asked_for(two_ranks: Found) -> None:
-    for one in two_ranks[1]:
-        for name in ("llm", "zbv", "monitored"):
-            assert (one[name].events_left, one[name].recording) == (0, False)
 
 
 def test_a_bubble_monitor_measures_beside_a_trace_that_comes_after_it(two_ranks: Found) -> None:

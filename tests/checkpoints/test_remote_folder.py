@@ -107,11 +107,6 @@ def test_a_removed_one_is_gone_with_its_files() -> None:
     assert len(names()) == 2
 
 
-def test_one_that_is_not_there_can_be_removed() -> None:
-    remove_remote(place())
-    assert names() == []
-
-
 def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
     """It is a local checkpoint that was uploaded."""
     place(f"{URL}/meta.pt").write_bytes(b"by hand")
@@ -204,14 +199,6 @@ def test_a_part_is_uploaded_and_comes_back(tmp_path: Path) -> None:
     with local_copy(folder, "rows") as copy:
         assert (copy / "rows" / "bags" / "people.pt").read_bytes() == b"rows"
     assert not copy.exists()
-
-
-def test_errors_of_any_kind_are_those_of_files() -> None:
-    class Strange(Exception):
-        pass
-
-    with pytest.raises(OSError, match="Strange: of the storage"), place().errors():
-        raise Strange("of the storage")
 
 
 def test_a_file_is_read_in_parts() -> None:

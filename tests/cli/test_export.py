@@ -89,12 +89,6 @@ def test_a_name_that_no_file_can_have_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_the_file_is_made(checkpoint: Path, tmp_path: Path) -> None:
-    config = str(checkpoint.parent / "config.yaml")
-    assert run(checkpoint, "quantized", tmp_path / "new" / "a model", "--config", config) == 0
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a model", "a model.inputs.json"]
-
-
 class Unsized(Served):
     """Its tables have no fixed size, so a program cannot contain them."""
 

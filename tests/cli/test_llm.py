@@ -140,16 +140,6 @@ def test_what_cannot_be_estimated_is_refused(
     assert says in refusal(capsys, *options)
 
 
-@pytest.mark.parametrize("option", ["--rows", "--length"])
-@pytest.mark.parametrize("value", ["0", "-1", "two"])
-def test_a_batch_of_no_size_is_refused(
-    option: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        estimate(option, value)
-    assert f"argument {option}: expected a whole number of at least 1, got '{value}'" in capsys.readouterr().err
-
-
 STRATEGY = "--trainer.strategy.init_args"
 
 
@@ -175,17 +165,3 @@ def test_an_option_group_that_is_wrong_is_refused_in_a_sentence(
     content["trainer"]["strategy"]["init_args"] |= given
     (folder / "stages.yaml").write_text(yaml.safe_dump(content))
     assert says in refusal(capsys)
-
-
-def test_the_automatic_strategy_can_be_made_of_its_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = yaml.safe_load(CONFIGURATION)
-    kind = "lightning_pipe.strategies.AutoLLMPipelineStrategy"
-    content["trainer"]["strategy"] = {"class_path": kind, "init_args": {"trials": 0, "parallel": {"dp_replicate": 2}}}
-    (folder / "stages.yaml").write_text(yaml.safe_dump(content))
-    assert "llm_auto_pipeline cannot be estimated, because it chooses its schedule when training" in refusal(capsys)
-
-
-def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["llm", "estimate", "--help"])
-    assert "[--memory SIZE] [--compare]" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,6 @@ import torch
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
-import lightning_pipe
 from lightning_pipe.cli import main as main_module
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
@@ -145,12 +143,6 @@ def test_arguments_that_make_no_command_end_with_a_usage_and_status_2(
     assert capsys.readouterr().err.startswith("usage: lightning-pipe")
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"lightning-pipe {lightning_pipe.__version__}\n"
-
-
 def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -214,14 +206,6 @@ def test_the_pipe_of_one_process_is_shown_with_both_ways_to_run(capsys: pytest.C
         assert "Backward1" in capsys.readouterr().out
 
 
-def test_an_unknown_plan_is_refused_where_torchrec_is_not_installed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
-    monkeypatch.setattr("lightning_pipe.cli.plan.import_torchrec", lambda: pytest.fail("not needed"))
-    assert "Unknown plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
-
-
 def test_an_unknown_plan_is_refused_with_every_name_and_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["plan", "show", "recsys_prefech_pipeline"], capsys)
     assert message.startswith("Unknown plan 'recsys_prefech_pipeline'")
@@ -251,10 +235,6 @@ def test_a_configuration_may_name_classes_of_the_current_folder_and_keeps_the_ta
     assert init_args["sparse_optimizer"] == {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
 
 
-def test_a_strategy_by_class_path_trains_with_its_arguments(folder: Path) -> None:
-    assert main(["fit", "--config", "fit.yaml"]) == 0
-
-
 def test_a_strategy_by_name_without_a_table_optimiser_is_refused_by_the_tables_names(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,14 +254,6 @@ def test_an_unknown_strategy_is_refused_and_the_command_that_lists_them_named(
     assert "recsys_prefetch" in message
     assert "'lightning-pipe strategies' lists" in message
     assert "Did you mean recsys_prefetch_pipeline?" in message
-
-
-def test_an_unknown_plan_in_a_configuration_is_refused_in_the_strategys_own_words(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.plan", "basse"], capsys)
-    assert message.startswith("there is no plan 'basse'")
-    assert "Namespace" not in message
 
 
 @pytest.mark.parametrize("what", ["model", "data", "callback"])
@@ -324,33 +296,6 @@ def test_an_argument_of_a_model_or_a_callback_may_have_any_name(
     (folder / "named.yaml").write_text(yaml.safe_dump(fit))
     assert main(["fit", "--config", "named.yaml"]) == 0
     assert "callback made with 3" in capsys.readouterr().out
-
-
-RECORDING = """
-from shop import Model
-
-
-class Recording(Model):
-    def __init__(self, width: int = 3):
-        super().__init__()
-        self.save_hyperparameters()
-        print(f"recorded {self.hparams['_class_path']} {self.hparams['width']}")
-"""
-
-
-def test_hyperparameters_are_recorded_as_by_lightnings_command_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "recording.py").write_text(RECORDING)
-    command = ["fit", "--config", "fit.yaml", "--model", "recording.Recording", "--model.width", "5"]
-    assert main(command) == 0
-    assert "recorded recording.Recording 5" in capsys.readouterr().out
-
-
-def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(["fit", "--config", "fit.yaml", "--trainer.limit_train_batches", "-3"], capsys)
-    # Python keeps unions of types by value: what was imported before decides whether this is a float or an integer.
-    assert re.search(r"invalid value -3(\.0)? for limit_train_batches", message)
 
 
 def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(
@@ -504,18 +449,6 @@ def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
     assert Clicks.load_from_checkpoint(folder / "one.ckpt").state_dict().keys() == values.keys()
 
 
-def test_checkpoint_export_to_a_folder_that_is_not_there_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "there is no folder 'nowhere'" in refusal(["checkpoint", "export", "saved", "nowhere/one.ckpt"], capsys)
-
-
-def test_checkpoint_export_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(["checkpoint", "export", "nowhere", "one.ckpt"], capsys)
-    assert "nowhere" in said
-    assert not (folder / "one.ckpt").exists()
-
-
 def test_bubble_trains_a_few_steps_and_prints_their_table_and_writes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -541,14 +474,6 @@ def test_bubble_refuses_a_number_that_is_none(option: str, capsys: pytest.Captur
         main(["bubble", option, "0"])
     assert end.value.code == 2
     assert f"argument {option}: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
-
-
-def test_bubble_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bubble", "--help"])
-    out = capsys.readouterr().out
-    assert "[--steps N] [--warmup N]" in out
-    assert "the measured bubble, and the bubble simulated" in " ".join(out.split())
 
 
 # ---------------------------------------------------------------------- several processes

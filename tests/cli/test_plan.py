@@ -89,18 +89,6 @@ def test_a_plan_that_runs_ahead_hides_the_message_and_is_compared_with_the_seria
     assert prefetch["over_serial"] == pytest.approx((ALL + 2.01) / ALL)
 
 
-def test_what_is_assumed_of_cores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = profile_file(tmp_path)
-    assert main(["plan", "simulate", "prefetch", "--costs", profile, "--cores", "1"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    note = simulated(capsys, "prefetch", "--costs", profile, "--cores", "1")["assumed"]
-    assert note.startswith("assumed: 1 dedicated core for the tasks of each rank, and no cores for its messages.")
-    assert "two ranks on two cores, no plan reaches the predicted gain" in note
-    assert note in shown
-    note = simulated(capsys, "prefetch", "--costs", profile, "--cores", "1.5")["assumed"]
-    assert note.startswith("assumed: 1.5 dedicated cores")
-
-
 def test_options_stand_before_the_files_network_and_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = costs_file(tmp_path, cores=1, between_ms=3)
     options = ("--ranks", "2", "--latency", "1ms", "--bandwidth", "4GB/s")
@@ -108,13 +96,6 @@ def test_options_stand_before_the_files_network_and_cores(tmp_path: Path, capsys
     assert serial["seconds"] == pytest.approx((3 + ALL + 1.5) / 1e3)
     (two,) = simulated(capsys, "prefetch", "--costs", path, "--ranks", "2", "--cores", "2")["predictions"]
     assert two["seconds"] == pytest.approx((3 + ALL - WORK["EmbPrefetch"]) / 1e3)  # the prefetch has its own core
-
-
-def test_numbers_of_ranks_are_2_to_4096_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "serial", "--costs", costs_file(tmp_path))["predictions"]
-    assert [one["ranks"] for one in found] == [2, 8, 128, 4096]
-    # An all-to-all in pairs: a latency for each of the others.
-    assert found[-1]["seconds"] == pytest.approx((ALL + 4095 * 0.01 + 4 * 4095 / 4096) / 1e3)
 
 
 def test_a_profile_of_pipeline_profiler_is_taken_as_it_was_written(
@@ -250,8 +231,3 @@ def test_numbers_of_ranks_that_are_none_end_with_a_usage(ranks: str, capsys: pyt
     err = " ".join(capsys.readouterr().err.split())
     assert "argument --ranks: expected a list of numbers from 1" in err
     assert f"got {ranks!r}" in err
-
-
-def test_an_unknown_plan_is_refused_as_plan_show_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean base?" in refusal(capsys, "bse", "--costs", costs_file(tmp_path))
-    assert "chooses its plan during training" in refusal(capsys, "recsys_auto_pipeline")

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.strategies import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows
 from tests.rounding import Reference
@@ -163,11 +161,6 @@ def test_the_next_batch_is_copied_before_this_one_trains() -> None:
     ]
 
 
-def test_the_strategy_puts_the_pipelined_loop_in_place() -> None:
-    used = fit(Net(), PipelineStrategy(), Net().train_dataloader(), max_epochs=1)
-    assert isinstance(used.fit_loop.epoch_loop, PipelineTrainingEpochLoop)
-
-
 def test_one_process_reads_its_data_in_the_loaders_order() -> None:
     module = Transfers()
     fit(module, "pipeline", module.train_dataloader(), max_epochs=1)
@@ -236,10 +229,6 @@ def test_a_checkpoint_goes_from_and_to_lightnings_own_strategy(tmp_path: Path) -
     expected = resumed("auto", "auto")
     assert_same(resumed("pipeline", "auto"), expected, 6)
     assert_same(resumed("auto", "pipeline"), expected, 6)
-
-
-def test_arguments_of_lightnings_ddp_are_taken() -> None:
-    assert PipelineStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
 
 
 def test_a_seed_for_everything_leads_one_process_to_what_it_leads_to_without_a_strategy() -> None:

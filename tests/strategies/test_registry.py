@@ -14,12 +14,10 @@ from torch import Tensor
 import lightning_pipe
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.recsys.plans.named import PLANS
-from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
+from lightning_pipe.strategies import RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register
-from tests.loops.models import Net
 from tests.patience import HANG
-from tests.rounding import Reference
-from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of, trainer
+from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, recsys, state_of
 
 RECSYS = [entry for entry in STRATEGIES if entry.strategy == "RecsysPipelineStrategy"]
 LLM = [entry for entry in STRATEGIES if entry.strategy == "LLMPipelineStrategy"]
@@ -29,19 +27,6 @@ def test_importing_the_package_registers_every_name() -> None:
     assert lightning_pipe.__version__
     names = [entry.name for entry in STRATEGIES]
     assert set(names) <= set(StrategyRegistry.available_strategies())
-
-
-@pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.name)
-def test_a_name_is_described_in_one_line(entry: Any) -> None:
-    assert StrategyRegistry[entry.name]["description"] == entry.description
-    assert entry.description
-    assert "\n" not in entry.description
-
-
-def test_registering_again_changes_nothing() -> None:
-    before = dict(StrategyRegistry)
-    register()
-    assert dict(StrategyRegistry) == before
 
 
 def test_a_name_that_someone_else_has_taken_is_left_to_them() -> None:
@@ -65,13 +50,6 @@ def test_every_schedule_has_a_name() -> None:
     assert {entry.name for entry in LLM} == {f"llm_{name}_pipeline" for name in SCHEDULES}
 
 
-def test_each_trainer_has_a_strategy_of_its_own() -> None:
-    one, other = trainer("pipeline").strategy, trainer("pipeline").strategy
-    assert type(one) is type(other) is PipelineStrategy
-    assert one is not other
-    assert isinstance(trainer("recsys_base_pipeline").strategy, RecsysPipelineStrategy)
-
-
 @cache
 def serial() -> dict[str, Tensor]:
     return state_of(fit(Clicks(), recsys("serial")))
@@ -93,12 +71,6 @@ def test_a_name_trains_under_its_plan(entry: Any) -> None:
     assert trains_the_same == (entry.plan != "semi_sync")
 
 
-def test_the_plain_name_trains_any_module() -> None:
-    module = Net()
-    fit(module, "pipeline", module.train_dataloader(), module.val_dataloader())
-    assert len(module.losses) == 12
-
-
 def test_names_without_tables_need_no_torchrec() -> None:
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
@@ -117,9 +89,3 @@ def test_names_without_tables_need_no_torchrec() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     assert "refused: The recsys strategies need torchrec and fbgemm, which cannot be imported" in done.stdout
-
-
-def test_evaluation_by_name_needs_no_more_than_the_module() -> None:
-    (found,) = trainer("recsys_serial_pipeline").validate(Clicks(in_backward=ADAGRAD), loader(8), verbose=False)
-    expected = Reference.of(lambda: trainer("auto").validate(Clicks(), loader(8), verbose=False)[0])
-    assert expected.differences(found) == []

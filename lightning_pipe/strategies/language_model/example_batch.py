@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -36,7 +35,7 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
         raise SetupError(
             f"No batch can be read in advance from {_kind(loader)}, since training would miss it. {_NEEDED}"
         )
-    whole = not loader._auto_collation  # the dataset's items are batches
+    whole = loader.batch_sampler is None  # the dataset's items are batches
     if rows is None and not whole:
         raise SetupError(
             f"The number of rows in a batch is unknown for a {_kind(loader)} with a batch sampler. {_NEEDED}"
@@ -45,8 +44,13 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     count = 1 if whole else min(rows or 0, len(dataset))
     if not count or not len(dataset):
         raise SetupError(f"The training data are empty. {_NEEDED}")
-    fetcher: Any = _MapDatasetFetcher(dataset, not whole, loader.collate_fn, loader.drop_last)
-    batch = fetcher.fetch(0 if whole else list(range(count)))
+    if whole:
+        items = dataset[0]
+    elif hasattr(dataset, "__getitems__"):
+        items = dataset.__getitems__(list(range(count)))
+    else:
+        items = [dataset[place] for place in range(count)]
+    batch = loader.collate_fn(items)
     return module._apply_batch_transfer_handler(batch, torch.device("cpu"))
 
 

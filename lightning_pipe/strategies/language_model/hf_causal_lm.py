@@ -163,7 +163,10 @@ class HFCausalLM(PipelineModule):
 
 
 class _ChunkedHead(nn.Module):
-    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves."""
+    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
+
+    In a trace, which replaces modules by operations, it is an ordinary head.
+    """
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.torch import set_element
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
     fill_from_folder,

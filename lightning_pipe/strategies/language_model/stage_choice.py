@@ -54,15 +54,7 @@ _ADAMS = 2  # number of state tensors per parameter in Adam
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Chosen candidate and its alternatives.
-
-    Attributes:
-        chosen: prediction for the fastest candidate.
-        predictions: predictions for all candidates that fit into memory and did not fail.
-        too_large: number of candidates that did not fit.
-        memory_limit: bytes per rank; None for no limit.
-        notes: remarks to print with the choice.
-    """
+    """Chosen candidate and its alternatives."""
 
     chosen: SchedulePrediction
     predictions: tuple[SchedulePrediction, ...]
@@ -73,15 +65,7 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class StageChooser:
-    """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules.
-
-    Attributes:
-        maker: maker of stage parts.
-        allowed: function that returns True if a schedule may be used.
-        plan_of: function that converts a candidate to a plan for the maker.
-        num_microbatches: see :class:`~lightning_pipe.strategies.language_model.auto.AutoLLMPipelineStrategy`, also for
-            *memory_limit* and *trials*.
-    """
+    """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules."""
 
     maker: PartsMaker
     allowed: Callable[[ScheduleSpec], bool]

@@ -32,15 +32,7 @@ from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrateg
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Estimate for a configuration.
-
-    Attributes:
-        configured: prediction for the strategy as configured.
-        others: predictions for all schedules, if requested.
-        rows: number of rows in a micro-batch.
-        length: length of its sequences, in tokens.
-        notes: remarks to print with the estimate.
-    """
+    """Estimate for a configuration."""
 
     configured: SchedulePrediction
     others: tuple[SchedulePrediction | Refused, ...]

@@ -26,14 +26,7 @@ _LEAST, _MOST = 2, 10
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a plan, equal on every rank.
-
-    Attributes:
-        seconds: seconds of each step on the slowest rank. A step includes forward, backward and the reduction of the
-            losses over ranks. It does not include the optimizers and the preparation of the batch.
-        events: events that the ranks of the first pipeline recorded in one additional step, in rank order.
-        recorded: seconds of the recorded step.
-    """
+    """Measurements of a plan, equal on every rank."""
 
     seconds: tuple[float, ...]
     events: tuple[Sequence[Bar], ...] = ()

@@ -65,11 +65,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         self._maker = PartsMaker.of(settings, self.root_device, scaler)
 
     def settings(self, world_size: int) -> StageSettings:
-        """Settings of the strategy on *world_size* ranks.
-
-        Raises:
-            SetupError: If the options do not fit this number of ranks.
-        """
+        """Settings of the strategy on *world_size* ranks."""
         sizes = self._options.parallel.fit(world_size)
         return self._options.settings(self._first_plan(sizes), sizes)
 
@@ -227,9 +223,4 @@ class StagedStrategy(FolderCheckpointStrategy):
         if self._restore_buffers is not None:
             self._restore_buffers()
             self._restore_buffers = None
-        # The same as Lightning's teardown, except that the module is not moved to the CPU.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self._note_end()
+        super().teardown()

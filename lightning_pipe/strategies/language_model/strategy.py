@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import optimizers_to_device
+from lightning_pipe._compat.lightning import accumulates, optimizers_to_device
 from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
@@ -253,7 +253,7 @@ class LLMPipelineStrategy(StagedStrategy):
     def _divide_by_tokens(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if not module.trainer.fit_loop._should_accumulate():
+        if not accumulates(module.trainer.fit_loop.epoch_loop):
             self._made.gradients.finish()
             self._made.runs.divide(list(module.parameters()))
 

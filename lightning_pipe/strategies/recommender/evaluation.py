@@ -26,11 +26,7 @@ LOOKUP = "lookup in "
 
 
 class TableEvaluation:
-    """Evaluates a sharded LightningModule.
-
-    Attributes:
-        programs: programs built so far, one per dataloader.
-    """
+    """Evaluates a sharded LightningModule."""
 
     def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
         self._session = session

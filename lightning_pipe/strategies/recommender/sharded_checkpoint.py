@@ -46,18 +46,7 @@ _FIX = (
 def save_sharded_checkpoint(
     checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel, write: WriteFolder = write_folder
 ) -> None:
-    """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function.
-
-    Args:
-        checkpoint: Lightning's dictionary, whose ``state_dict`` holds this rank's shards. If it has no optimiser states
-            (``save_weights_only``), the states of the tables' optimisers are not written either.
-        path: path of a folder that all ranks can write to, the same on every rank. Existing contents are replaced.
-        sharded: model with the states of the tables' optimisers.
-        write: function that writes the folder, in the foreground (default) or in the background.
-
-    Raises:
-        SetupError: on every rank, if any rank cannot write. The previous contents of the folder are then unchanged.
-    """
+    """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function."""
     sharded.sync_replicas()  # in place, so the tensors in the dictionary are averaged too
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
@@ -80,23 +69,7 @@ def load_sharded_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a model and the states of its tables' optimisers from a folder. Every rank calls this function.
-
-    Args:
-        path: path of a folder that :func:`save_sharded_checkpoint` wrote.
-        sharded: the model; its sharding and number of ranks may differ from those of the checkpoint.
-        with_optimizers: True to load the states of the tables' optimisers if the checkpoint has them. States that
-            belong to rows of dynamic tables are always loaded with the rows.
-        strict: True if the checkpoint must hold all values of the model (default True).
-        weights_only: False to allow any class in data other than tensors; reading such data may run code (default
-            None: refused).
-
-    Returns:
-        The rest of Lightning's dictionary, with an empty ``state_dict``.
-
-    Raises:
-        SetupError: on every rank, if the folder does not exist, or the checkpoint is damaged or from another model.
-    """
+    """Load a model and the states of its tables' optimisers from a folder. Every rank calls this function."""
     folder, saved, rest = _open(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": _values(sharded)}
@@ -119,17 +92,7 @@ def load_sharded_checkpoint(
 
 
 def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_only: bool | None = None) -> None:
-    """Replace a model's initial values by those of a checkpoint, and log which. Every rank calls this function.
-
-    Args:
-        options: path of the checkpoint, and treatment of what does not fit.
-        sharded: the model, as it was sharded.
-        weights_only: see :func:`load_sharded_checkpoint`.
-
-    Raises:
-        SetupError: on every rank, if the checkpoint cannot be read or does not fit, or if a dynamic table holds rows of
-            an earlier run.
-    """
+    """Replace a model's initial values by those of a checkpoint, and log which. Every rank calls this function."""
     folder, saved, rest = _open(options.path, weights_only)
     keep = options.optimizer_states == "keep"
     model = {name: value for name, value in _values(sharded).items() if not is_of_map(name)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -104,18 +104,18 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             these ranks take part in the lookups of the other ranks, so that each row is evaluated exactly once. Batches
             that only some ranks have are not pipelined. ``"error"`` raises an error in validation and test, and keeps
             Lightning's sampler, which repeats rows so that all ranks have the same number.
-        arguments: arguments of Lightning's ``DDPStrategy``, and four more. ``accumulate_tables``: step of the tables
-            with ``accumulate_grad_batches=N``. ``"micro_batch"`` (default) steps in every micro-batch, before the norm
-            of all gradients is known, so gradients cannot be clipped, nor the loss scaled. ``"window"`` steps once with
-            the gradients of all, as for one batch of N times the size. It keeps the ids and the gradients of the
-            outputs of N micro-batches, and looks up their rows again. ``init_from`` (default None): checkpoint that a
-            new run starts with, also if its tables differ: a path, or a
+        accumulate_tables: step of the tables with ``accumulate_grad_batches=N``. ``"micro_batch"`` (default) steps in
+            every micro-batch, before the norm of all gradients is known, so gradients cannot be clipped, nor the loss
+            scaled. ``"window"`` steps once with the gradients of all, as for one batch of N times the size. It keeps
+            the ids and the gradients of the outputs of N micro-batches, and looks up their rows again.
+        transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
+            worker thread of a plan such as ``"threaded_input"`` (default False). They must then draw no random numbers
+            and call neither ``log`` nor collectives.
+        arguments: arguments of Lightning's ``DDPStrategy``, and two more. ``init_from`` (default None): checkpoint that
+            a new run starts with, also if its tables differ: a path, or a
             :class:`~lightning_pipe.strategies.WarmStart`. ``async_checkpoints`` (default False): True to copy
             checkpoints to the host and write them in the background during training. The next save and the end of
-            training wait for the write and raise its errors. Costs host memory for the copy. ``transfer_on_worker``
-            (default False): True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in
-            the worker thread of a plan such as ``"threaded_input"``. They must then draw no random numbers and call
-            neither ``log`` nor collectives.
+            training wait for the write and raise its errors. Costs host memory for the copy.
 
     Attributes:
         plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
@@ -143,10 +143,10 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         auto: AutoOptions | Mapping[str, Any] | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
+        accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
+        transfer_on_worker: bool = False,
         **arguments: Any,
     ) -> None:
-        transfer_on_worker = arguments.pop("transfer_on_worker", False)
-        accumulate_tables = arguments.pop("accumulate_tables", "micro_batch")
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
         self._options = option_group(SessionOptions, "options", groups)
@@ -384,9 +384,4 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         module = self.lightning_module
         if module is not None and self._layer_sync is not None:
             self._layer_sync.revert(module)
-        # As Lightning's teardown, but without the move to the CPU, which the tables' kernels do not support.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self._note_end()
+        super().teardown()

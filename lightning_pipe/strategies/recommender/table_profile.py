@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from torchmetrics import Metric
 
+from lightning_pipe._compat.lightning import accumulates, logged_values_discarded
 from lightning_pipe._compat.quick_lightning import call_strategy_hook
 from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.loops.programs.batch_hooks import users_transfers
 from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
-from lightning_pipe.strategies.recommender.without_trace import leaving_no_trace
 from lightning_pipe.strategies.refusals import loss_scaler
 
 
 @dataclass(frozen=True)
 class TableProfile:
-    """Profiler of a training, for use between two batches and outside of gradient accumulation.
-
-    Args:
-        trainer: trainer that fits.
-        session: session of the trainer's module, with suspended training.
-        loss_of: function that returns the loss in an output of ``training_step``.
-        plan: plan to measure.
-    """
+    """Profiler of a training, for use between two batches and outside of gradient accumulation."""
 
     trainer: pl.Trainer
     session: RecsysSession
@@ -67,7 +62,8 @@ class TableProfile:
             ExitStack() as rows,
             rehearsal as found,
             SWPipeline(plan_of(found), session.device, session.world) as pipeline,
-            leaving_no_trace(self.trainer, self.trainer.lightning_module, session.device),
+            logged_values_discarded(self.trainer, self.trainer.lightning_module),
+            _metrics_and_generators_kept(self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
             for one in session.sharded.dynamic_rows.values():
@@ -85,7 +81,7 @@ class TableProfile:
 
     def _check(self) -> None:
         trainer = self.trainer
-        if trainer.fit_loop._should_accumulate():
+        if accumulates(trainer.fit_loop.epoch_loop):
             raise SetupError(
                 "a profile was requested in the middle of an accumulation, whose gradients it would lose. Profile after"
                 f" an optimiser step: every {trainer.accumulate_grad_batches} batches"
@@ -134,3 +130,21 @@ class _Keeper:
         model, generators = kept
         self._model.restore(model)
         set_states(generators, self._device)
+
+
+@contextmanager
+def _metrics_and_generators_kept(module: pl.LightningModule, device: torch.device) -> Iterator[None]:
+    """Context after which the states of the module's metrics and of the random generators are restored."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    states, generators = [_state_of(metric) for metric in metrics], get_states(device)
+    try:
+        yield
+    finally:
+        for metric, state in zip(metrics, states, strict=True):
+            metric.__dict__.update(state.give())
+        set_states(generators, device)
+
+
+def _state_of(metric: Metric) -> Captured:
+    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
+    return capture({name: getattr(metric, name) for name in names})

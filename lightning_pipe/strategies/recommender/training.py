@@ -41,12 +41,7 @@ _log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
 class TableTraining:
-    """Trains a sharded LightningModule, from set-up to the end of ``fit``.
-
-    Attributes:
-        program: the tasks under the plan; None before the first epoch.
-        rates: learning rates of the tables.
-    """
+    """Trains a sharded LightningModule, from set-up to the end of ``fit``."""
 
     def __init__(
         self,

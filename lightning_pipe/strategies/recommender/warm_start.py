@@ -74,14 +74,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class Match:
-    """Entries of a checkpoint that a model starts with.
-
-    Attributes:
-        names: names in the checkpoint by names in the model.
-        saved: metadata of the checkpoint, with the sizes of the model's tensors.
-        report: description of the values that are read and of those that are not.
-        dropped: warning of dense values that are not read, since the model has none of their name; empty without any.
-    """
+    """Entries of a checkpoint that a model starts with."""
 
     names: Mapping[str, str]
     saved: dcp.Metadata

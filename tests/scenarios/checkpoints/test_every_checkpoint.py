@@ -1,12 +1,11 @@
 """A run continued from any of its checkpoints trains the very samples that an undisturbed run trains, to the same bits.
 
-In the suite each family is continued from all checkpoints of three epochs over a few combinations of loaders, ranks,
-validations and reloading; with ``--long`` every pair of such options meets in some run, under every family.
+Each family is continued from all checkpoints of three epochs over a few combinations of loaders, ranks, validations
+and reloading.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from tests.scenarios.checkpoints.resuming import (
     EPOCHS,
     FAMILIES,
-    LOADERS,
     Setting,
     from_every_checkpoint,
     missed_or_twice,
@@ -35,23 +33,6 @@ FEW = [
     (Setting("llm", "1 persistent worker", validates=2), 2),
     (Setting("in_process", "2 workers", validates=2), 1),
 ]
-
-
-def _every_pair() -> list[tuple[Setting, int]]:
-    """Settings in which any two values of two options meet; taken greedily, always in the same order."""
-    kinds = itertools.product(FAMILIES, LOADERS, (0, 2), (0, 1, 2), (1, 2, 3))
-    left = [kind for kind in kinds if kind[0] != "in_process" or kind[-1] == 1]
-    chosen: list[tuple[Setting, int]] = []
-    met: set[tuple[int, object, int, object]] = set()
-
-    def pairs(kind: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
-        return {(i, kind[i], j, kind[j]) for i, j in itertools.combinations(range(len(kind)), 2)} - met
-
-    while (best := max(left, key=lambda kind: len(pairs(kind)))) and (new := pairs(best)):
-        met |= new
-        family, loader, validates, reloads, world = best
-        chosen.append((Setting(family, loader, validates, reloads), world))
-    return chosen
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +62,4 @@ def check(ranks: Nursery, setting: Setting, world: int) -> None:
 
 @pytest.mark.parametrize(("setting", "world"), FEW, ids=str)
 def test_every_checkpoint_leads_where_the_undisturbed_run_ends(setting: Setting, world: int, ranks: Nursery) -> None:
-    check(ranks, setting, world)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("setting", "world"), _every_pair(), ids=str)
-def test_it_does_with_every_pair_of_options(setting: Setting, world: int, ranks: Nursery) -> None:
     check(ranks, setting, world)

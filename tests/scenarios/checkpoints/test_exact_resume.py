@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from tests.loops.models import FEATURES, Net, Rows, Stream, trainer
-from tests.tiers import sampled, wanted
 
 
 class Augmented(Dataset[Tensor]):
@@ -308,57 +307,16 @@ def check(whole: Resuming, before: Resuming, after: Resuming, moment: Moment) ->
 
 @pytest.mark.parametrize("kind", [Resuming, NeedsSteps])
 @pytest.mark.parametrize("name", LOADERS)
-def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(
-    name: str, kind: Any, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, kind: Any, tmp_path: Path) -> None:
     loader = LOADERS[name]
     whole = undisturbed_once(name, kind)
     in_epoch = len(whole.trained) // 3
-    # A default run goes on from each place for loaders of both sorts, and for others from between and within epochs.
-    often = (in_epoch, in_epoch + 2)
-    counts = wanted(
-        pytestconfig,
-        sorted({1, in_epoch - 1, in_epoch, in_epoch + 2, 3 * in_epoch - 1}),
-        lambda count: name in ("shuffled", "stateful") or count in often,
-    )
-    before, paths = saving(loader, tmp_path, [("on_train_batch_end", count) for count in counts], kind)
+    counts = {in_epoch, in_epoch + 2}  # between and within epochs
+    if name in ("shuffled", "stateful"):
+        counts |= {1, in_epoch - 1, 3 * in_epoch - 1}
+    before, paths = saving(loader, tmp_path, [("on_train_batch_end", count) for count in sorted(counts)], kind)
     for moment, path in paths.items():
         check(whole, before, resumed(loader, path, kind), moment)
-
-
-MOMENTS: list[Moment] = [
-    ("on_train_batch_start", 0),
-    ("on_train_batch_start", 1),
-    ("on_train_batch_start", 6),
-    ("on_train_batch_start", 8),
-    ("on_train_epoch_end", 6),
-    ("on_train_epoch_end", 12),
-]
-WITH_VALIDATION: list[Moment] = [("on_validation_end", 3), ("on_validation_end", 6), ("on_validation_end", 9)]
-WITH_WORKERS: list[Moment] = [("on_train_batch_start", 8), ("on_train_epoch_end", 6), ("on_validation_end", 9)]
-
-
-@pytest.mark.parametrize(
-    ("moments", "options"),
-    [(MOMENTS, {"limit_val_batches": 0}), (WITH_VALIDATION, {"val_check_interval": 3, "num_sanity_val_steps": 0})],
-    ids=["training", "validation"],
-)
-@pytest.mark.parametrize(
-    "name",
-    sampled(
-        ["shuffled", "own generator", "own sampler", "workers", "stateful", "stateful, without a length"],
-        ("own generator", "workers", "stateful").__contains__,
-    ),
-)
-def test_it_does_wherever_the_checkpoint_was_written(
-    name: str, moments: list[Moment], options: dict[str, Any], tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    # Each epoch of each run starts workers anew: a default run takes few moments of theirs.
-    moments = wanted(pytestconfig, moments, lambda moment: name != "workers" or moment in WITH_WORKERS)
-    whole = undisturbed_once(name, **options)
-    before, paths = saving(LOADERS[name], tmp_path, moments, **options)
-    for moment, path in paths.items():
-        check(whole, before, resumed(LOADERS[name], path, **options), moment)
 
 
 @pytest.mark.parametrize("length", [5, 7, 23])

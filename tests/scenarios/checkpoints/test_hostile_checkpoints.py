@@ -254,11 +254,6 @@ def flag(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(with_a_class_of_the_users, 2, folder)
 
 
-def test_the_attack_works_where_nothing_is_in_its_way(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Evil(tmp_path / "marker")))
-    assert (tmp_path / "marker").exists()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_of_a_folder_runs_nothing_and_is_named_on_every_rank(
     kind: str, ranks: list[dict[str, Any]], folder: Path

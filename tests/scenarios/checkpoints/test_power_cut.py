@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.checkpoints import whole_folder
 from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
 from lightning_pipe.checkpoints.whole_folder import (
     begin_folder,
@@ -336,17 +335,7 @@ def mark_waits(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundSave, "wait", waits)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "tables",
-        "dynamic tables",
-        "stages",
-        "tables, in the background",
-        "dynamic tables, in the background",
-        "stages, in the background",
-    ],
-)
+@pytest.mark.parametrize("kind", ["tables", "stages", "dynamic tables, in the background"])
 def test_there_is_always_a_whole_checkpoint(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = place / "root"
     root.mkdir()
@@ -359,29 +348,6 @@ def test_there_is_always_a_whole_checkpoint(kind: str, place: Path, monkeypatch:
     unneeded = [site for site in check(replay) if not site.startswith("filesystem.")]
     # Rows are synced for themselves, and once more with their checkpoint.
     assert "dynamic" in kind or unneeded == []
-
-
-def test_an_export_is_as_it_was_or_as_it_was_written(place: Path) -> None:
-    used = trainer(recsys("base", optimizer=ADAGRAD), max_steps=1)
-    used.fit(Clicks(Sequenced), loader())
-    for name in ("first", "second"):
-        used.save_checkpoint(place / name)
-    root = place / "root"
-    root.mkdir()
-    with recorded(root) as recording:
-        recording.mark("nothing")
-        for name in ("first", "second"):
-            export_checkpoint(place / name, root / "whole.ckpt")
-            recording.mark(name)
-
-    def read(state: Path) -> Any:
-        file = state / "whole.ckpt"
-        return plain(torch.load(file, weights_only=True)) if file.exists() else None
-
-    replay = Replay(recording, read, place / "state")
-    found = [replay.value(name)["lightning_pipe_exported_from"] for name in ("first", "second")]
-    assert found == ["first", "second"]
-    assert check(replay) == []
 
 
 def test_a_plan_is_as_it_was_or_as_it_was_written(place: Path) -> None:

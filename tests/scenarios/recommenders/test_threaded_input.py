@@ -135,7 +135,7 @@ def test_a_hook_that_is_set_while_a_worker_moves_batches_is_refused() -> None:
 
 def test_a_value_that_is_no_flag_is_refused() -> None:
     with pytest.raises(SetupError, match="transfer_on_worker is 'yes'; expected True or False"):
-        RecsysPipelineStrategy(transfer_on_worker="yes")
+        RecsysPipelineStrategy(transfer_on_worker="yes")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- errors

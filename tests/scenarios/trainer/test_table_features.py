@@ -21,7 +21,6 @@ from tests.scenarios.trainer import test_features as plain
 from tests.scenarios.trainer.test_features import FEATURES, Clock, Feature, clock, train
 from tests.strategies import cases
 from tests.strategies.cases import SGD, Batch, Clicks, difference, loader, recsys, state_of
-from tests.tiers import sampled
 
 __all__ = ["clock"]
 
@@ -123,22 +122,8 @@ OWN: dict[str, dict[str, Any]] = {
     "a checkpoint on an exception": {"module": Failing},
     "a learning rate looked for": {"module": Tuned},
 }
-# Tables step in every micro-batch, and under gradients' accumulation not as an unsharded module does; what is left out
-# otherwise is in tests/scenarios/recommenders/test_recsys_features.py, or below.
-NAMES = [
-    *OWN,
-    *(
-        name
-        for name, feature in FEATURES.items()
-        if feature.module is plain.Net
-        and feature.train is None
-        and "accumulate_grad_batches" not in feature.options
-        and "average" not in name
-        and name != "64-true"
-    ),
-]
-# Options of the trainer and callbacks that do not touch tables. A default run tests them with the plain strategy only.
-SELDOM = {
+# Options of the trainer and callbacks that do not touch tables; tested with the plain strategy.
+UNTOUCHED = {
     "limit_train_batches and limit_val_batches, numbers",
     "validation as time goes by",
     "validation every third epoch",
@@ -151,6 +136,21 @@ SELDOM = {
     "a stop on a metric of training",
     "a timer of epochs",
 }
+# Tables step in every micro-batch, and under gradients' accumulation not as an unsharded module does; what is left out
+# otherwise is in tests/scenarios/recommenders/test_recsys_features.py, or below.
+NAMES = [
+    *OWN,
+    *(
+        name
+        for name, feature in FEATURES.items()
+        if feature.module is plain.Net
+        and feature.train is None
+        and "accumulate_grad_batches" not in feature.options
+        and "average" not in name
+        and name not in UNTOUCHED
+        and name != "64-true"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def rounding() -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sampled(NAMES, lambda name: name not in SELDOM))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_feature_works_as_for_the_unsharded_module_in_lightnings_own_loop(
     name: str, clock: Clock, tmp_path: Path, rounding: float
 ) -> None:

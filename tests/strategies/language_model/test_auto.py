@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -77,10 +76,6 @@ def test_numbers_that_are_too_small_are_refused(wrong: dict[str, Any]) -> None:
 def test_one_rank_has_nothing_to_choose() -> None:
     with pytest.raises(SetupError, match=r"a pipeline of at least 2 ranks.* got 1\. Use at least 2 devices"):
         fit(Tiny(), AutoLLMPipelineStrategy(), row_batches(1))
-
-
-def test_the_name_stands_for_it() -> None:
-    assert isinstance(StrategyRegistry.get("llm_auto_pipeline"), AutoLLMPipelineStrategy)
 
 
 # ---------------------------------------------------------------------- on two
@@ -301,11 +296,6 @@ def test_as_many_are_run_for_real_as_are_asked_for(found: Any) -> None:
         "fixed": 0,
         "hugging": 1,
     }
-
-
-@pytest.mark.exhaustive
-def test_none_is_run_for_real_where_none_is_asked_for_of_any_number_of_micro_batches(found: Any) -> None:
-    assert found[0]["simulated"]["tried"] == 0
 
 
 def test_the_fastest_is_chosen_of_those_that_ran(found: Any) -> None:

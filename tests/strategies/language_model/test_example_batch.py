@@ -61,10 +61,6 @@ def test_a_sampler_of_batches_says_how_many_rows_there_are() -> None:
     assert len(example_batch(Tiny(), DataLoader(rows, batch_sampler=batches), None)["labels"]) == 3
 
 
-def test_there_are_no_more_rows_than_in_the_dataset() -> None:
-    assert len(example_batch(Tiny(), DataLoader(Rows(3), 4), None)["labels"]) == 3
-
-
 def test_a_dataset_of_batches_gives_its_first() -> None:
     batches = row_batches(2)
     assert torch.equal(example_batch(Tiny(), loader(batches), None)["input_ids"], batches[0]["input_ids"])
@@ -83,11 +79,6 @@ def test_the_modules_example_is_repeated_to_as_many_rows_as_a_batch_has(given: i
     assert found["input_ids"][:, 0].tolist() == [0, 3, 0, 3, 0, 3, 0][:rows]
     assert found["scale"] == 2.0
     assert dataset.asked == []
-
-
-def test_of_a_stream_the_modules_example_does() -> None:
-    assert len(example_batch(WithExample(), DataLoader(Stream(), 4), None)["labels"]) == 4
-    assert len(example_batch(WithExample(), [1, 2, 3], 6)["labels"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -83,12 +82,6 @@ def whole_logits(module: HFCausalLM, batch: dict[str, Tensor]) -> Reference:
         return {"loss": loss, **gradients_of(theirs)}
 
     return Reference.of(trained)
-
-
-def test_a_model_without_memory_has_the_same_head() -> None:
-    with deferred_init():
-        module = built()
-    assert type(module.model.lm_head) is type(built().model.lm_head) is not torch.nn.Linear  # type: ignore[union-attr]
 
 
 def test_whole_logits_are_never_made_in_training() -> None:
@@ -258,18 +251,6 @@ def test_attention_that_a_family_does_not_support_is_refused_by_the_arguments_na
         SetupError, match=r"gemma2 model with attention='sdpa' cannot be built(.|\n)*Leave out the argument `attention`"
     ):
         module.configure_model()
-
-
-def test_it_trains_with_adamw_of_its_settings() -> None:
-    module = HFCausalLM(hf_config("llama"), learning_rate=0.02, weight_decay=0.3)
-    used = fit(module, "auto", row_batches(2))
-    (group,) = used.optimizers[0].param_groups
-    assert (type(used.optimizers[0]), group["lr"], group["weight_decay"]) == (torch.optim.AdamW, 0.02, 0.3)
-
-
-def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
-    config = LlamaConfig(**{key: value for key, value in hf_config("llama").items() if key != "model_type"})
-    assert HFCausalLM(config).config is config
 
 
 def test_attention_to_later_tokens_is_refused() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.checkpoints.named_optimizer import listed, merge_groups
+from lightning_pipe.checkpoints.named_optimizer import merge_groups
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pretrained import export_pretrained
 from tests.distributed import InParts, run_ranks
@@ -234,14 +234,6 @@ def _errors(path: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def on_four_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    path = folder / "two" / "step=3.ckpt"
-    return {
-        "resumed": resumed(path, llm()),
-        "replicated": resumed(path, llm(dp_replicate=2), batches=half(rank))["losses"],
-    }
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
@@ -302,16 +294,6 @@ def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, A
     for result in ranks:
         for name, found in result["resumed"].items():
             assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8]), name
-
-
-@pytest.mark.exhaustive
-def test_two_stages_go_on_as_four(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path, second_epoch: Reference
-) -> None:
-    four = run_ranks(on_four_ranks, 4, folder)
-    check_resumed([result["resumed"] for result in four], alone)
-    for result in four:
-        assert not second_epoch.differences({"losses": result["replicated"]})
 
 
 def test_two_stages_go_on_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path) -> None:
@@ -377,12 +359,6 @@ def test_what_does_not_fit_is_named_on_every_rank(case: str, message: str, ranks
     for result in ranks:
         with pytest.raises(SetupError, match=message):
             raise SetupError(result["errors"][case])
-
-
-def test_of_many_names_some_are_given() -> None:
-    assert listed("missing", {f"layer{index}" for index in range(10, 25)})[0].endswith("layer19 and 5 more")
-    assert listed("missing", ["a"]) == ["missing: a"]
-    assert listed("missing", []) == []
 
 
 # ---------------------------------------------------------------------- export

@@ -134,12 +134,6 @@ def test_an_optimiser_that_cannot_be_tried_is_taken_for_adam() -> None:
     assert "assumed to be those of Adam" in found.notes[0]
 
 
-def test_half_precision_needs_less() -> None:
-    whole, half = (estimated("gpipe", precision_plugin(name)).configured.memory[0] for name in ("32-true", "bf16-true"))
-    assert half.parameters == whole.parameters / 2
-    assert half.activations < whole.activations
-
-
 def test_experts_on_other_ranks_are_neither_held_nor_gathered() -> None:
     config = {**HF, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -154,11 +148,6 @@ def test_experts_on_other_ranks_are_neither_held_nor_gathered() -> None:
         assert one.gradients - other.gradients == experts
         assert one.optimizer == other.optimizer
     assert spread.notes[-1] == "tokens are assumed to be spread evenly over the experts"
-
-
-@pytest.mark.parametrize("name", ["32", 32, None, "16-mixed", "bf16-mixed", "64-true"])
-def test_precisions_are_known_by_the_trainers_names(name: Any) -> None:
-    assert isinstance(precision_plugin(name), Precision)
 
 
 def test_what_is_not_known_or_refused_is_an_error() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -43,7 +42,7 @@ from tests.strategies.llm_cases import (
     trainer,
     values_of,
 )
-from tests.tiers import sampled, sampled_rows, wanted
+from tests.tiers import sampled, wanted
 
 # ---------------------------------------------------------------------- modules
 
@@ -161,12 +160,10 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 SCHEDULE_OF = dict(zip(RUNS, ("gpipe", "1f1b", "looped_bfs", "dualpipev", "zbv_zero_bubble", "1f1b"), strict=True))
 # The other runs include all that a plain run does.
 OFTEN_RUN = [name for name in RUNS if name != "plain"]
-INITIAL = list(product(("1f1b", "looped_bfs", "dualpipev"), (False, True)))
 # Models built early and late, and schedules with one stage and with two stages on a rank.
-OFTEN_INITIAL = (("1f1b", True), ("looped_bfs", False), ("dualpipev", True))
-# With the second, one rank has two stages, the first and the last.
+INITIAL = (("1f1b", True), ("looped_bfs", False), ("dualpipev", True))
+# Under the second, one rank has two stages, the first and the last.
 AROUND = ("1f1b", "zbv_zero_bubble")
-OFTEN_AROUND = AROUND[1:]
 
 
 def run(strategy: Any, **options: Any) -> dict[str, Any]:
@@ -428,10 +425,10 @@ def on_two_ranks(rank: int, world: int, part: str, folder: Path, cases: dict[str
     elif part == "evaluate":
         for schedule in AROUND:
             found["evaluate", schedule] = evaluate(llm(schedule))
-        for schedule in cases["around"]:
+        for schedule in AROUND[1:]:
             found["around", schedule] = [train_around_validation(llm(schedule), validate) for validate in (True, False)]
     elif part == "initial":
-        for schedule, early in cases["initial"]:
+        for schedule, early in INITIAL:
             found["initial", schedule, early] = initial_values(rank, early, schedule)
     elif part == "refusal":
         for name in cases["refusal"]:
@@ -461,8 +458,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("csv")
     cases: dict[str, list[Any]] = {
         "run": wanted(request.config, RUNS, OFTEN_RUN.__contains__),
-        "around": wanted(request.config, AROUND, OFTEN_AROUND.__contains__),
-        "initial": wanted(request.config, INITIAL, OFTEN_INITIAL.__contains__),
         "refusal": wanted(request.config, REFUSALS, OFTEN_REFUSED.__contains__),
     }
     return InParts(lambda part: run_ranks(on_two_ranks, 2, part, folder, cases), part_of).of_ranks(2)
@@ -511,7 +506,7 @@ def test_evaluation_gives_every_rank_what_one_device_gives(schedule: str, found:
         assert not expected.differences(rank["evaluate", schedule])
 
 
-@pytest.mark.parametrize("schedule", sampled(AROUND, OFTEN_AROUND.__contains__))
+@pytest.mark.parametrize("schedule", AROUND[1:])
 def test_validation_between_steps_changes_nothing_and_no_forward_is_run_for_shapes(
     schedule: str, found: list[dict[Any, Any]]
 ) -> None:
@@ -570,14 +565,7 @@ def test_gradients_are_clipped_by_value(found: list[dict[Any, Any]]) -> None:
     assert not ranks_beyond_rounding((clipped_results(rank["clip value"]) for rank in found), alone)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "early"),
-    sampled_rows(
-        INITIAL,
-        OFTEN_INITIAL.__contains__,
-        lambda case: f"{case[0]}-{'built before' if case[1] else 'built in build_model'}",
-    ),
-)
+@pytest.mark.parametrize(("schedule", "early"), INITIAL)
 def test_initial_values_are_those_of_one_device_to_the_bit(
     schedule: str, early: bool, found: list[dict[Any, Any]]
 ) -> None:
@@ -635,87 +623,6 @@ def test_bad_arguments_are_refused_at_once(given: dict[str, Any], words: list[st
 
 # ---------------------------------------------------------------------- hooks; one process is a pipeline, too
 
-ZEROING = ("on_before_zero_grad", "callback on_before_zero_grad", "optimizer_zero_grad")
-HOOKS = sorted(
-    {name for name in dir(pl.LightningModule) if name.startswith("on_") and callable(getattr(pl.LightningModule, name))}
-    - {"on_before_batch_transfer", "on_after_batch_transfer"}
-    | {"setup", "teardown", "configure_optimizers", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"}
-    | {"configure_gradient_clipping", "training_step", "validation_step"}
-)
-CALLBACK_HOOKS = sorted(name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
-
-
-class Recording(Scheduled):
-    """Writes down each of its hooks, and where the trainer stood."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
-
-
-class RecordingCallback(Callback):
-    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
-        self.calls = calls
-
-
-def note(calls: list[tuple[Any, ...]], name: str, used: pl.Trainer | None, *args: Any) -> None:
-    indices = tuple(value for value in args if isinstance(value, int))
-    scalars = tuple(round(float(v), 4) for v in args if isinstance(v, Tensor) and v.numel() == 1)
-    where = () if used is None else (used.global_step, used.current_epoch, used.fit_loop.epoch_loop.batch_idx)
-    calls.append((name, indices, scalars, where))
-
-
-def _hook_of_module(name: str) -> Callable[..., Any]:
-    def hook(self: Recording, *args: Any, **kwargs: Any) -> Any:
-        note(self.calls, name, self._trainer, *args, *kwargs.values())
-        return getattr(super(Recording, self), name)(*args, **kwargs)
-
-    return hook
-
-
-def _hook_of_callback(name: str) -> Callable[..., Any]:
-    def hook(self: RecordingCallback, used: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
-        note(self.calls, f"callback {name}", used, *args, *kwargs.values())
-
-    return hook
-
-
-for _name in HOOKS:
-    setattr(Recording, _name, _hook_of_module(_name))
-for _name in CALLBACK_HOOKS:
-    setattr(RecordingCallback, _name, _hook_of_callback(_name))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 0.05}],
-    ids=["plain", "accumulated"],
-)
-def test_hooks_come_in_lightnings_order_but_for_those_around_zeroing(options: dict[str, Any]) -> None:
-    def calls_of(strategy: Any) -> list[tuple[Any, ...]]:
-        module = Recording()
-        callback = RecordingCallback(module.calls)
-        fit(module, strategy, row_batches(**UNEVEN), loader(row_batches(2)), callbacks=[callback], **options)
-        return module.calls
-
-    def without(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        return [one for one in calls if one[0] not in ZEROING]
-
-    expected, got = calls_of("auto"), calls_of(llm("gpipe"))
-    assert {"on_before_backward", "on_after_backward", "optimizer_step", "lr_scheduler_step", *ZEROING} <= {
-        name for name, *_ in expected
-    }
-    assert without(got) == without(expected)
-    assert [one[0] for one in got if one[0] in ZEROING] == [one[0] for one in expected if one[0] in ZEROING]
-    for place, (name, *_) in enumerate(got):
-        if name == "optimizer_zero_grad":
-            assert [one[0] for one in got[place - 2 : place + 2]] == [
-                "callback on_before_zero_grad",
-                "on_before_zero_grad",
-                "optimizer_zero_grad",
-                "training_step",
-            ]
-
 
 def test_a_module_is_its_own_again_after_training() -> None:
     module = Tiny()
@@ -736,15 +643,4 @@ def test_a_step_that_a_hook_skips_trains_nothing_and_the_next_one_goes_on() -> N
     module, data = Skipping(), row_batches(4)
     assert fit(module, llm("gpipe"), data, max_epochs=2).global_step == 2 * 2
     alone = Reference.of(lambda: {"losses": train_with_lightning(Skipping(), data, max_epochs=2).losses})
-    assert not alone.differences({"losses": module.losses})
-
-
-def test_a_batch_made_anew_in_a_hook_is_what_is_trained() -> None:
-    class Changing(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch | {"input_ids": batch["input_ids"].flip(0)}, batch_idx)
-
-    module = Changing()
-    fit(module, llm("gpipe"), row_batches(3))
-    alone = Reference.of(lambda: {"losses": train_with_lightning(Changing(), row_batches(3)).losses})
     assert not alone.differences({"losses": module.losses})

@@ -33,12 +33,3 @@ def test_a_warning_is_kept_back_where_pytorch_says_it_and_heard_elsewhere() -> N
         (text, "mine.py"),
         ("another", "graph.py"),
     ]
-
-
-def test_again_it_changes_nothing() -> None:
-    with warnings.catch_warnings():
-        quiet_torchrec()
-        filters, of_root = len(warnings.filters), list(logging.getLogger().filters)
-        quiet_torchrec()
-        assert len(warnings.filters) == filters
-        assert logging.getLogger().filters == of_root

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     ADAGRAD,
@@ -212,26 +211,6 @@ def test_only_the_best_are_kept_and_the_last_may_be_a_link(tmp_path: Path) -> No
     assert (tmp_path / "last.ckpt").is_symlink()
 
 
-def test_a_checkpoint_may_be_written_over(tmp_path: Path) -> None:
-    options = keeping(tmp_path, save_last=True)
-    options["callbacks"][0].filename = "same"
-    options["callbacks"][0]._enable_version_counter = False
-    used = fit(clicks(), recsys(), max_epochs=3, **options)
-    assert {path.name for path in tmp_path.iterdir()} == {"same.ckpt", "last.ckpt"}
-    for name in ("same.ckpt", "last.ckpt"):
-        again = fit(clicks(), recsys(), max_epochs=3, ckpt_path=tmp_path / name)
-        assert difference(state_of(again), state_of(used)) == []
-
-
-def test_the_last_checkpoint_is_found_by_its_word(tmp_path: Path) -> None:
-    whole = clicks()
-    fit(whole, recsys(), max_epochs=3)
-    fit(clicks(), recsys(), max_epochs=2, **keeping(tmp_path, save_last=True))
-    module = clicks()
-    fit(module, recsys(), max_epochs=3, ckpt_path="last", **keeping(tmp_path, save_last=True))
-    assert module.losses == whole.losses[12:]
-
-
 def test_a_checkpoint_may_hold_the_weights_only(tmp_path: Path) -> None:
     used = fit(clicks(), recsys(), **keeping(tmp_path, save_weights_only=True))
     path = tmp_path / "epoch=1.ckpt"
@@ -242,18 +221,6 @@ def test_a_checkpoint_may_hold_the_weights_only(tmp_path: Path) -> None:
     assert trainer(recsys()).validate(clicks(), loader(8), str(path), verbose=False) == expected
     with pytest.raises(KeyError, match="contains only the model"):
         fit(clicks(), recsys(), ckpt_path=path)
-
-
-def test_a_trainer_can_write_a_checkpoint_after_training(tmp_path: Path) -> None:
-    strategy = recsys(sparse_lr_scheduler=SCHEDULE)
-    whole = clicks()
-    used = fit(whole, strategy, max_epochs=2)
-    used.save_checkpoint(tmp_path / "after")
-    module, expected = clicks(), clicks()
-    fit(expected, recsys(sparse_lr_scheduler=SCHEDULE), max_epochs=3)
-    again = fit(module, recsys(sparse_lr_scheduler=SCHEDULE), max_epochs=3, ckpt_path=tmp_path / "after")
-    assert module.losses == expected.losses[12:]
-    assert isinstance(again.strategy, RecsysPipelineStrategy)
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -365,13 +332,6 @@ def test_a_write_that_breaks_leaves_what_was_there(part: str, tmp_path: Path, mo
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     used.save_checkpoint(path)
     assert {folder.name for folder in tmp_path.iterdir()} == {"kept"}
-
-
-def test_a_file_is_replaced_by_the_folder(tmp_path: Path) -> None:
-    used, _ = trained(tmp_path)
-    (tmp_path / "file.ckpt").write_text("of another strategy")
-    used.save_checkpoint(tmp_path / "file.ckpt")
-    assert (tmp_path / "file.ckpt" / "meta.pt").is_file()
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,6 @@ def test_a_run_starts_with_the_values_of_a_checkpoint(optimizer: Any, tmp_path: 
         assert difference(started(tmp_path / "kept", kinds=kinds, optimizer=optimizer), before) == []
 
 
-def test_a_run_starts_at_step_0_with_new_dense_optimisers(tmp_path: Path) -> None:
-    kept(tmp_path / "kept")
-    module = shop()
-    used = fit(module, recsys(init_from=tmp_path / "kept"), max_epochs=1)
-    assert used.global_step == len(module.losses) == 6
-    assert {int(state["step"]) for state in used.optimizers[0].state.values()} == {6}
-
-
 def test_every_plan_trains_the_same_after_a_warm_start(tmp_path: Path) -> None:
     kept(tmp_path / "kept")
     data = {"train": loader(dataset=Spread(24))}
@@ -347,17 +339,6 @@ def test_the_two_classes_of_one_kernel_are_one_optimiser(tmp_path: Path) -> None
     assert difference(started(tmp_path / "kept", optimizer=other), before) == []
 
 
-def test_a_checkpoint_of_an_earlier_version_is_known_by_its_states(tmp_path: Path) -> None:
-    before = kept(tmp_path / "kept")
-    meta = torch.load(tmp_path / "kept" / "meta.pt", weights_only=True)
-    del meta["table_optimizers"]
-    torch.save(meta, tmp_path / "kept" / "meta.pt")
-    assert difference(started(tmp_path / "kept"), before) == []
-    assert "was trained by an optimiser with people.momentum1" in refusal(tmp_path / "kept", optimizer=SGD)
-    row_wise = refusal(tmp_path / "kept", optimizer=ROW_WISE_ADAGRAD)
-    assert f"table {PEOPLE} has the state people.momentum1 of shape [24, 8] in it, expected [24]" in row_wise
-
-
 def test_a_state_per_row_and_column_shard_needs_the_same_columns(tmp_path: Path) -> None:
     kept(tmp_path / "kept", kinds={"people": "column_wise", "things": "row_wise"}, optimizer=ROW_WISE_ADAGRAD)
     said = refusal(tmp_path / "kept", shop(people=48), optimizer=ROW_WISE_ADAGRAD)
@@ -472,12 +453,6 @@ def test_after_a_failure_the_values_are_still_to_be_read(tmp_path: Path) -> None
 def test_an_option_that_cannot_be_used_is_refused_before_training(given: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         recsys(init_from=given)
-
-
-def test_a_path_an_option_group_and_a_mapping_mean_the_same() -> None:
-    for given in (Path("kept"), WarmStart("kept"), WarmStart(Path("kept")), {"path": "kept"}):
-        assert WarmStart.from_config(given) == WarmStart.from_config("kept")
-    assert WarmStart.from_config(None) is None
 
 
 CONFIGURATION = """
