@@ -63,14 +63,14 @@ FAULTS = [
     Fault("pipe/balance.py", "if not all(0 <= cost < math.inf", "if not all(0 <= cost", "pipe/test_balance.py"),
     Fault(
         "loops/data/resumable_loader.py",
-        'self._left, self.given = resume, int(resume["given"])',
-        'self._left, self.given = resume, int(resume["given"]) + (resume["given"] > 0)',
+        'self._left, self.given = resume, resume["given"]',
+        'self._left, self.given = resume, resume["given"] + (resume["given"] > 0)',
         "loops/data/test_shared_order.py::test_a_rank_continues_again_and_again_where_its_share_was_left",
     ),
     Fault(
         "loops/data/resumable_loader.py",
-        'self._left, self.given = resume, int(resume["given"])',
-        'self._left, self.given = resume, int(resume["given"]) + (resume["given"] > 0)',
+        'self._left, self.given = resume, resume["given"]',
+        'self._left, self.given = resume, resume["given"] + (resume["given"] > 0)',
         "loops/data/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
     ),
     Fault(
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "loops/data/shared_order.py",
-        "trained = counts[0] + ",
+        'trained = order.get("trained", 0) + ',
         "trained = ",
         "loops/data/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
     ),

@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes
 
 __all__ = [
@@ -51,11 +52,14 @@ __all__ = [
     "before_resumption",
     "find_last_at_urls",
     "logged_values_discarded",
+    "loaders_of",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
     "timeout_of",
+    "validates_by_time",
+    "without_loaders",
 ]
 
 
@@ -124,3 +128,21 @@ def logged_values_discarded(trainer: pl.Trainer, module: pl.LightningModule) -> 
         yield
     finally:
         loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name = before
+def loaders_of(loop: EvaluationLoop | FitLoop | PredictionLoop) -> CombinedLoader | None:
+    """Dataloaders of a loop; None before they are set up."""
+    return loop._combined_loader
+
+
+@contextmanager
+def without_loaders(loop: FitLoop) -> Iterator[None]:
+    """Context in which a loop has no dataloaders."""
+    loader, loop._combined_loader = loop._combined_loader, None
+    try:
+        yield
+    finally:
+        loop._combined_loader = loader
+
+
+def validates_by_time(trainer: pl.Trainer) -> bool:
+    """Return True if ``val_check_interval`` is a time."""
+    return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]

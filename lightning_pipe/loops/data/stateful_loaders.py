@@ -80,16 +80,10 @@ class IteratorState:
     @staticmethod
     def unpacked(packed: Any) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
-        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed.get("samplers", [])
-        if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
-            raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
-        if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):
-            raise TypeError("expected a list of text for the states of samplers")
         made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
         generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
-        if generator is not None:
-            torch.Generator().set_state(generator)
-        return IteratorState(ended, is_replaced, made_with, generator, samplers, packed["before_last"])
+        flags = bool(packed["ended"]), bool(packed["replaced"])
+        return IteratorState(*flags, made_with, generator, list(packed["samplers"]), packed["before_last"])
 
 
 def watch(combined: CombinedLoader) -> None:

@@ -130,7 +130,7 @@ def fit_again() -> list[int]:
     return [*trained, len(module.trained)]
 
 
-def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) -> dict[str, Any]:
+def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def agreed(
@@ -139,7 +139,7 @@ def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) ->
         remaining: int | None = 0,
         uneven: Literal["shortest", "error"] = "shortest",
     ) -> AgreedSource:
-        return AgreedSource(BatchSource(fetch, kept), group, statuses, lambda: remaining, uneven)
+        return AgreedSource(BatchSource(fetch, kept), statuses, lambda: remaining, uneven)
 
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))
@@ -166,8 +166,9 @@ def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) ->
 
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    group: Any = dist.new_group(backend="gloo")
-    found["sources"] = given_by_sources(rank, group, Statuses(group))
+    statuses = Statuses()
+    found["sources"] = given_by_sources(rank, statuses)
+    statuses.close()
     found["without a length"] = fit((5, 8)[rank], sized=False)
     found["with a length"] = fit((8, 5)[rank], sized=True, val_check_interval=0.5)
     found["refused"] = fit((5, 8)[rank], sized=False, uneven="error")
