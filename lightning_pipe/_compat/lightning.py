@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from datetime import timedelta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -51,8 +50,8 @@ __all__ = [
     "batch_sizes",
     "before_resumption",
     "find_last_at_urls",
-    "logged_values_discarded",
     "loaders_of",
+    "logged_values_discarded",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
@@ -128,6 +127,8 @@ def logged_values_discarded(trainer: pl.Trainer, module: pl.LightningModule) -> 
         yield
     finally:
         loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name = before
+
+
 def loaders_of(loop: EvaluationLoop | FitLoop | PredictionLoop) -> CombinedLoader | None:
     """Dataloaders of a loop; None before they are set up."""
     return loop._combined_loader

@@ -110,10 +110,6 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the logged values for a rank, or None if the checkpoint has none, as those of Lightning's loop.
-
-    If another number of ranks wrote the checkpoint, each rank gets an equal share of what they have accumulated.
-    """
     """Logged values for a rank, None without any; another number of ranks than wrote them gets equal shares."""
     if not ranks:
         return None

@@ -68,15 +68,11 @@ def _stages_of(schedule: Any) -> list[Any]:
 def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], Callable[[], None]], None]) -> None:
     """Let *run* run the forward and the backward of a schedule's overlapped actions, which PyTorch runs one by one.
 
-    A schedule with a function of its own for such actions keeps it.
     A schedule with a function of its own for such actions keeps it. *run* is called with the stages of a forward and of
     a backward, and with functions that run them.
     """
     overlapped = ComputationType.OVERLAP_F_B
     rows = getattr(schedule, "pipeline_order_with_comms", None) or {}
-    """Let *run* run a schedule's overlapped forwards and backwards, which PyTorch would run one after the other."""
-    overlapped = _ComputationType.OVERLAP_F_B
-    rows = getattr(schedule, "pipeline_order_with_comms", None) or {}  # a file with communication has no other order
     actions = [action for row in rows.values() for action in row]
     parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
     pairs = [{ComputationType.FORWARD, one} for one in _BACKWARDS]
@@ -130,7 +126,6 @@ def make_detachable(stage: Any, microbatch: int) -> None:
     PyTorch detaches the outputs in place after such a backward, which fails for a view, such as the output of a linear
     layer over sequences.
     """
-    """Replace outputs of a stage that are views by copies: PyTorch detaches outputs in place, which fails for views."""
     outputs, inputs = stage.fwd_cache[microbatch]
     stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs
 

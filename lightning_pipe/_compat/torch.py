@@ -73,9 +73,9 @@ __all__ = [
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
-    "gradient_hooks",
     "gloo_of_one_thread",
     "gradient_buckets",
+    "gradient_hooks",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -245,6 +245,8 @@ def norms_of(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 def overloads_of(operator: Any) -> Any:
     """Operator of ``torch.ops`` whose overload a dispatch mode sees."""
     return operator._overloadpacket
+
+
 def device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
     """Device that a call of ``nn.Module.to`` with these arguments names."""
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]

@@ -179,11 +179,6 @@ def set_splits(request: FusedKJTListSplitsAwaitable, splits: Awaitable[list[list
 
 
 def release_sent(tensors: Awaitable[Any]) -> None:
-    """Wait for the tensors of an input dist, and release the sent tensors.
-
-    TorchRec holds the sent tensors until the received ones are permuted. At that moment three copies would be in
-    memory: sent, received and permuted.
-    """
     """Wait for the tensors of an input dist, and release the sent ones, which TorchRec holds longer."""
     for one in getattr(tensors, "awaitables", ()):
         if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
