@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -26,6 +27,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes
 
 __all__ = [
@@ -46,10 +48,13 @@ __all__ = [
     "batch_sizes",
     "before_resumption",
     "find_last_at_urls",
+    "loaders_of",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
+    "validates_by_time",
+    "without_loaders",
 ]
 
 
@@ -99,3 +104,23 @@ def _checked(
 def accumulates(loop: TrainingEpochLoop) -> bool:
     """Return True between two optimizer steps, if gradients of several batches are accumulated."""
     return bool(loop.batch_progress.current.ready and loop._should_accumulate())
+
+
+def loaders_of(loop: EvaluationLoop | FitLoop | PredictionLoop) -> CombinedLoader | None:
+    """Dataloaders of a loop; None before they are set up."""
+    return loop._combined_loader
+
+
+@contextmanager
+def without_loaders(loop: FitLoop) -> Iterator[None]:
+    """Context in which a loop has no dataloaders."""
+    loader, loop._combined_loader = loop._combined_loader, None
+    try:
+        yield
+    finally:
+        loop._combined_loader = loader
+
+
+def validates_by_time(trainer: pl.Trainer) -> bool:
+    """Return True if ``val_check_interval`` is a time."""
+    return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]

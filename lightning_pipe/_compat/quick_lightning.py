@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -23,7 +24,14 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pipe._compat.lightning import AutomaticOptimization, ResultCollection, ResultMetric, TrainingEpochLoop
+from lightning_pipe._compat.lightning import (
+    AutomaticOptimization,
+    EvaluationLoop,
+    PredictionLoop,
+    ResultCollection,
+    ResultMetric,
+    TrainingEpochLoop,
+)
 
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end",
@@ -171,6 +179,59 @@ def end_batch(loop: TrainingEpochLoop) -> None:
         loop.trainer._logger_connector.on_batch_end()
     else:  # nothing was logged
         results.batch = results.batch_size = None
+
+
+def evaluate_batch(
+    loop: EvaluationLoop, batch: Any, batch_idx: int, dataloader_idx: int, run: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Do Lightning's work for a batch of a validation or test; *run* is called with the step and returns its result."""
+    trainer, stage = loop.trainer, "test" if loop.trainer.testing else "validation"
+    step, connector = f"{stage}_step", trainer._logger_connector
+    loader = dataloader_idx if loop._is_sequential and loop.num_dataloaders > 1 else None
+    hook_kwargs = loop._build_kwargs(batch, batch_idx, loader)
+    loop.batch_progress.increment_ready()
+    connector.on_batch_start(batch, loader)
+    call_callback_hooks(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+    call_module_hook(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+    loop.batch_progress.increment_started()
+
+    arguments = loop._build_step_args_from_hook_kwargs(hook_kwargs, step)
+    output = run(lambda: call_strategy_hook(trainer, step, *arguments))
+    loop.batch_progress.increment_processed()
+
+    call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+    call_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+    connector.on_batch_end()
+    loop.batch_progress.increment_completed()
+    if not trainer.sanity_checking:
+        loop._has_run = True
+        connector.update_eval_step_metrics(loop._seen_batches_per_dataloader[dataloader_idx])
+        loop._seen_batches_per_dataloader[dataloader_idx] += 1
+
+
+def predict_batch(
+    loop: PredictionLoop, batch: Any, batch_idx: int, dataloader_idx: int, run: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Do Lightning's work for a batch of a prediction; *run* is called with the step and returns its result."""
+    trainer = loop.trainer
+    loop.batch_progress.increment_ready()
+    keeps = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+    hook_kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)
+    call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
+    call_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
+    loop.batch_progress.increment_started()
+
+    arguments = loop._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
+    predictions = run(lambda: call_strategy_hook(trainer, "predict_step", *arguments))
+    if predictions is None:
+        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+    loop.batch_progress.increment_processed()
+
+    call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+    call_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+    loop.batch_progress.increment_completed()
+    if loop._return_predictions or keeps:
+        loop._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
 
 
 class _QuickResults(ResultCollection):

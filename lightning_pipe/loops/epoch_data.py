@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
-from lightning_pipe.loops.data.next_batch_status import StatusGroup
+from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
@@ -52,7 +52,7 @@ class EpochData:
         self._fetcher: DataFetcher | None = None
         self._source: Source | None = None
         self._streams: RandomStreams | None = None
-        self._statuses = StatusGroup()
+        self._statuses = Statuses()
         self._kept: list[Callable[[], Fetched]] = []
         self._is_cut = False
         self._initial: dict[str, Any] = {}
@@ -241,12 +241,11 @@ class EpochData:
         strategy, fetcher = self._trainer.strategy, self._fetcher
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
-        group, statuses = self._statuses.open()
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(source, group, statuses, remaining, uneven, termination.any_told)
+        return AgreedSource(source, self._statuses, remaining, uneven, termination.any_told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""

@@ -22,25 +22,21 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.together import gather_or_raise
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
-from lightning_pipe.loops.data.next_batch_status import StatusGroup
+from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
 from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, BatchCounts, compare_counts
-from lightning_pipe.loops.evaluation_protocols import BringsEvaluation, JoinsEvaluation
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.uneven_evaluation import Logged, Turn, log_for_others, recorded_logs
-
-Transfer = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class EvaluationData(Iterator[Any]):
         self._of_loader: Iterator[Any] = iter(())
         self._in_flight: deque[_Entry] = deque()
         self._to_move: deque[_Entry] = deque()
-        self._statuses = StatusGroup()
+        self._statuses = Statuses()
         self._batches_of: list[int | float] = []
         # State of uneven ranks: the current dataloader of all ranks, True if this rank has had one of its batches, the
         # batches that are left here while other ranks have none, and the batch that other ranks join.
@@ -131,25 +127,21 @@ class EvaluationData(Iterator[Any]):
         return self._in_flight[0].is_last
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Evaluate the current batch with *step*, a call of the strategy, and return the result."""
+        """Evaluate the current batch with *step*, a call of the strategy, release the batch, and return the result."""
         program = self._program
         assert program is not None
         try:
-            if not program.steps_whole_batch:
-                return step()
-            program.begin_step()
+            if program.steps_whole_batch:
+                program.begin_step()
             output = step()
-            program.end_step()
+            if program.steps_whole_batch:
+                program.end_step()
         except TaskError as error:
             raised = user_error(error)
             raise raised from raised.__cause__
-        return output
-
-    def finish(self) -> None:
-        """Release the current batch."""
-        assert self._program is not None
-        self._program.finish()
+        program.finish()
         self._in_flight.popleft()
+        return output
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -201,9 +193,7 @@ class EvaluationData(Iterator[Any]):
                 raise
             return self._enter_turn()
         self._begin_loader(loader)
-        strategy = self._trainer.strategy
-        build = strategy.evaluation_program if isinstance(strategy, BringsEvaluation) else default_evaluation
-        program = self._enter(loader, build)
+        program = self._enter(loader, getattr(self._trainer.strategy, "evaluation_program", default_evaluation))
         assert self._fetcher is not None
         known = self._batches_of
         in_turn = self._fetcher.combined_loader._mode == "sequential" and len(known) > 1 and not self.uneven
@@ -252,14 +242,14 @@ class EvaluationData(Iterator[Any]):
 
     def _enter_turn(self) -> EvaluationProgram:
         """Start a batch that only some ranks have, joining the other ranks until this rank has one."""
-        strategy, results = self._trainer.strategy, self._trainer._results
-        assert isinstance(strategy, JoinsEvaluation)
+        strategy: Any = self._trainer.strategy
+        results = self._trainer._results
         while (have := self._next_turn()) is not None:
             if all(have):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
                 return self._enter_next()
-            turn = Turn(self._group, have, f"a batch of dataloader {self._loader} in {self._what}")
+            turn = Turn(self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._what}")
             if turn.has:
                 self._turn, self._logged = turn, []
                 self._inside.enter_context(strategy.in_turn(turn, self._step))
@@ -297,7 +287,8 @@ class EvaluationData(Iterator[Any]):
             pass
         except Exception as caught:  # any class: the other ranks wait for this rank's answer
             error = caught
-        ranks = gather_or_raise(own, error, f"a batch of {self._what} could not be fetched", self._group, InputError)
+        failed = f"a batch of {self._what} could not be fetched"
+        ranks = gather_or_raise(own, error, failed, self._statuses.group, InputError)
         loaders = [loader for loader in ranks if loader is not None]
         if not loaders:
             return None
@@ -315,21 +306,15 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ sources of batches
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._statuses.open()[0]
-
     def _batches(self) -> Source:
         kept = [] if self._own is None else self._own.unread()
         self._own = None
         source = BatchSource(self._fetch, kept)
         if not self.uneven:
             return source
-        group, statuses = self._statuses.open()
         return AgreedSource(
             source,
-            group,
-            statuses,
+            self._statuses,
             lambda: None,
             "error" if self._counts.refuses else None,
             kind=dataloader_of,

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipe._compat.lightning import DataLoaderIterDataFetcher, EvaluationLoop, PredictionLoop
-from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook, call_strategy_hook
+from lightning_pipe._compat.lightning import DataLoaderIterDataFetcher, EvaluationLoop, PredictionLoop, loaders_of
+from lightning_pipe._compat.quick_lightning import evaluate_batch, predict_batch
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.data.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.data.random_streams import States, get_states
@@ -101,9 +99,10 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         with uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self._max_batches is not before:
-            assert self._combined_loader is not None
-            self._continue_with_workers(self._combined_loader)
-            self._ahead.agree(self._combined_loader, self._max_batches, failed, predicting=False)
+            loader = loaders_of(self)
+            assert loader is not None
+            self._continue_with_workers(loader)
+            self._ahead.agree(loader, self._max_batches, failed, predicting=False)
             if not any(self._max_batches) and not self.skip:
                 # Callbacks detect a validation by these numbers, and must detect it on all ranks. The loaders still
                 # end without a batch.
@@ -124,7 +123,8 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         ]
 
     def _workers_waiting(self) -> list[bool]:
-        return [] if self._combined_loader is None else [workers_wait(one) for one in self._combined_loader.flattened]
+        loader = loaders_of(self)
+        return [] if loader is None else [workers_wait(one) for one in loader.flattened]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
@@ -175,29 +175,9 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
             # The user's step fetches batches itself, so no batch can be moved ahead.
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        trainer, stage = self.trainer, "test" if self.trainer.testing else "validation"
-        with _noting(trainer, stage, batch_idx, dataloader_idx):
-            loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
-            hook_kwargs = self._build_kwargs(batch, batch_idx, loader)
-            self.batch_progress.increment_ready()
-            trainer._logger_connector.on_batch_start(batch, loader)
-            call_callback_hooks(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
-            call_module_hook(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
-            self.batch_progress.increment_started()
-
-            arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, self._step_name)
-            output = self._ahead.run_step(lambda: call_strategy_hook(trainer, self._step_name, *arguments))
-            self._ahead.finish()
-            self.batch_progress.increment_processed()
-
-            call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
-            call_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
-            trainer._logger_connector.on_batch_end()
-            self.batch_progress.increment_completed()
-            if not trainer.sanity_checking:
-                self._has_run = True
-                trainer._logger_connector.update_eval_step_metrics(self._seen_batches_per_dataloader[dataloader_idx])
-                self._seen_batches_per_dataloader[dataloader_idx] += 1
+        trainer = self.trainer
+        with _noting(trainer, "test" if trainer.testing else "validation", batch_idx, dataloader_idx):
+            evaluate_batch(self, batch, batch_idx, dataloader_idx, self._ahead.run_step)
         if not self.batch_progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
 
@@ -227,8 +207,9 @@ class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
         with uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self.max_batches is not before:
-            assert self._combined_loader is not None
-            self._ahead.agree(self._combined_loader, self.max_batches, failed, predicting=True)
+            loader = loaders_of(self)
+            assert loader is not None
+            self._ahead.agree(loader, self.max_batches, failed, predicting=True)
 
     def run(self) -> Any:
         """Predict all dataloaders, and return what Lightning's loop returns."""
@@ -241,32 +222,10 @@ class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
         if dataloader_iter is not None:
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        trainer = self.trainer
-        with _noting(trainer, "prediction", batch_idx, dataloader_idx):
-            self.batch_progress.increment_ready()
-            keeps = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
-            hook_kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
-            call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
-            call_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
-            self.batch_progress.increment_started()
-
-            predictions = self._ahead.run_step(lambda: self._predict(hook_kwargs))
-            self._ahead.finish()
-            if predictions is None:
-                self._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
-            self.batch_progress.increment_processed()
-
-            call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
-            call_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
-            self.batch_progress.increment_completed()
-            if self._return_predictions or keeps:
-                self._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
-        if trainer.received_sigterm:
+        with _noting(self.trainer, "prediction", batch_idx, dataloader_idx):
+            predict_batch(self, batch, batch_idx, dataloader_idx, self._ahead.run_step)
+        if self.trainer.received_sigterm:
             raise SIGTERMException
-
-    def _predict(self, hook_kwargs: Any) -> Any:
-        arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
-        return call_strategy_hook(self.trainer, "predict_step", *arguments)
 
 
 def install_evaluation_loops(trainer: pl.Trainer) -> None:

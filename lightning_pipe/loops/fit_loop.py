@@ -12,7 +12,15 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
+from lightning_pipe._compat.lightning import (
+    FitLoop,
+    Loop,
+    accumulates,
+    loaders_of,
+    set_sampler_epoch,
+    validates_by_time,
+    without_loaders,
+)
 from lightning_pipe._compat.logged_values import end_epoch, pack, restore, values_of_rank
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
@@ -74,8 +82,7 @@ class PipelineFitLoop(FitLoop):
     @property
     def restarting(self) -> bool:
         """True if the loop resumes an epoch in which a checkpoint was written."""
-        found: bool = self._restarting
-        return found
+        return bool(Loop.restarting.fget(self))  # type: ignore[attr-defined]
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
@@ -114,12 +121,12 @@ class PipelineFitLoop(FitLoop):
 
     def _count_in_batches_of_these_ranks(self) -> None:
         """Set the epoch's batch counts as if it had started on the current number of ranks, if it did not."""
-        point = self._resume_point
-        if point is None or not point.loaders or point.in_mid_epoch or self._combined_loader is None:
+        point, loader = self._resume_point, loaders_of(self)
+        if point is None or not point.loaders or point.in_mid_epoch or loader is None:
             return
         if self.max_batches == float("inf"):
             return
-        pairs = zip(self._combined_loader.flattened, point.loaders, strict=True)
+        pairs = zip(loader.flattened, point.loaders, strict=True)
         # The last rank has the fewest remaining batches.
         left = [
             len(one._indices.batches_left(state | {"rank": state["world"] - 1}))
@@ -161,7 +168,7 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the checkpoint does not fit the dataloaders. Raised on every rank.
         """
-        fetcher, point, before = self._data_fetcher, self._resume_point, self._combined_loader
+        fetcher, point, before = self._data_fetcher, self._resume_point, loaders_of(self)
         self._loader_before = before
         if before is None:
             self._before_data = get_states(self.trainer.strategy.root_device)
@@ -196,8 +203,8 @@ class PipelineFitLoop(FitLoop):
         except BaseException:
             # Lightning's teardown asks the fetcher for its length. Without iterators that raises an error, which would
             # hide this one.
-            if self._combined_loader is not None and self._data_fetcher is not None:
-                self._combined_loader.reset()
+            if (loader := loaders_of(self)) is not None and self._data_fetcher is not None:
+                loader.reset()
                 self._data_fetcher = None
             raise
 
@@ -207,11 +214,11 @@ class PipelineFitLoop(FitLoop):
         if (found := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
         self.max_batches = found
-        if isinstance(trainer.val_check_interval, float) and trainer._val_check_time_interval is None:
+        if isinstance(trainer.val_check_interval, float) and not validates_by_time(trainer):
             trainer.val_check_batch = max(1, int(found * trainer.val_check_interval))
 
     def _load_combined_loader_states(self) -> None:
-        loader = self._combined_loader
+        loader = loaders_of(self)
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
         self._made_resumable = [is_resumable(one) for one in loader.flattened]
@@ -265,22 +272,18 @@ class PipelineFitLoop(FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
         # random numbers.
-        loader = self._combined_loader
-        vars(self)["_combined_loader"] = None
-        try:
+        with without_loaders(self):
             state: dict[str, Any] = super().on_save_checkpoint()
-        finally:
-            vars(self)["_combined_loader"] = loader
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
             # Before the first epoch: the loaders start from the beginning.
             if (before := self._before_data) is not None:
                 state[_KEY] = {"ranks": self._of_ranks(ResumePoint([], before))}
             return state
-        progress = self.epoch_loop.batch_progress.current
-        if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
+        if accumulates(self.epoch_loop) and self.trainer.lightning_module.automatic_optimization:
+            ready = self.epoch_loop.batch_progress.current.ready
             rank_zero_warn(
-                f"A checkpoint is written after {progress.ready} batches of an epoch, in the middle of an accumulation"
+                f"A checkpoint is written after {ready} batches of an epoch, in the middle of an accumulation"
                 f" of {self.trainer.accumulate_grad_batches}: it does not contain the gradients of the batches since"
                 " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. Let"
                 " a resumed run write to a folder of its own, because it may save before its first step"
@@ -341,17 +344,15 @@ class PipelineFitLoop(FitLoop):
         return f"the state of rank {self.trainer.global_rank}'s {part} in {self._checkpoint}"
 
     def _load_own(self, own: Any) -> None:
-        if not isinstance(own, dict):
-            raise TypeError(f"expected a dict with the states of the ranks, got {shown(own)}")
-        ranks, loaded_in = own.get("ranks"), own.get("loaded_in")
+        ranks = own.get("ranks")
         self.epoch_loop.ended_batches = own.get("ended_batches")  # type: ignore[attr-defined]
         self._logged = None
         if ranks is None:
             return
-        if not isinstance(ranks, list) or not ranks or not isinstance(loaded_in, int | None):
-            raise TypeError(f"expected a list with the state of each rank, got {shown(own)}")
         self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
-        self._loaded_in = loaded_in
+        self._loaded_in = own.get("loaded_in")
+        if not isinstance(self._loaded_in, int | None):
+            raise TypeError(f"expected the number of an epoch, got {shown(self._loaded_in)}")
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
@@ -30,19 +30,8 @@ from lightning_pipe.loops.programs.default_program import default_program
 from lightning_pipe.loops.programs.program import TrainingProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 
-Transfer = Callable[[Any], Any]
-
 # Profiles use the same name for a fetch as with Lightning's loop.
 _FETCH = f"[{TrainingEpochLoop.__name__}].train_dataloader_next"
-
-
-@runtime_checkable
-class BringsProgram(Protocol):
-    """Strategy with its own training plan."""
-
-    def training_program(self, trainer: pl.Trainer, transfer: Transfer) -> TrainingProgram:
-        """Build the program."""
-        ...
 
 
 class PipelineTrainingEpochLoop(TrainingEpochLoop):
@@ -196,8 +185,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
         if self._program is None and self._data.ledger is not None:
-            strategy = self.trainer.strategy
-            build = strategy.training_program if isinstance(strategy, BringsProgram) else default_program
+            build = getattr(self.trainer.strategy, "training_program", default_program)
             self._program = build(self.trainer, self._data.transfer)
 
     def run(self, data_fetcher: DataFetcher) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
@@ -67,7 +66,6 @@ class AgreedSource:
     def __init__(
         self,
         source: Source,
-        group: dist.ProcessGroup,
         statuses: Statuses,
         remaining: Callable[[], int | None],
         uneven: Uneven | None = "shortest",
@@ -83,7 +81,6 @@ class AgreedSource:
         self._advice = advice
         self._told_to_end = told_to_end
         self._source = source
-        self._group = group
         self._statuses = statuses
         self._remaining = remaining
         self._uneven = uneven
@@ -129,7 +126,7 @@ class AgreedSource:
         except StopIteration:
             says = _ENDED
         except BaseException as error:  # any exception, since the other ranks wait for this rank's status
-            says, self._error = -self._group.rank() - 1, error
+            says, self._error = -self._statuses.group.rank() - 1, error
         self._statuses.post(says, self._told_to_end())
 
     def _all_have_it(self) -> bool:
@@ -159,7 +156,7 @@ class AgreedSource:
     def _say_what_is_left(self) -> None:
         had, remaining = self._had_by_all, self._remaining()
         left = self._read_here - had
-        ranks = gather((left + (remaining or 0), not left or remaining is not None), self._group)
+        ranks = gather((left + (remaining or 0), not left or remaining is not None), self._statuses.group)
         counts = ", ".join(
             f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -24,26 +24,21 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
-    default_collate,
-    default_convert,
 )
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.loops.data.random_streams import damage_named, get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.shared_order import MOST, batches_left, order_of
+from lightning_pipe.loops.data.shared_order import batches_left, order_of
 
 State = dict[str, Any]
 
 _CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 # Samplers that draw only with the first index of an iteration, or from their own generators.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Top-level modules of classes of numbers, strings, arrays and tensors, which run no user code.
-_WITHOUT_CODE = ("builtins", "numpy", "torch")
-_MOST_ITEMS, _RANKS = 100_000, 2**20  # number of items that are checked; more ranks than any run has
+_MOST, _MOST_RANKS = 2**53, 2**20  # above any count of samples and any epoch; above any number of ranks
 
 
 def can_resume(loader: Any) -> bool:
@@ -75,40 +70,12 @@ def is_resumable(loader: Any) -> bool:
 
 
 def draws_nothing(loader: Any) -> bool:
-    """Return True if fetches after the first one do not draw from this process's shared random generators.
-
-    This holds if a loader made by :func:`resumable` runs only PyTorch's code in this process: if it has workers, or if
-    its dataset is a list, tuple or ``TensorDataset`` of items of built-in, NumPy or PyTorch classes.
-    """
-    if type(loader) is not _resumable_class(DataLoader):  # a user-defined class
+    """Return True if a loader's workers fetch, and its sampler does not draw from this process's shared generators."""
+    if type(loader) is not _resumable_class(DataLoader) or not loader.num_workers:  # a user-defined class
         return False
     batches: Any = vars(loader)["_indices"]._inner
     sampler = batches.sampler if type(batches) is BatchSampler else batches
-    own = type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
-    return own and (loader.num_workers > 0 or _is_plain(loader))
-
-
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    data = loader.dataset.tensors if type(loader.dataset) is TensorDataset else loader.dataset
-    if type(data) not in (list, tuple) or loader.collate_fn not in (default_collate, default_convert):
-        return False
-    left: list[Any] = [data]
-    for _ in range(_MOST_ITEMS):
-        if not left:
-            return True
-        item = left.pop()
-        kind = type(item)
-        if kind in (list, tuple, dict):
-            if len(item) > _MOST_ITEMS:
-                return False
-            left += item.values() if kind is dict else item
-        # A user-defined collection may draw when it is read, and default_collate may call a function registered for
-        # any user-defined class.
-        elif kind.__module__ not in _WITHOUT_CODE and (
-            loader.collate_fn is default_collate or isinstance(item, (Mapping, Sequence, torch.Tensor))
-        ):
-            return False
-    return False  # too many items to check before an epoch
+    return type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
 
 
 def share_samplers(one: Any, other: Any) -> bool:
@@ -187,13 +154,12 @@ class _Indices:
         self.given, self._resumed, self._left = 0, None, None
         self._sums, self._expected = {0: 0}, None
         if resume is not None and "left" in resume:
-            self._left, self.given = resume, int(resume["given"])
+            self._left, self.given = resume, resume["given"]
             return False
         goes_on = resume is not None and "ended" not in resume
         if resume is not None and goes_on:
-            self._put(_unpack(resume["created"]))
-            self.given, self._expected = int(resume["given"]), resume.get("indices")
-            self._resumed = None if resume["begun"] is None else _unpack(resume["begun"])
+            self._put(resume["created"])
+            self.given, self._expected, self._resumed = resume["given"], resume["indices"], resume["begun"]
         elif resume is not None:
             self.held.put(resume["ended"])
         self._created, self._begun = self._where(), None
@@ -254,9 +220,7 @@ class _Indices:
 
     def resume(self, state: State) -> None:
         with damage_named("state of a train dataloader is"):
-            for own in _check(state):
-                self.held.check(own)
-        self._resume = state or None
+            self._resume = _read(state, self.held) if state else None
 
     def _where(self) -> State:
         return {"common": get_states(_CPU), "own": self.held.get()}
@@ -329,35 +293,26 @@ def _checksum(total: int | None, indices: Any) -> int | None:
         return None
 
 
-def _check(state: Any) -> Iterator[list[str]]:
-    """Read a state as the next iteration will, and yield the samplers' states.
-
-    The check runs when the state is loaded, since the next iteration is too late to report that it is damaged.
-    """
-    if not isinstance(state, dict):
-        raise TypeError(f"expected a dictionary of numbers, got {shown(state)}")
+def _read(state: State, held: SamplerState) -> State:
+    """Unpack a state when it is loaded, since the next iteration is too late to report that it is damaged."""
     if "ended" in state:
-        yield _texts(state["ended"])
-    elif "left" in state:
-        names = ("seed", "epoch", "shuffle", "trained")
-        found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
-        counted = all(isinstance(one, int) and 0 <= one <= MOST for one in found)
-        if not counted or not state["rank"] < state["world"] <= _RANKS:
-            raise ValueError(f"expected counts of an epoch started with other ranks, got {shown(state)}")
-    elif state:
-        for where in (state["created"], state["begun"]):
-            if where is not None:
-                yield _texts(_unpack(where)["own"])
-        if state["created"] is None or type(state["given"]) is not int or not 0 <= state["given"] <= MOST:
-            raise ValueError(f"expected a number of batches, got {shown(state['given'])}")
-        if not isinstance(state.get("indices"), int | None):
-            raise TypeError(f"expected a number as the checksum of indices, got {shown(state['indices'])}")
-
-
-def _texts(states: Any) -> list[str]:
-    if not isinstance(states, list) or not all(isinstance(one, str) for one in states):
-        raise TypeError(f"expected a list of text for the states of samplers, got {shown(states)}")
-    return states
+        held.check(state["ended"])
+        return state
+    counts = [state["given"]]
+    if "left" in state:
+        counts += [state["left"][name] for name in ("seed", "epoch", "shuffle", "trained")]
+    # Numbers of ranks are limited, because the next iteration pads the samples to a multiple of it.
+    ranks = [state["rank"], state["world"]] if "left" in state else [0, 1]
+    known = all(isinstance(count, int) and 0 <= count <= _MOST for count in [*counts, *ranks])
+    if not known or not ranks[0] < ranks[1] <= _MOST_RANKS:
+        raise ValueError(f"expected counts of batches and samples, got {shown(counts)}")
+    if "left" in state:
+        return state
+    created, begun = _unpack(state["created"]), None if state["begun"] is None else _unpack(state["begun"])
+    for where in (created, begun):
+        if where is not None:
+            held.check(where["own"])
+    return {**state, "created": created, "begun": begun}
 
 
 def _pack(where: State) -> State:

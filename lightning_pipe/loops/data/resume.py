@@ -95,18 +95,14 @@ class ResumePoint:
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> ResumePoint:
         """Restore the point from the result of :meth:`packed`."""
-        for name, kind in (("loaders", list), ("common", str), ("streams", dict)):
-            if not isinstance(packed, dict) or not isinstance(packed.get(name), kind):
-                raise SetupError(f"expected {name} as a {kind.__name__}, got {shown(packed)}")
-        # The streams "prepare" and "transfer" are derived from "fetch" after the first fetch.
-        if set(packed["streams"]) not in (set(), {"fetch"}, _STREAMS):
-            raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
         streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
-        iterators = packed.get("iterators", [])
-        if not isinstance(iterators, list) or len(iterators) not in (0, len(packed["loaders"])):
+        # The streams "prepare" and "transfer" are derived from "fetch" after the first fetch.
+        if set(streams) not in (set(), {"fetch"}, _STREAMS):
+            raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
+        iterators = [None if one is None else IteratorState.unpacked(one) for one in packed["iterators"]]
+        if len(iterators) not in (0, len(packed["loaders"])):
             raise SetupError(f"expected a list with one iterator state for each loader, got {shown(iterators)}")
-        states = [None if one is None else IteratorState.unpacked(one) for one in iterators]
-        return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams, states)
+        return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams, iterators)
 
 
 def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:

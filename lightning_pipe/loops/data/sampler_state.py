@@ -23,7 +23,6 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.loops.data.random_streams import damage_named, pack_bytes, unpack_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
-_MOST = 2**53  # above any count
 # Attribute of a sampler that holds its first counters, which are needed for the lifetime of the sampler.
 _FIRST = "_lightning_pipe_first"
 
@@ -75,7 +74,9 @@ class SamplerState:
 
     def _stateful(self) -> list[Any]:
         """Return the generators, and the samplers that may have counters, which excludes PyTorch's and Lightning's."""
-        return [*self._generators, *(one for one in self._samplers if not _is_librarys(one))]
+        libraries = ("torch.", "lightning.")
+        samplers = [one for one in self._samplers if not type(one).__module__.startswith(libraries)]
+        return [*self._generators, *samplers]
 
 
 def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -95,42 +96,20 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
         ]
 
 
-def _is_librarys(sampler: Any) -> bool:
-    return type(sampler).__module__.startswith(("torch.", "lightning."))
-
-
 def _counters(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(sampler).items() if isinstance(value, _PLAIN)}
 
 
 def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
-    """Return the counters of a checkpoint after checking that the sampler has them, with compatible types.
-
-    Counters that the sampler creates only in an iteration are accepted too.
-    """
-    if not isinstance(counters, dict):
-        raise ValueError(f"expected a dictionary of counters, got {shown(counters)}")
+    """Return the counters of a checkpoint, after checking that they are values, and replace values or nothing."""
     for name, value in counters.items():
         present = vars(sampler).get(name, getattr(type(sampler), name, None))
-        # PyTorch's and Lightning's samplers change only the epoch.
-        may_change = name == "epoch" or not _is_librarys(sampler)
-        if name.startswith("__") or name == _FIRST or not may_change or not _may_become(present, value):
+        if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
             raise SetupError(
                 f"The checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, which"
                 f" cannot replace the present {shown(present)}. Resume with the sampler of the run that wrote it."
             )
-    return counters
-
-
-def _may_become(present: Any, value: Any) -> bool:
-    """Return True if a counter may have changed to a value. None stands for a counter that was not set."""
-    if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
-        return False
-    if isinstance(value, int) and abs(value) > _MOST:
-        return False
-    # Types are compared exactly, since a bool is an int in Python.
-    numbers = {type(present), type(value)} <= {int, float}
-    return present is None or value is None or type(present) is type(value) or numbers
+    return dict(counters)
 
 
 def _is_generator(value: Any) -> bool:

@@ -14,10 +14,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_pipe.engine.common.safe_text import shown
-
 State = dict[str, Any]
-MOST = 2**53  # above any count of samples, and any epoch
 
 
 def order_of(loader: DataLoader[Any]) -> State | None:
@@ -44,11 +41,9 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
         if state and "ended" in state:
             found.append({"ended": []})
         elif state and state.get("order") is not None:
-            counts = (state["order"].get("trained", 0), state["given"], state["order"]["batch"])
-            if not all(type(count) is int and 0 <= count <= MOST for count in counts):
-                raise ValueError(f"expected counts of samples and batches, got {shown(counts)}")
-            trained = counts[0] + counts[1] * counts[2]
-            found.append({"left": state["order"] | {"trained": trained}, "rank": rank, "world": world, "given": 0})
+            order = state["order"]
+            trained = order.get("trained", 0) + state["given"] * order["batch"]
+            found.append({"left": order | {"trained": trained}, "rank": rank, "world": world, "given": 0})
         else:
             return None
     return found

@@ -80,7 +80,7 @@ class IteratorState:
     @staticmethod
     def unpacked(packed: Any) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
-        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed.get("samplers", [])
+        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed["samplers"]
         if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
             raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
         if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):

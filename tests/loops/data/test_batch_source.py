@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
-from lightning_pipe.loops.data.next_batch_status import ReducedStatuses, StatusBoard, Statuses
+from lightning_pipe.loops.data.next_batch_status import Statuses
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
@@ -130,7 +130,7 @@ def fit_again() -> list[int]:
     return [*trained, len(module.trained)]
 
 
-def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) -> dict[str, Any]:
+def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def agreed(
@@ -139,7 +139,7 @@ def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) ->
         remaining: int | None = 0,
         uneven: Literal["shortest", "error"] = "shortest",
     ) -> AgreedSource:
-        return AgreedSource(BatchSource(fetch, kept), group, statuses, lambda: remaining, uneven)
+        return AgreedSource(BatchSource(fetch, kept), statuses, lambda: remaining, uneven)
 
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))
@@ -166,14 +166,9 @@ def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) ->
 
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    kinds: dict[str, Callable[[dist.ProcessGroup], Statuses | None]]
-    kinds = {"board": StatusBoard.of, "reduced": ReducedStatuses}
-    for kind, make in kinds.items():
-        group: Any = dist.new_group(backend="gloo")
-        statuses = make(group)
-        assert statuses is not None
-        found[kind] = given_by_sources(rank, group, statuses)
-        statuses.close()
+    statuses = Statuses()
+    found["sources"] = given_by_sources(rank, statuses)
+    statuses.close()
     found["without a length"] = fit((5, 8)[rank], sized=False)
     found["with a length"] = fit((8, 5)[rank], sized=True, val_check_interval=0.5)
     found["refused"] = fit((5, 8)[rank], sized=False, uneven="error")
@@ -187,9 +182,9 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
 
 
-@pytest.fixture(params=["board", "reduced"])
-def sources(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [found[request.param] for found in ranks]
+@pytest.fixture
+def sources(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found["sources"] for found in ranks]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -26,51 +26,6 @@ def test_a_batch_is_in_flight_from_its_fetch_until_it_is_trained() -> None:
     assert (ledger.fetched, ledger.in_flight, ledger.trained) == (2, 1, 1)
 
 
-def test_the_last_batch_is_known_when_it_is_the_oldest_and_not_when_it_is_fetched() -> None:
-    ledger = InFlightLedger(numbered(2))
-    next(ledger), next(ledger)
-    assert not ledger.oldest.is_last
-    ledger.retire()
-    assert ledger.oldest.is_last
-
-
-def test_an_end_of_the_data_changes_nothing_in_the_ledger() -> None:
-    ledger = InFlightLedger(numbered(1))
-    next(ledger)
-    with pytest.raises(StopIteration):
-        next(ledger)
-    assert (ledger.fetched, ledger.in_flight) == (1, 1)
-
-
-def test_what_is_abandoned_is_counted_and_was_not_trained() -> None:
-    ledger = InFlightLedger(numbered(3))
-    for _ in range(3):
-        next(ledger)
-    ledger.retire()
-    assert len(ledger.abandon()) == 2
-    assert (ledger.fetched, ledger.in_flight, ledger.trained) == (3, 0, 1)
-
-
-def test_a_fetch_that_raises_leaves_no_batch_behind() -> None:
-    def broken() -> Fetched:
-        raise OSError("unreadable")
-
-    ledger = InFlightLedger(broken)
-    with pytest.raises(OSError, match="unreadable"):
-        next(ledger)
-    assert (ledger.fetched, ledger.in_flight) == (0, 0)
-
-
-def test_the_last_batch_done_says_where_things_were_after_it() -> None:
-    ledger = InFlightLedger(numbered(4))
-    assert ledger.last_done is None
-    next(ledger), next(ledger), next(ledger)
-    ledger.retire()
-    ledger.retire()
-    assert ledger.last_done is not None
-    assert ledger.last_done.after == {"given": 2}
-
-
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_batches_that_are_skipped_are_done_too(skipped: int) -> None:
     ledger = InFlightLedger(numbered(3))
@@ -100,14 +55,6 @@ def test_a_batch_that_is_skipped_is_neither_trained_nor_abandoned() -> None:
     assert [fetch()[0] for fetch in ledger.abandon()] == [1]
 
 
-def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> None:
-    ledger = InFlightLedger(numbered(2))
-    assert ledger.next_transferred() is None
-    next(ledger), next(ledger)
-    found = [ledger.next_transferred(), ledger.next_transferred(), ledger.next_transferred()]
-    assert [entry and entry.index for entry in found] == [0, 1, None]
-
-
 def test_a_batch_that_was_abandoned_is_not_transferred_any_more() -> None:
     ledger = InFlightLedger(numbered(3))
     next(ledger), next(ledger)
@@ -117,9 +64,3 @@ def test_a_batch_that_was_abandoned_is_not_transferred_any_more() -> None:
     entry = ledger.next_transferred()
     assert entry is not None
     assert entry.index == 2
-
-
-def test_a_batch_is_held_only_where_it_may_be_needed_again() -> None:
-    ledger = InFlightLedger(numbered(1))
-    next(ledger)
-    assert ledger.oldest.batch is None

@@ -58,12 +58,3 @@ def test_they_are_started_without_a_draw_and_the_users_loader_stays_as_it_is() -
     expected = torch.Generator().manual_seed(3)
     list(RandomSampler(Rows(8), generator=expected))
     assert torch.equal(own.get_state(), expected.get_state())
-
-
-def test_what_is_no_loader_of_pytorch_or_has_its_workers_is_given_back() -> None:
-    rows: list[int] = [1, 2]
-    assert starting_without_a_draw(rows) is rows
-    assert not workers_wait(rows)
-    one = loader()
-    draws(one)
-    assert starting_without_a_draw(one) is one

@@ -160,11 +160,3 @@ def test_a_swap_returns_the_states_found_and_leaves_the_states_given(before: str
     found = pack_states(get_states(CPU))
     assert pack_states(swap_states(given, CPU)) == found
     assert pack_states(get_states(CPU)) == pack_states(given)
-
-
-def test_packed_states_come_back() -> None:
-    seed()
-    packed = pack_states(get_states(CPU))
-    drawn = draw()
-    set_states(unpack_states(packed), CPU)
-    assert draw() == drawn

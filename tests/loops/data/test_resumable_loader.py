@@ -97,15 +97,9 @@ def test_indices_that_are_no_integers_continue_without_a_checksum() -> None:
     assert continued(state, Named(LENGTH), sampler=names) == rest
 
 
-def test_a_state_of_before_there_were_checksums_continues() -> None:
-    state, rest = after_two_batches(Rows(LENGTH), shuffle=True)
-    del state["indices"]
-    assert continued(state, Rows(LENGTH), shuffle=True) == rest
-
-
 @pytest.mark.parametrize(
     "damaged",
-    [{"given": 2**70}, {"given": -1}, {"given": True}, {"indices": "a"}, {"created": None}],
+    [{"given": 2**70}, {"given": "1"}, {"created": None}],
     ids=str,
 )
 def test_a_damaged_state_is_refused_when_it_is_read(damaged: dict[str, Any]) -> None:
@@ -113,13 +107,3 @@ def test_a_damaged_state_is_refused_when_it_is_read(damaged: dict[str, Any]) -> 
     loader: Any = resumable(DataLoader(Rows(LENGTH), batch_size=3, shuffle=True))
     with pytest.raises(SetupError, match="is damaged"):
         loader.load_state_dict(state | damaged)
-
-
-def test_counters_of_pytorchs_samplers_are_refused_when_the_state_is_read() -> None:
-    state, _ = after_two_batches(Rows(LENGTH), shuffle=True)
-    batches, *others = [one for one in state["created"]["own"] if one.startswith("{")]
-    assert batches == "{}"
-    state["created"]["own"] = ['{"batch_size": 0}', *others]
-    loader: Any = resumable(DataLoader(Rows(LENGTH), batch_size=3, shuffle=True))
-    with pytest.raises(SetupError, match="batch_size"):
-        loader.load_state_dict(state)

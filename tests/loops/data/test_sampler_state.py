@@ -67,15 +67,6 @@ def test_another_sampler_continues_where_one_was(kind: str, way: str) -> None:
     assert (order(one), order(one)) == expected
 
 
-def test_what_a_sampler_was_made_with_is_not_put_into_another() -> None:
-    one = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 2, 0, shuffle=True))
-    other = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 3, 1, shuffle=True))
-    state = SamplerState(one)
-    one.sampler.set_epoch(2)  # type: ignore[attr-defined]
-    SamplerState(other).put(state.get())
-    assert (other.sampler.num_replicas, other.sampler.rank, other.sampler.epoch) == (3, 1, 2)  # type: ignore[attr-defined]
-
-
 def test_a_sampler_that_an_earlier_loader_has_used_keeps_what_that_one_changed() -> None:
     used, new = KINDS["python"](), KINDS["python"]()
     SamplerState(DataLoader(Rows(), sampler=used))
@@ -83,15 +74,6 @@ def test_a_sampler_that_an_earlier_loader_has_used_keeps_what_that_one_changed()
     of_reloaded = SamplerState(DataLoader(Rows(), sampler=used))
     SamplerState(DataLoader(Rows(), sampler=new)).put(of_reloaded.get())
     assert new.epoch == used.epoch == 1
-
-
-def test_a_sampler_goes_back_to_its_beginning() -> None:
-    sampler = KINDS["python"]()
-    held = SamplerState(DataLoader(Rows(), sampler=sampler))
-    at_first = held.get()
-    expected = order(DataLoader(Rows(), sampler=sampler))
-    held.put(at_first)
-    assert order(DataLoader(Rows(), sampler=sampler)) == expected
 
 
 def test_a_sampler_that_is_told_its_epoch_is_not_put_back_to_the_one_that_is_over() -> None:
@@ -126,14 +108,9 @@ def test_loaders_share_what_is_in_the_same_objects() -> None:
         '{"_lightning_pipe_first": 1}',
         '{"draw": 1}',
         '{"generator": null}',
-        '{"set_epoch": 1}',
-        '{"epoch": "2"}',
-        '{"epoch": true}',
         '{"epoch": [2]}',
-        '{"epoch": 18014398509481984}',
         '{"new": [2]}',
         "[1]",
-        "3",
         "{",
         None,
     ],

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.random_streams import get_states, pack_states
@@ -167,20 +167,6 @@ def test_a_rank_continues_again_and_again_where_its_share_was_left(
     assert next(iterator, None) is None
 
 
-def test_samples_without_batches_are_shared_out_too() -> None:
-    loader = DataLoader(Rows(ROWS), batch_size=None, sampler=DistributedSampler(Rows(ROWS), 2, 0, shuffle=True, seed=3))
-    order = order_of(loader)
-    assert order is not None
-    assert order["batch"] == 2
-    trained: list[Any] = list(DistributedSampler(Rows(ROWS), 1, 0, shuffle=True, seed=3))[: 2 * 3]
-    left: list[Any] = []
-    for rank in range(3):
-        (state,) = of_other_ranks([{"given": 3, "order": order}], rank, 3) or [None]
-        assert state is not None
-        left += batches_left(state, Rows(ROWS), None)
-    assert sorted(trained + left) == list(range(ROWS))
-
-
 def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) -> None:
     class OfOnePipeline(PipelineStrategy):
         ranks_share_data = True
@@ -213,59 +199,27 @@ class OwnLoader(DataLoader[Any]):
     pass
 
 
-class OwnTensor(torch.Tensor):
-    pass
-
-
-class DrawnWhereRead(dict[str, int]):
-    pass
-
-
-PLAIN = TensorDataset(torch.arange(8))
-DRAWN: Any = [DrawnWhereRead(row=row) for row in range(8)]
-QUIET: dict[str, Any] = {
-    "tensors": lambda: DataLoader(PLAIN, 2, shuffle=True),
-    "a list without batches": lambda: DataLoader(list(range(8)), None),  # type: ignore[arg-type]
-    "a list of tuples": lambda: DataLoader([(row, {"text": [str(row)]}) for row in range(8)], 2),  # type: ignore[arg-type]
-    "objects without batches": lambda: DataLoader([Path()] * 8, None),  # type: ignore[arg-type]
-    "with replacement": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, replacement=True, num_samples=99)),
-    "a generator": lambda: DataLoader(PLAIN, 2, shuffle=True, generator=torch.Generator()),
-    "distributed": lambda: DataLoader(PLAIN, 2, sampler=DistributedSampler(PLAIN, 2, 0)),
-    "workers": lambda: DataLoader(Rows(8), 2, shuffle=True, num_workers=1),
-}
 SHARED: dict[str, Any] = {"replacement": True, "num_samples": 99, "generator": torch.default_generator}
-NOT_QUIET: dict[str, Any] = {
-    "a dataset": lambda: DataLoader(Rows(8), 2),
-    "items": lambda: DataLoader(DRAWN, 2),
-    "items without batches": lambda: DataLoader(DRAWN, None),
-    "items of items": lambda: DataLoader([(0, [one]) for one in DRAWN], 2),  # type: ignore[arg-type]
-    "items with a collation of their own": lambda: DataLoader([Path()] * 8, 2),  # type: ignore[arg-type]
-    "a tensor": lambda: DataLoader(TensorDataset(torch.arange(8).as_subclass(OwnTensor)), 2),
-    "more items than are looked at": lambda: DataLoader(list(range(100_001)), 2),  # type: ignore[arg-type]
-    "a sampler": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN)),
-    "a sampler of workers": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN), num_workers=1),
-    "the shared generator": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, **SHARED)),
-    "a collation": lambda: DataLoader(PLAIN, 2, collate_fn=list),
-    "a loader": lambda: OwnLoader(PLAIN, 2),
+WITH_WORKERS: dict[str, tuple[bool, Any]] = {
+    "shuffled": (True, lambda: DataLoader(Rows(8), 2, shuffle=True, num_workers=1)),
+    "a sampler": (False, lambda: DataLoader(Rows(8), 2, sampler=OwnSampler(Rows(8)), num_workers=1)),
+    "the shared generator": (
+        False,
+        lambda: DataLoader(Rows(8), 2, sampler=RandomSampler(Rows(8), **SHARED), num_workers=1),
+    ),
+    "a loader": (False, lambda: OwnLoader(Rows(8), 2, num_workers=1)),
+    "no workers": (False, lambda: DataLoader(Rows(8), 2)),
 }
 
 
-@pytest.mark.parametrize("which", QUIET)
-def test_a_loader_that_draws_nothing_leaves_the_generators_after_its_first_batch(which: str) -> None:
-    made = resumable(QUIET[which]())
-    assert draws_nothing(made)
-    batches = iter(made)
-    next(batches)
-    before = pack_states(get_states(torch.device("cpu")))
-    for _ in batches:
-        pass
-    assert pack_states(get_states(torch.device("cpu"))) == before
-
-
-@pytest.mark.parametrize("which", NOT_QUIET)
-def test_a_loader_that_runs_code_of_others_in_this_process_may_draw(which: str) -> None:
-    assert not draws_nothing(resumable(NOT_QUIET[which]()))
-
-
-def test_a_loader_with_a_state_of_its_own_may_draw() -> None:
-    assert not draws_nothing(DataLoader(PLAIN, 2))
+@pytest.mark.parametrize("which", WITH_WORKERS)
+def test_a_loader_whose_workers_fetch_and_whose_sampler_draws_at_first_draws_nothing_more(which: str) -> None:
+    draws_no_more, make = WITH_WORKERS[which]
+    made = resumable(make())
+    assert draws_nothing(made) == draws_no_more
+    if draws_no_more:
+        batches = iter(made)
+        next(batches)
+        before = pack_states(get_states(torch.device("cpu")))
+        assert len(list(batches)) == 3
+        assert pack_states(get_states(torch.device("cpu"))) == before

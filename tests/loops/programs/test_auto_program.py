@@ -5,7 +5,6 @@ Time is a clock that tasks move on.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -151,15 +150,6 @@ def test_a_recording_that_another_has_begun_goes_on(clock: Clock) -> None:
     assert machine.program._pipelines["serial"].trace is trace
 
 
-def test_a_recording_of_others_from_the_first_batch_on_is_what_the_planner_is_told(clock: Clock) -> None:
-    machine = Machine(clock, {}, FEW)
-    machine.program.pipeline.start_trace()  # before anything has run
-    machine.epoch(range(60))
-    ((own, _),) = machine.asked
-    assert own == pytest.approx({"Copy": 1.0, "Train": 5.0})
-    machine.program.close()
-
-
 def test_a_recording_of_others_that_ends_in_between_leaves_the_rest_to_be_recorded(clock: Clock) -> None:
     machine = Machine(clock, {}, FEW)
     machine.program.pipeline.start_trace()
@@ -176,20 +166,6 @@ def test_it_goes_on_over_epochs_that_end_in_the_middle(clock: Clock) -> None:
         machine.epoch(range(10 * epoch, 10 * epoch + 7))
     assert machine.trained == [10 * epoch + index for epoch in range(40) for index in range(7)]
     assert machine.choices[0].plan.name == "ahead"
-
-
-def test_an_epoch_that_is_abandoned_disturbs_nothing(clock: Clock) -> None:
-    machine = Machine(clock, {"ahead": 1.0}, FEW)
-    for epoch in range(30):
-        source = iter(range(100 * epoch, 100 * epoch + 50))
-        for _ in range(8):
-            machine.program.begin(source)
-            machine.program.begin_step()
-            machine.clock.now += 1.0
-            machine.program.end_step()
-            machine.program.finish()
-        machine.program.abandon()
-    assert machine.choices
 
 
 def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock: Clock) -> None:
@@ -234,16 +210,6 @@ def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Cl
     machine.program.close()
 
 
-def test_an_iteration_takes_all_that_is_between_its_begin_and_the_next_one(clock: Clock) -> None:
-    machine = Machine(clock, {"serial": 2, "ahead": 3}, FEW)
-    machine.fetch = 10.0
-    machine.epoch(range(100))
-    # Fetching, copying and training.
-    assert machine.choices[0].measured == {"serial": [13.0] * 5, "ahead": [14.0] * 5}
-    ((_, beside),) = machine.asked
-    assert beside == pytest.approx(10.0)
-
-
 def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
     # A pipeline that fills fetches more than once, one that drains not at all; and a loader's workers have to start.
     machine = Machine(clock, {}, Exploration(1, 8, 1, extra_rounds=0), ["auto_1"])
@@ -254,15 +220,6 @@ def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
     (choice,) = machine.choices
     assert {seconds for times in choice.measured.values() for seconds in times} == {16.0}
     assert machine.trained == [batch for epoch in epochs for batch in epoch]
-
-
-def test_no_plan_is_tried_that_the_rounds_could_not_show_to_be_faster(clock: Clock) -> None:
-    for rounds, tried in ((4, 0), (5, 1), (6, 3)):
-        names = ["auto_1", "auto_2", "auto_3"]
-        machine = Machine(clock, dict.fromkeys(names, 1.0), Exploration(1, rounds, 3, extra_rounds=0), names)
-        machine.epoch(range(400))
-        assert len(machine.choices[0].measured) == 2 + tried
-        assert (machine.choices[0].plan.name == "auto_1") == bool(tried)
 
 
 def test_training_that_ends_before_says_that_no_plan_was_chosen(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -289,26 +246,6 @@ def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) ->
     rounds = {"serial": 9, "ahead": 5, "auto_1": 9, "auto_2": 5, "auto_3": 9}
     assert {name: len(times) for name, times in choice.measured.items()} == rounds
     assert choice.plan.name == "serial"
-
-
-def test_a_plan_that_is_slow_at_first_and_not_beyond_noise_is_chosen_by_all_rounds(clock: Clock) -> None:
-    machine = Machine(clock, {"serial": 7.0, "ahead": 7.3}, Exploration(1, 2, 0, extra_rounds=10))
-
-    def timed() -> int:
-        return len(machine.program._times.get("ahead", ()))
-
-    while not machine.choices:
-        machine.epoch(range(10))
-        machine.seconds["ahead"] = 7.3 if timed() < 2 else 6.7
-    assert machine.choices[0].plan.name == "ahead"
-    assert 2 < timed() <= 12
-
-
-def test_rounds_begin_with_another_plan_each_so_that_none_always_follows_the_same(clock: Clock) -> None:
-    machine = Machine(clock, {}, Exploration(1, 4, 0, extra_rounds=0))
-    machine.epoch(range(60))
-    order = [name for name, _ in itertools.groupby(machine.plans)]
-    assert order == ["serial", "ahead", "serial", "ahead", "serial"]  # each round's last begins the next one
 
 
 def test_a_device_with_a_clock_says_how_long_iterations_took() -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from lightning_pipe.loops.programs.default_program import default_program
 from tests.loops.models import trainer
 
@@ -25,15 +23,6 @@ def test_the_next_batch_is_moved_while_the_caller_trains_this_one() -> None:
     program.finish()
     assert program.begin(source).batch == "B"
     assert moved == ["a", "b", "c"]
-    program.close()
-
-
-def test_a_skipped_batch_needs_no_step_of_the_caller() -> None:
-    program = default_program(trainer(), lambda batch: batch)
-    source = iter([torch.zeros(1), torch.ones(1)])
-    program.begin(source)
-    program.finish()
-    assert program.begin(source).batch == torch.ones(1)
     program.close()
 
 

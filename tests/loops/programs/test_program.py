@@ -93,17 +93,6 @@ def test_hooks_come_after_the_transfer_ahead_and_the_step_is_the_callers(log: Lo
         log.program.begin(source)
 
 
-def test_a_batch_that_must_train_alone_has_nothing_behind_it() -> None:
-    first = iter([True])
-    log = Log(alone=lambda: next(first, False))
-    source = iter("abc")
-    log.train(source)
-    assert log.calls == [("Copy", 0), ("hooks", 0), ("backward", 0), ("step", 0), ("After", 0)]
-    log.train(source)
-    assert log.calls[5:8] == [("Copy", 1), ("Copy", 2), ("hooks", 1)]
-    log.program.close()
-
-
 def test_an_optimiser_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
     log.program.begin(iter("ab"))
     log.program.run_forward(lambda: "loss")
@@ -134,12 +123,3 @@ def test_closing_twice_closes_once_and_ends_the_pipeline(log: Log) -> None:
     assert log.closed == 1
     with pytest.raises(PlanError, match="is closed"):
         log.program.begin(iter("ab"))
-
-
-def test_contexts_of_abandoned_batches_are_handed_on() -> None:
-    abandoned: list[str] = []
-    log = Log(on_abandon=lambda contexts: abandoned.extend(ctx.batch for ctx in contexts))
-    log.program.begin(iter("ab"))
-    log.program.abandon()
-    assert abandoned == ["a", "b"]
-    log.program.close()
