@@ -144,9 +144,7 @@ def find_plan(name: str) -> PipelinePlan:
 def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
     """Plan with a name, or of a spec. Balancing and table replicas are enabled if the spec contains their tasks."""
     import_torchrec()  # lazy: other commands do not need it
-    from lightning_pipe.recsys.plans.named import PLANS, plan_of_spec
-    from lightning_pipe.recsys.plans.with_balancer import BALANCING
-    from lightning_pipe.recsys.plans.with_replicas import AVERAGING
+    from lightning_pipe.recsys.plans.named import AVERAGING, BALANCING, PLANS, plan_of_spec
     from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
     spec = PLANS[plan] if isinstance(plan, str) else plan

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -32,17 +31,14 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.runtime.devices import current_stream
 
-# Kind that a rank sends for each parameter in addition to the gradient. The sum over ranks is 0 if no rank has a
-# gradient and NaN if any rank's gradient is sparse.
-_NONE, _DENSE, _SPARSE = 0.0, 1.0, float("nan")
-
 
 class DenseGradientReducer:
     """Averages the gradients of parameters over the ranks of a process group.
 
     A step is ``prepare()``, one backward and ``finalize()``, on every rank. A parameter that a rank does not use counts
     as zero on that rank; a parameter that no rank uses keeps ``grad`` None. Gradients accumulated before the backward
-    are averaged together with the new ones, as one sum. A group of one rank adds no hooks, copies or collectives.
+    are averaged together with the new ones, as one sum. Sparse gradients are averaged as dense ones. A group of one
+    rank adds no hooks, copies or collectives.
 
     Frozen parameters are excluded. Parameters may be frozen and unfrozen between steps, in the same way on all ranks.
     """
@@ -52,12 +48,10 @@ class DenseGradientReducer:
         parameters: Sequence[tuple[str, Parameter]],
         group: dist.ProcessGroup,
         bucket_bytes: int = 25 * 2**20,
-        may_be_sparse: Collection[Parameter] = (),
     ) -> None:
         self._parameters = list(parameters) if group.size() > 1 else []
         self._group = group
         self._bucket_bytes = bucket_bytes
-        self._may_be_sparse = frozenset(may_be_sparse)
         # None instead of an empty list, so that the ranks compare their parameters at least once.
         self._trained: list[str] | None = None
         self._buckets: list[_Bucket] = []
@@ -89,14 +83,10 @@ class DenseGradientReducer:
             return
         try:
             self._launch_rest()
-            sparse = [name for bucket in self._buckets for name in bucket.finish()]
+            for bucket in self._buckets:
+                bucket.finish()
         finally:
             self._disarm()
-        if sparse:
-            raise SetupError(
-                f"the gradients of {', '.join(sparse)} are sparse tensors, which are not averaged over ranks. Create"
-                " the embedding with sparse=False, or use TorchRec's EmbeddingBagCollection, whose tables are sharded"
-            )
 
     def received(self, parameters: Iterable[Parameter]) -> None:
         """Replace the backward after :meth:`prepare`: existing gradients of *parameters* count as its results."""
@@ -158,7 +148,7 @@ class DenseGradientReducer:
         self._forget_buckets()
         self._trained = names
         parts = _cut(parameters, self._bucket_bytes)
-        self._buckets = [_Bucket(part, self._group, self._may_be_sparse) for part in parts]
+        self._buckets = [_Bucket(part, self._group) for part in parts]
         for bucket in self._buckets:
             for name, parameter in bucket.parameters:
                 hook = partial(self._receive, bucket, name)
@@ -207,7 +197,9 @@ class DenseGradientReducer:
 
 
 class _Bucket:
-    """Gradients that are reduced together in one flat buffer: the gradients, then one kind for each parameter.
+    """Gradients that are reduced together in one flat buffer: the gradients, then a flag for each parameter.
+
+    A flag is 1 if this rank has a gradient, otherwise 0. The sum over ranks is 0 if no rank has one.
 
     Attributes:
         parameters: names and parameters.
@@ -215,19 +207,16 @@ class _Bucket:
         work: the all-reduce; None before launch.
     """
 
-    def __init__(
-        self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup, may_be_sparse: frozenset[Parameter]
-    ) -> None:
+    def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
         self._group = group
         _, first = parameters[0]
         sizes = [parameter.numel() for _, parameter in parameters]
         self._buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *views, self._kinds = self._buffer.split([*sizes, len(sizes)])
+        *views, self._flags = self._buffer.split([*sizes, len(sizes)])
         self._views = [view.view(parameter.shape) for view, (_, parameter) in zip(views, parameters, strict=True)]
-        self._own_kinds: list[float] = []
+        self._have: list[bool] = []
         self._device = first.device if first.is_cuda else None
-        self._reads_kinds = self._device is None or any(parameter in may_be_sparse for _, parameter in parameters)
         # Streams that gradients of this step have arrived on: autograd runs a hook on a stream of the forward.
         self._streams: set[Any] = set()
         self.work: dist.Work | None = None
@@ -257,19 +246,16 @@ class _Bucket:
             stream = current_stream(self._device)
             for other in self._streams - {stream}:
                 stream.wait_stream(other)
-        self._own_kinds = []
+        self._have = [parameter.grad is not None for _, parameter in self.parameters]
         for (_, parameter), view in zip(self.parameters, self._views, strict=True):
-            gradient = parameter.grad
-            kind = _NONE if gradient is None else _DENSE if gradient.layout == torch.strided else _SPARSE
-            self._own_kinds.append(kind)
-            if gradient is not None and kind == _DENSE:
-                view.copy_(gradient)
-            else:
+            if parameter.grad is None:
                 view.zero_()
-        if all(kind == _DENSE for kind in self._own_kinds):
-            self._kinds.fill_(_DENSE)
+            else:
+                view.copy_(parameter.grad.to_dense())
+        if all(self._have):
+            self._flags.fill_(1)
         else:
-            self._kinds.copy_(torch.tensor(self._own_kinds, dtype=self._kinds.dtype))
+            self._flags.copy_(torch.tensor(self._have, dtype=self._flags.dtype))
         self.work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
     def wait(self) -> None:
@@ -277,28 +263,17 @@ class _Bucket:
             self.work.wait()
 
     @torch.no_grad()
-    def finish(self) -> list[str]:
+    def finish(self) -> None:
         """Wait, and copy the averages to ``.grad``."""
         self.wait()
         self._buffer.div_(self._group.size())
-        # Reading the reduced kinds from a GPU makes the host wait, which a step with dense gradients does without.
-        reads = self._reads_kinds or any(kind != _DENSE for kind in self._own_kinds)
-        kinds = self._kinds.tolist() if reads else self._own_kinds
-        sparse = []
-        for (name, parameter), view, kind in zip(self.parameters, self._views, kinds, strict=True):
-            if kind != kind:
-                sparse.append(name)
-            elif kind != _NONE:
-                if parameter.grad is None:
+        # Reading the flags from a GPU makes the host wait, which a step with all gradients does without.
+        have = self._have if all(self._have) else self._flags.tolist()
+        for (_, parameter), view, has in zip(self.parameters, self._views, have, strict=True):
+            if has:
+                if parameter.grad is None or parameter.grad.layout != torch.strided:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(view)
-        return sparse
-
-
-def sparse_parameters(module: nn.Module) -> set[Parameter]:
-    """Parameters of modules with ``sparse=True``, such as ``nn.Embedding``."""
-    sparse = (child for child in module.modules() if getattr(child, "sparse", False) is True)
-    return {parameter for child in sparse for parameter in child.parameters(recurse=False)}
 
 
 def _cut(parameters: list[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:

@@ -23,9 +23,10 @@ from lightning_pipe.engine.plans.plan_file import plan_file
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.spec import Edge
 from lightning_pipe.engine.ranks.exchanges import gains_from_messages
-from lightning_pipe.recsys.plans.with_balancer import BALANCING, with_balancing
-from lightning_pipe.recsys.plans.with_replicas import AVERAGING, with_replicas
 
+# Tasks of a balancer, and the average of table replicas, which only some models have.
+BALANCING = ("BalanceStart", "BalanceFinish")
+AVERAGING = "SyncReplicas"
 _LOOKUP = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -155,11 +156,11 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
     names = [task.name for task in tasks]
-    spec = with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
+    spec = _with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimiser step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
-    spec = with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
+    spec = _with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
     if looks_ahead(spec):
         _check_lookups(spec.name, tasks)
     for task, where in spec.schedule.items():
@@ -170,6 +171,42 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
                 f" groups of the main thread or run the user's step. Set its thread_group to {MAIN!r}."
             )
     return PipelinePlan.from_spec(spec, tasks)
+
+
+def _with_balancing(plan: PlanSpec) -> PlanSpec:
+    """Add the tasks of a balancer to a plan that names neither: in the copy's stage, otherwise as the input dist.
+
+    The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads and
+    compute the partition while another batch runs forward. If the order leaves no room for that, the exchange precedes
+    the input dist. If the input dist of a batch comes in a later period than its copy, the exchange is the last task.
+    """
+    copy, input_dist = (plan.schedule.get(name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
+    if copy is None or input_dist is None or any(name in plan.schedule for name in BALANCING):
+        return plan
+    where = replace(input_dist, stage=copy.stage)
+    gather, exchange = BALANCING
+    plan = plan.insert(gather, where, after="H2DAndShuffle")
+    if not plan.order:
+        return plan.insert(exchange, where)
+    before = "EmbInputDistStart" if copy.stage == input_dist.stage else None
+    end = len(plan.order) if before is None else plan.position(before)
+    if plan.position(gather) < plan.position("LossPostprocess") < end:
+        before = "LossPostprocess"
+    return plan.insert(exchange, where, before=before)
+
+
+def _with_replicas(plan: PlanSpec) -> PlanSpec:
+    """Add the average to a plan that does not name it, directly after the tables' backward: before any later lookup.
+
+    A lookup that does not wait for the tables' backward does not wait for the average either. A dependence of the
+    lookup on the average implies one on the backward, so the average's edge is dropped first and precedes the
+    backward's in ``stale``.
+    """
+    if AVERAGING in plan.schedule or "EmbBackward" not in plan.schedule:
+        return plan
+    where = TaskSchedule(globally_ordered=plan.schedule["EmbBackward"].globally_ordered)
+    stale = [(AVERAGING, *edge[1:]) for edge in plan.stale if edge[:2] == ("EmbBackward", "EmbForward")]
+    return replace(plan.insert(AVERAGING, where, after="EmbBackward"), stale=(*stale, *plan.stale))
 
 
 def read_beyond_tables(tasks: Sequence[PipelineTask]) -> list[str]:

@@ -1,12 +1,11 @@
 """Releases a batch's ids after the input dist has sent them: the step gets looked-up rows, and does not read ids.
 
-    batch.sparse   keys   lengths   offsets   ids    weights         before the input dist
-                   keys   lengths   offsets   meta   meta            after: the step passes the same object
+    batch.sparse   keys   lengths   offsets   ids        weights         before the input dist
+                   keys   lengths   offsets   Released   Released        after: the step passes the same object
 
 The batch's keyed jagged tensors drop their references. Unlike in TorchRec's ``free_features_storage_early``, memory is
 not resized, so other references stay valid: another field of the batch over the same memory, a message in flight, or
-TorchRec's context of the batch, which gets separate objects. Tensors on the meta device take their place: they have the
-shape and type, and no values, so PyTorch refuses to compute with them and with others.
+TorchRec's context of the batch, which gets separate objects.
 """
 
 from __future__ import annotations
@@ -16,9 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
+import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe._compat.torchrec import put_tensors
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.modules.call_arguments import (
     Arguments,
@@ -54,18 +57,16 @@ class EarlyRelease:
 
     def release(self, inputs: Inputs) -> None:
         """Release the ids and weights of all arguments of pipelined modules, all of which have been sent."""
-        pipelined = [one.arguments for one in self._sharded.values() if one.arguments is not None]
-        for source in (source for arguments in pipelined for source in _sources(arguments)):
-            features = source.get(inputs.batch, inputs.postprocessed)
-            if not isinstance(features, KeyedJaggedTensor) or not self._is_free(features):
-                continue
-            if source.get(inputs.batch, inputs.postprocessed) is features:
-                weights = features.weights_or_none()
-                put_tensors(
-                    features,
-                    values=features.values().to("meta"),
-                    weights=None if weights is None else weights.to("meta"),
-                )
+        found: dict[int, KeyedJaggedTensor] = {}
+        for entry in self._sharded.values():
+            for source in () if entry.arguments is None else _sources(entry.arguments):
+                features = source.get(inputs.batch, inputs.postprocessed)
+                if not isinstance(features, KeyedJaggedTensor) or not self._is_free(features):
+                    continue
+                if source.get(inputs.batch, inputs.postprocessed) is features:
+                    found[id(features)] = features
+        for features in found.values():
+            _release(features)
 
     def _is_free(self, features: KeyedJaggedTensor) -> bool:
         if self._looked_up_in_step is None:
@@ -75,6 +76,40 @@ class EarlyRelease:
         # A module whose features are unknown may look up any feature.
         in_step = self._looked_up_in_step
         return features not in self._of_loaders and "" not in in_step and in_step.isdisjoint(features.keys())
+
+
+# TorchRec splits jagged tensors into single features by these functions, and their lengths may still be used.
+_PARTS = (Tensor.__getitem__, Tensor.split, torch.split)
+
+
+class ReleasedTensor(Tensor):
+    """Tensor on the meta device in place of ids or weights: everything but its form and its parts is an error.
+
+    PyTorch itself gives uninitialized memory, without an error, for a tensor on the CPU that a meta tensor indexes.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.record_stream:
+            return None
+        error: Exception | None = None
+        if all(isinstance(leaf, cls) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            try:
+                result = super().__torch_function__(func, types, args, kwargs or {})
+                if func in _PARTS or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                    return result
+            except (NotImplementedError, RuntimeError, TypeError) as without_values:
+                error = without_values
+        raise SetupError(
+            "the ids and weights of a batch were released (free_features_early) after the input dist had sent them, but"
+            " they are used afterwards. Only keys, lengths, offsets and batch sizes remain: add a copy of the values to"
+            " the batch under another name, in the collate function or on_after_batch_transfer, or turn"
+            " free_features_early off."
+        ) from error
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta").as_subclass(ReleasedTensor)
 
 
 def own_objects(call: Arguments) -> Arguments:
@@ -98,3 +133,12 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
             yield source
             if isinstance(source, Postprocessed):
                 pending.extend([*source.arguments.positional, *source.arguments.named.values()])
+
+
+def _release(features: KeyedJaggedTensor) -> None:
+    weights = features.weights_or_none()
+    put_tensors(
+        features,
+        values=_without_values(features.values()),
+        weights=None if weights is None else _without_values(weights),
+    )

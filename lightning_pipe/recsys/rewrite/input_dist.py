@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,25 +83,23 @@ class SplitsWithStatus(Awaitable[list[list[int]]]):
         return self._received
 
 
+@dataclass
 class SplitsRequest:
-    """The splits of some modules in flight, fused or not."""
+    """The splits of some modules in flight, with one awaitable for all modules, or one for each."""
 
-    def __init__(
-        self, names: list[str], awaitables: list[Awaitable[Any]], status: SplitsWithStatus | None = None
-    ) -> None:
-        self._names = names
-        self._awaitables = awaitables
-        self._status = status
+    names: list[str]
+    awaitables: list[Awaitable[Any]]
+    status: SplitsWithStatus | None = None
 
     def any_failed(self) -> bool:
         """Wait for the splits. Return True if any rank reported with its splits that it has none."""
-        return self._status is not None and self._status.any_failed()
+        return self.status is not None and self.status.any_failed()
 
     def wait(self) -> dict[str, Awaitable[Any]]:
         """Wait for the splits, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
-        results = [awaitable.wait() for awaitable in self._awaitables]
-        fused = len(results) == 1 and isinstance(self._awaitables[0], FusedKJTListSplitsAwaitable)
-        return dict(zip(self._names, results[0] if fused else results, strict=True))
+        results = [awaitable.wait() for awaitable in self.awaitables]
+        fused = len(results) == 1 and isinstance(self.awaitables[0], FusedKJTListSplitsAwaitable)
+        return dict(zip(self.names, results[0] if fused else results, strict=True))
 
 
 def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.common.errors import InputError, SetupError
@@ -31,9 +33,16 @@ from lightning_pipe.engine.runtime.worker import on_worker
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
-from lightning_pipe.recsys.kernels.kernel_calls import LookupCalls, can_follow_rates, capture_calls, check_capturable
+from lightning_pipe.recsys.kernels.kernel_calls import (
+    LookupCalls,
+    can_follow_rates,
+    capture_calls,
+    check_capturable,
+    has_dense_kernels,
+    trains_only_tables,
+)
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
-from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults, same_arguments
+from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
@@ -42,7 +51,6 @@ from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
-from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, check_on_host, find_sharded
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
@@ -50,7 +58,7 @@ from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 _ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
 
 
-class ModelRewrite(ReplacedForwards):
+class ModelRewrite:
     """Replaces the forwards of a model's sharded modules until ``restore``.
 
     Args:
@@ -105,7 +113,11 @@ class ModelRewrite(ReplacedForwards):
         first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.own_group
         self._agree_group = agree_group if agree_group is not None else group
-        super().__init__(model, sharded, Resolution(model, method, step, sharded, self._agree_group, group))
+        self._model = model
+        self._sharded = sharded
+        self._resolution = Resolution(model, method, step, sharded, self._agree_group, group)
+        self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
+        self._attached = False
         self._early_release = EarlyRelease(self._sharded) if free_features_early else None
         self._device = first.device
         self._group = group if group is not None and group.size() > 1 else None
@@ -133,9 +145,95 @@ class ModelRewrite(ReplacedForwards):
         self.attach()
 
     @property
+    def model(self) -> torch.nn.Module:
+        """The model, without wrappers."""
+        return self._model
+
+    @property
+    def resolved(self) -> bool:
+        """True if it is known which modules are pipelined. Until then, batches must be trained serially."""
+        return self._resolution.done
+
+    @property
+    def records(self) -> bool:
+        """True if the method observes the first step, which must then be trained serially."""
+        return self._resolution.records
+
+    @property
+    def only_tables(self) -> bool:
+        """True if the sharded modules train only tables, and no feature processors."""
+        return all(map(trains_only_tables, self.modules.values()))
+
+    @property
+    def has_replicated_tables(self) -> bool:
+        """True if this rank looks up replicated tables, which no kernel trains."""
+        return any(map(has_dense_kernels, self.modules.values()))
+
+    @property
+    def attached(self) -> bool:
+        """True while the forwards are replaced."""
+        return self._attached
+
+    @property
+    def pipelined(self) -> dict[str, CallArguments]:
+        """The pipelined modules, with the sources of their arguments in a batch."""
+        return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
+
+    @property
+    def unpipelined(self) -> dict[str, str]:
+        """The other sharded modules, with the reason why each is not pipelined."""
+        return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
+
+    @property
+    def postprocessed(self) -> dict[str, CallArguments]:
+        """The post-processing modules that run ahead, with the sources of their arguments in a batch."""
+        found: dict[str, CallArguments] = {}
+        for arguments in self.pipelined.values():
+            found |= arguments.postprocesses()
+        return found
+
+    @property
+    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+        """All sharded modules by name."""
+        return {name: entry.module for name, entry in self._sharded.items()}
+
+    @property
     def has_peers(self) -> bool:
         """True if other ranks take part, which would wait for operations that this rank leaves out."""
         return self._status_group is not None
+
+    def attach(self) -> None:
+        """Replace the forwards, also after ``detach``. Results of the resolution are kept."""
+        if not self._attached:
+            for entry in self._sharded.values():
+                entry.install(partial(self._called, entry))
+            self._attached = True
+            self._attach_postprocesses()
+
+    def _attach_postprocesses(self) -> None:
+        for name in self.postprocessed:
+            module = self._model.get_submodule(name)
+            if "forward" not in module.__dict__:
+                self._postprocess_forwards[name] = module.forward
+                module.forward = partial(self._postprocess, name, module.forward)
+
+    def detach(self) -> None:
+        """Restore all replaced forwards, so that the model is as before. Batches in flight stay valid."""
+        if self._attached:
+            for entry in self._sharded.values():
+                entry.restore()
+            for name in self.postprocessed:
+                self._model.get_submodule(name).__dict__.pop("forward", None)
+            self._attached = False
+
+    def restore(self) -> None:
+        """Detach for good, so that another rewrite can replace the forwards."""
+        self.detach()
+
+    def resolve(self, batch: Any) -> None:
+        """Find the input of each module from a transferred batch alone, directly or by fx. A collective."""
+        self._resolution.without_step(batch)
+        self._attach_postprocesses()
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[Embeddings]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lightning_pipe.engine import State
 from lightning_pipe.engine.planning.costs import Resource
 from lightning_pipe.engine.plans.task import DeclaredIO
-from lightning_pipe.recsys.plans.with_replicas import AVERAGING
+from lightning_pipe.recsys.plans.named import AVERAGING
 from lightning_pipe.recsys.tasks.actions import (
     DENSE_BUFFERS,
     DENSE_GRADIENTS,

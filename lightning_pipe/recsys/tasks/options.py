@@ -99,7 +99,7 @@ class MemoryOptions:
     Args:
         free_features_early: release a batch's ids and weights once the input dist has sent them, if only pipelined
             sharded modules use them (default False). Steps, hooks and callbacks may still read keys, lengths and batch
-            sizes; ids and weights are then without values, on the meta device.
+            sizes; reading ids is an error.
 
     Raises:
         SetupError: the value is neither True nor False.

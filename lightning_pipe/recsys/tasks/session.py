@@ -27,7 +27,7 @@ from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer, sparse_parameters
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import caches_restored, clear_prefetches, fused_kernels, prefetches_suspended
 from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group, suits_caches
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
@@ -98,11 +98,7 @@ class RecsysSession:
         if self._sharded is not None:
             self._sharded.refuse_untrained()
             # Not the input group: the input dists of later batches overlap with the reduction of gradients.
-            self.reducer = DenseGradientReducer(
-                self._sharded.dense_parameters(),
-                self._group("dense"),
-                may_be_sparse=sparse_parameters(self._sharded.module),
-            )
+            self.reducer = DenseGradientReducer(self._sharded.dense_parameters(), self._group("dense"))
             self._undo.callback(self.reducer.close)
 
     def training_tasks(

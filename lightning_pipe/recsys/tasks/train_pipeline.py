@@ -23,13 +23,10 @@ from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
-from lightning_pipe.recsys.tasks.options import (
-    SessionOptions,
-)
+from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.recsys.tasks.train_pipeline_checks import (
-    check_model,
     clipping,
     refuse_late_gradients,
     refuse_of_strategies,
@@ -78,7 +75,7 @@ class TrainPipeline:
 
     Raises:
         PlanError: the plan does not exist, or cannot be run.
-        SetupError: an argument has the wrong type; the model holds no sharded module, one that cannot be trained here,
+        SetupError: an option has the wrong type; the model holds no sharded module, one that cannot be trained here,
             or one with trained feature processors inside ``DistributedDataParallel``; or it is in another pipeline.
 
     Example::
@@ -114,9 +111,7 @@ class TrainPipeline:
         chosen = option_group(SessionOptions, "options", options)
         refuse_of_strategies(chosen)
         declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
-        sharded = model if isinstance(model, ShardedModel) else None
-        self._sharded = sharded
-        check_model(model, optimizer, custom_model_fwd)
+        self._sharded = model if isinstance(model, ShardedModel) else None
         clip = None if max_norm is None else clipping(model, max_norm)
         if clip is not None and accumulate != 1:
             raise SetupError(

@@ -17,24 +17,6 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.options import SessionOptions
 
 
-def check_model(model: object, optimizer: object, forward: object) -> None:
-    """Check that the arguments are a model, an optimiser, and a function that replaces the model's forward, or None."""
-    if not isinstance(model, (nn.Module, ShardedModel)):
-        raise SetupError(
-            f"expected the model to be TorchRec's DistributedModelParallel or the result of shard_model(), got a"
-            f" {type(model).__name__}. Shard the model with shard_model() first."
-        )
-    if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
-        raise SetupError(
-            f"expected the optimizer to be a torch.optim.Optimizer over the dense parameters, got a"
-            f" {type(optimizer).__name__}. Pass such an optimizer."
-        )
-    if forward is not None and not callable(forward):
-        raise SetupError(
-            f"custom_model_fwd must be a function of the batch or None, got {forward!r}. Pass one of these."
-        )
-
-
 def refuse_of_strategies(options: SessionOptions) -> None:
     """Refuse options that only a strategy supports."""
     if options.wire.quantized_comms is not None:

@@ -127,21 +127,6 @@ def test_one_process_needs_no_group() -> None:
         token_weighted_mean(torch.tensor(1.0), -2)
 
 
-@pytest.mark.parametrize("total", [0.4, 1e-3, 2.5])
-def test_a_sum_of_weights_below_one_is_a_count_too(total: float) -> None:
-    loss_sum = torch.tensor(0.8, requires_grad=True)
-    loss = token_weighted_mean(loss_sum, total)
-    loss.backward()
-    assert loss.item() == pytest.approx(0.8 / total)
-    assert loss_sum.grad is not None
-    assert loss_sum.grad.item() == pytest.approx(1 / total)
-
-
-def test_a_loss_keeps_its_type() -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert token_weighted_mean(torch.ones((), dtype=dtype), 3).dtype == dtype
-
-
 def test_a_count_is_one_number() -> None:
     with pytest.raises(InputError, match="has 2 elements"):
         TokenCount(torch.tensor([1, 2]))

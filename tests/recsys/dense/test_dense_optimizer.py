@@ -46,15 +46,6 @@ def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive()
     assert gone() is None
 
 
-def test_state_that_the_optimiser_keeps_for_tables_goes_with_them() -> None:
-    users, weight = parameter(), parameter()
-    tables = TableParameters()
-    tables.add_sharded("users", users)
-    optimizer = torch.optim.Adagrad([users, weight])  # makes its state at once
-    take_tables_out(optimizer, tables)
-    assert list(optimizer.state) == [weight]
-
-
 def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_it_was() -> None:
     users, weight = parameter(), parameter()
     tables = TableParameters()
@@ -89,21 +80,3 @@ def test_the_learning_rate_factor_is_how_far_a_scheduler_has_come() -> None:
     optimizer.step()
     scheduler.step()
     assert learning_rate_factor(optimizer) == pytest.approx(0.5)
-
-
-def test_a_one_cycle_schedule_counts_from_its_greatest_rate() -> None:
-    optimizer = torch.optim.SGD([parameter()], lr=0.4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=10)
-    factors = []
-    for _ in range(9):
-        factors.append(learning_rate_factor(optimizer))
-        optimizer.step()
-        scheduler.step()
-    assert factors[0] == pytest.approx(1 / 25)
-    assert max(factors) <= 1.0 + 1e-9
-    assert max(factors) > 0.9
-
-
-def test_a_rate_that_began_at_zero_gives_the_factor_one() -> None:
-    optimizer = torch.optim.SGD([{"params": [parameter()], "lr": 0.1, "initial_lr": 0.0}])
-    assert learning_rate_factor(optimizer) == 1.0

@@ -32,12 +32,6 @@ def test_modules_on_the_meta_device_get_the_values_of_their_reset_parameters() -
     assert torch.equal(parameters["0.weight"], again.get_parameter("0.weight"))
 
 
-def test_what_is_on_a_real_device_keeps_its_values() -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta"))
-    before = dict(module.named_parameters())["0.weight"].detach().clone()
-    assert torch.equal(dict(filled(module).named_parameters())["0.weight"], before)
-
-
 def test_a_shared_parameter_stays_shared_and_a_frozen_one_frozen() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
     first, second = module[0], module[1]

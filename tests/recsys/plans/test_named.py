@@ -28,8 +28,6 @@ ON_TWO_NODES = [
     if name.endswith(ACROSS_NODES) or name in ("pooled, row_wise", "sequences, column_wise", "everything")
 ]
 
-MODULES = {"everything": 3, "TorchRec's DLRM": 1}
-
 
 def plans_of(name: str) -> list[str]:
     """Those that a case can be trained under: feature processors are read in the lookup."""
@@ -150,100 +148,6 @@ def test_a_named_plan_comes_back_from_yaml(plan: str, scaled_late: bool, tmp_pat
         assert again.to_yaml() == text
 
 
-STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
-
-
-@pytest.mark.parametrize(
-    ("plan", "depth", "order"),
-    [
-        ("serial", 1, ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP)),
-        (
-            "base",  # batch i+1's input dist is started, i+2 copied, i's forward, i+1's waited for, i's backward
-            3,
-            (
-                *("EmbInputDistStart", "H2DAndShuffle", "EmbPrefetch", "EmbForward", "DenseForward"),
-                *("LossPostprocess", "EmbInputDistWait", *STEP[2:]),
-            ),
-        ),
-        (
-            "threaded_input",  # i looked up, then a worker's input dist of i+1 between i's lookup and its backward
-            2,
-            (
-                *("H2DAndShuffle", "EmbPrefetch", "EmbForward", "EmbInputDistStart", "EmbInputDistWait"),
-                *STEP,
-            ),
-        ),
-        (
-            "prefetch",  # i+2 copied, i+1's input dist waited for, i's forward, i+1 prefetched beside i's backward
-            3,
-            (
-                "H2DAndShuffle",
-                "EmbInputDistWait",
-                "EmbForward",
-                "DenseForward",
-                "EmbPrefetch",
-                *STEP[1:],
-                "EmbInputDistStart",
-            ),
-        ),
-        (
-            "early_prefetch",  # the same, i+1 prefetched beside i's lookup and all of its step
-            3,
-            ("H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP, "EmbInputDistStart"),
-        ),
-        (
-            "fused_sparse_dist",  # i+1's input dist, i's step, and i+1's lookup as soon as i has written the tables
-            3,
-            (
-                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbInputDistWait"),
-                *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
-            ),
-        ),
-        (
-            "semi_sync",  # i+2's input dist, i+3 copied, i's forward, i+1's lookup, i's backward
-            4,
-            (
-                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbPrefetch"),
-                *("EmbForward", "EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
-            ),
-        ),
-    ],
-)
-def test_a_period_runs_in_the_order_of_the_pipelines_it_is_modelled_on(
-    plan: str, depth: int, order: tuple[str, ...]
-) -> None:
-    built = recsys_plan(plan, recsys_tasks())
-    assert (built.pipeline_depth, built.order) == (depth, order)
-
-
-def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
-    ahead = {
-        plan: {task: where.stage for task, where in recsys_plan(plan, recsys_tasks()).schedule.items() if where.stage}
-        for plan in PLANS
-    }
-    assert ahead == {
-        "serial": {},
-        "base": {"H2DAndShuffle": 2, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
-        "threaded_input": {"H2DAndShuffle": 1, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
-        "prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
-        "early_prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
-        "fused_sparse_dist": {
-            "H2DAndShuffle": 2,
-            "EmbInputDistStart": 1,
-            "EmbInputDistWait": 1,
-            "EmbPrefetch": 1,
-            "EmbForward": 1,
-        },
-        "semi_sync": {
-            "H2DAndShuffle": 3,
-            "EmbInputDistStart": 2,
-            "EmbInputDistWait": 2,
-            "EmbPrefetch": 1,
-            "EmbForward": 1,
-        },
-    }
-
-
 def test_only_prefetches_and_the_input_have_a_thread_of_their_own() -> None:
     workers = {
         plan: {
@@ -298,13 +202,6 @@ def test_lookups_wait_for_the_tables_of_the_batch_before_or_say_that_they_do_not
     )
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_steps_wait_for_what_the_optimiser_step_of_the_batch_before_wrote(plan: str) -> None:
-    built = recsys_plan(plan, recsys_tasks())
-    before = {(one.upstream, one.distance) for one in built.dependencies if one.downstream == "DenseForward"}
-    assert ("OptimStep", 1) in before
-
-
 # What is refused.
 
 
@@ -314,13 +211,6 @@ def test_steps_wait_for_what_the_optimiser_step_of_the_batch_before_wrote(plan: 
 def test_what_is_no_plan_is_refused_with_the_names_that_are(plan: Any) -> None:
     with pytest.raises(PlanError, match=f"neither one of {', '.join(PLANS)} nor a file"):
         recsys_plan(plan, recsys_tasks())
-
-
-def test_a_file_that_is_not_text_is_no_plan(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_bytes(b"name: \xff")
-    with pytest.raises(PlanError, match=r"plan\.yaml is not text in UTF-8"):
-        recsys_plan(path, recsys_tasks())
 
 
 def edited(old: str, new: str) -> str:
@@ -352,12 +242,6 @@ def test_a_plan_that_cannot_run_is_refused_by_name(tmp_path: Path, old: str, new
     path.write_text(edited(old, new), encoding="utf-8")
     with pytest.raises(PlanError, match=says):
         recsys_plan(path, recsys_tasks())
-
-
-def test_a_plan_over_other_tasks_is_refused() -> None:
-    tasks = recsys_tasks()
-    with pytest.raises(PlanError, match="unknown task 'OptimStep'"):
-        recsys_plan(recsys_plan("base", tasks), tasks[:-1])
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
+from lightning_pipe.engine import PlanError
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.plans.named import evaluation_plan
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
@@ -49,29 +49,6 @@ def test_a_plan_in_yaml_gets_the_same_places_and_loses_them_again(plan: str, lat
     assert recsys_plan(path, without).description() == recsys_plan(plan, without).description()
 
 
-def test_what_a_plan_says_of_them_is_kept() -> None:
-    base = recsys_plan("base", BALANCED)
-    schedule = {**base.schedule, "BalanceFinish": TaskSchedule(1, "data_dist")}
-    moved = [name for name in base.order if name != "BalanceFinish"]
-    moved.insert(moved.index("EmbInputDistStart"), "BalanceFinish")
-    plan = PipelinePlan([(base.tasks[name], where) for name, where in schedule.items()], name="mine", order=moved)
-    assert recsys_plan(plan, BALANCED).description() == plan.description()
-
-
-def test_dependencies_on_them_go_with_them() -> None:
-    plan = recsys_plan("base", BALANCED)
-    more = PipelinePlan(
-        [(plan.tasks[name], where) for name, where in plan.schedule.items()],
-        deps=[("BalanceStart", "OptimStep"), ("H2DAndShuffle", "EmbForward")],
-        cross_iter_deps=[("BalanceFinish", "OptimStep", 2)],
-        name="more",
-        order=plan.order,
-    )
-    left = recsys_plan(more, recsys_tasks())
-    assert [(one.upstream, one.downstream) for one in left.deps] == [("H2DAndShuffle", "EmbForward")]
-    assert left.cross_iter_deps == ()
-
-
 def test_a_plan_without_an_order_gets_one(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("tasks: {" + ", ".join(f"{task.name}: " for task in recsys_tasks()) + "}\n", encoding="utf-8")
@@ -84,12 +61,6 @@ def test_one_of_the_two_alone_is_an_error(tmp_path: Path) -> None:
     path.write_text("\n".join(line for line in text.splitlines() if "BalanceStart: {" not in line), encoding="utf-8")
     with pytest.raises(PlanError, match="leaves out BalanceStart"):
         recsys_plan(path, BALANCED)
-
-
-def test_one_alone_may_not_run_on_a_worker() -> None:
-    text = recsys_plan("base", BALANCED).to_yaml().replace("BalanceStart: {", "BalanceStart: {thread_group: x, ")
-    with pytest.raises(PlanError, match="the process group 'balance' from the thread groups x, main"):
-        PipelinePlan.from_yaml(text, BALANCED)
 
 
 @pytest.mark.parametrize("plan", PLANS)

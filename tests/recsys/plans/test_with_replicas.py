@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
+from lightning_pipe.engine import TaskSchedule
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.plans.named import evaluation_plan
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
@@ -49,12 +48,6 @@ def test_a_plan_in_yaml_gets_the_same_place_and_loses_it_again(plan: str, late: 
     assert recsys_plan(path, without).description() == recsys_plan(plan, without).description()
 
 
-def test_it_may_not_run_on_a_worker() -> None:
-    text = recsys_plan("base", REPLICATED).to_yaml().replace("SyncReplicas: {", "SyncReplicas: {thread_group: x, ")
-    with pytest.raises(PlanError, match="'SyncReplicas' to thread group 'x'"):
-        recsys_plan(PipelinePlan.from_yaml(text, REPLICATED), REPLICATED)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluation_has_no_average(plan: str) -> None:
     assert "SyncReplicas" not in evaluation_plan(recsys_plan(plan, REPLICATED), recsys_tasks()).tasks
@@ -68,22 +61,3 @@ def test_plans_are_found_with_it() -> None:
     for plan in [*plans, *by_hand]:
         assert list(plan.tasks) == [task.name for task in REPLICATED]
         assert plan.schedule["SyncReplicas"] == TaskSchedule(globally_ordered=plan.name == "threaded_input")
-
-
-@pytest.mark.parametrize("merged", ["EmbBackward", "H2DAndShuffle", "SyncReplicas"])
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("replicated", [False, True])
-def test_tasks_that_come_by_a_merge_key_are_found(
-    merged: str, balanced: bool, replicated: bool, tmp_path: Path
-) -> None:
-    tasks = recsys_tasks(balanced=balanced, replicated=replicated)
-    written = yaml.safe_load(recsys_plan("base", REPLICATED).to_yaml())
-    moved = {name: written["tasks"].pop(name) for name in (merged, "OptimStep")}
-    written["tasks"]["<<"] = moved
-    # What is written beside a merge key goes before what it brings.
-    moved["DenseForward"] = {"stage": 7}
-    text = yaml.safe_dump(written, sort_keys=False).replace("'<<'", "<<").replace('"<<"', "<<")
-    assert "  <<:" in text
-    path = tmp_path / "plan.yaml"
-    path.write_text(text, encoding="utf-8")
-    assert recsys_plan(path, tasks).description() == recsys_plan("base", tasks).description()

@@ -79,29 +79,11 @@ def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_w
         torch.autograd.backward(cuts[0].source, cuts[0].scaled_gradient(None))
 
 
-def test_two_backward_passes_add_up_as_they_do_without_a_cut() -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
-    cuts: list[Cut] = []
-    passed_on = cut_tensor(source(weight), cuts)
-    (passed_on * 3).sum().backward()
-    (passed_on * 4).sum().backward()
-    assert torch.equal(cuts[0].scaled_gradient(0.5), torch.full((2, 2), 3.5))
-
-
 def test_an_output_without_use_has_a_gradient_of_zeros() -> None:
     cuts: list[Cut] = []
     cut_tensor(source(torch.ones(2, 2, requires_grad=True)), cuts)
     assert cuts[0].gradient is None
     assert torch.equal(cuts[0].scaled_gradient(7.0), torch.zeros(2, 2))
-
-
-def test_nothing_is_cut_without_a_graph() -> None:
-    cuts: list[Cut] = []
-    weight = torch.ones(2, 2, requires_grad=True)
-    with torch.no_grad():
-        plain = source(weight)
-    assert cut_tensor(plain, cuts) is plain
-    assert cuts == []
 
 
 def test_the_gradient_comes_in_the_dtype_of_the_source_under_autocast() -> None:

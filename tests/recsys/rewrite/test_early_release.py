@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.modules.call_arguments import Arguments
-from lightning_pipe.recsys.rewrite.early_release import own_objects
+from lightning_pipe.recsys.rewrite.early_release import ReleasedTensor, own_objects
 from tests.distributed import run_ranks
-from tests.recsys.batch_memory_cases import LiveIds, copying
+from tests.recsys.batch_memory_cases import Copying, LiveIds, copying
 from tests.recsys.pipeline_cases import CASES, PLANS, STEPS, Case, Paired, outcome, sharded, train
 from tests.recsys.rewrite_cases import Bags, Batch, batches
-from tests.recsys.train_pipeline_cases import POOLED, pipeline_of
+from tests.recsys.train_pipeline_cases import POOLED, error_of, pipeline_of
 from tests.tiers import sampled, wanted
 
 KINDS = ("everything", "sequences, row_wise", "processed features, table_wise", "weighted", "batch size per feature")
@@ -62,6 +63,11 @@ class Lengths(Bags):
         return super().forward(batch) * (1 + found) + sizes + len(features.keys())
 
 
+class ReadsIds(Bags):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch) + batch.sparse["f0"].values().float().mean()
+
+
 @dataclass
 class Wrapping:
     """Makes its features anew at each access."""
@@ -88,6 +94,7 @@ def wrapping(count: int) -> list[Any]:
 
 
 EARLY = {"free_features_early": True}
+CORNERS = ("threaded_input", "prefetch", "fused_sparse_dist")
 # name: a training, arguments of both pipelines
 MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
     **{name: (copying(CASES[name]), {}) for name in KINDS},
@@ -105,7 +112,7 @@ MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 def plans_of(name: str) -> tuple[str, ...]:
     """Feature processors cannot be looked up ahead of their turn."""
-    return tuple(plan for plan in PLANS if plan != "fused_sparse_dist" or not name.startswith("processed"))
+    return tuple(plan for plan in CORNERS if plan != "fused_sparse_dist" or not name.startswith("processed"))
 
 
 def same(name: str) -> dict[str, bool]:
@@ -163,6 +170,9 @@ def often(model: str) -> bool:
 
 
 def everything(rank: int, world_size: int, models: Sequence[str]) -> dict[str, Any]:
+    reading = sharded(Case(lambda: Paired(ReadsIds())))
+    with pipeline_of(reading, "prefetch", memory=EARLY) as pipeline:
+        error = error_of(lambda: train(pipeline, [Copying(batch) for batch in batches(STEPS)]))
     return {
         "same": {name: same(name) for name in models},
         "alive": {
@@ -175,6 +185,7 @@ def everything(rank: int, world_size: int, models: Sequence[str]) -> dict[str, A
         "alive, unpipelined": alive(lambda: Paired(CalledTwice()), "prefetch", memory=EARLY),
         "evaluated": [evaluated(memory=memory) for memory in ({}, EARLY)],
         "two epochs": two_epochs(),
+        "error": error,
     }
 
 
@@ -225,6 +236,48 @@ def test_evaluation_lets_go_of_ids_and_gives_the_same(ranks: list[dict[str, Any]
 
 def test_what_the_loader_holds_itself_stays_for_the_next_epoch(ranks: list[dict[str, Any]]) -> None:
     assert all(len(of_rank["two epochs"]) == 2 * STEPS for of_rank in ranks)
+
+
+def test_a_step_that_reads_ids_is_an_error_that_names_the_fix(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        kinds, text = of_rank["error"]
+        assert kinds[0] == "SetupError"
+        assert "were released (free_features_early)" in text
+        assert "turn free_features_early off" in text
+
+
+# What stands where ids were.
+
+
+def released() -> torch.Tensor:
+    return torch.arange(6, device="meta").as_subclass(ReleasedTensor)
+
+
+USES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "arithmetic": lambda gone: gone + 1,
+    "a part": lambda gone: gone[1:3].sum(),
+    "its numbers": lambda gone: gone.tolist(),
+    "an index": lambda gone: torch.arange(6)[gone],
+    "a row": lambda gone: nn.functional.embedding(gone, torch.ones(6, 2)),
+    "a write": lambda gone: torch.arange(6).__setitem__(gone, 0),
+    "an operator of FBGEMM": lambda gone: torch.ops.fbgemm.asynchronous_complete_cumsum(gone),
+    "NumPy": lambda gone: gone.numpy(),
+    "a truth value": lambda gone: bool(gone[0]),
+    "a function among others": lambda gone: torch.cat([torch.arange(2), gone]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_use_of_what_is_gone_raises(use: str) -> None:
+    with pytest.raises(SetupError, match="free_features_early off"):
+        USES[use](released())
+
+
+def test_the_form_of_what_is_gone_is_left() -> None:
+    gone = released()
+    assert (gone.shape, gone.dtype, gone.numel(), len(gone)) == ((6,), torch.int64, 6, 6)
+    assert [len(part) for part in gone.split([2, 4])] == [2, 4]
+    assert len(gone[1:3]) == 2
 
 
 def test_what_torchrec_is_given_are_objects_of_its_own() -> None:

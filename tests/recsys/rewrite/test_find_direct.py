@@ -24,11 +24,6 @@ def test_the_one_with_just_the_features_goes_before_larger_ones() -> None:
     assert str(find_directly(batch, ["a", "b"])) == "batch['y']"
 
 
-def test_one_object_in_two_places_is_no_choice() -> None:
-    piece = kjt("a")
-    assert str(find_directly([piece, piece], ["a"])) == "batch[0]"
-
-
 def test_several_that_fit_are_named_and_none_is_taken() -> None:
     assert find_directly([kjt("a"), kjt("a")], ["a"]) == (
         "several keyed jagged tensors of the batch have its features ['a']: batch[0], batch[1]"

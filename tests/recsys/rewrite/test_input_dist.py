@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import all_to_alls_of
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.rewrite.input_dist import fusing
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
@@ -256,11 +254,6 @@ def test_first_batches_that_do_not_go_together_are_an_error_before_anything_is_s
             assert "rank 1 has 'batch.sparse' = \"keys ['f0', 'f1']" in text
 
 
-def test_wrong_ids_in_the_first_batch_are_found_before_any_step(errors: list[dict[str, Any]]) -> None:
-    for of_rank in errors:
-        assert "has the id 1000" in of_rank["first ids, direct"]
-
-
 def test_what_cannot_be_set_up_is_named(errors: list[dict[str, Any]]) -> None:
     for of_rank in errors:
         assert of_rank["method"].startswith("SetupError: method is ")
@@ -304,17 +297,3 @@ def test_a_module_sharded_over_other_ranks_than_the_input_group_s_runs_unpipelin
             "exchanges its inputs among the ranks [0, 1], but the input group has the ranks [0] (rank 0)"
         )
         assert same
-
-
-def test_only_the_thread_that_fuses_sees_fused_input_dists() -> None:
-    from lightning_pipe.recsys.rewrite import input_dist
-
-    seen = []
-    with fusing():
-        other = threading.Thread(target=lambda: seen.append(getattr(input_dist._this_thread, "fusing", False)))
-        other.start()
-        other.join()
-        seen.append(input_dist._this_thread.fusing)
-    seen.append(input_dist._this_thread.fusing)
-    assert seen == [False, True, False]
-    assert all_to_alls_of(nn.Linear(1, 1)) == []

@@ -61,12 +61,6 @@ def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_
     ]
 
 
-def test_no_plan_has_more_batches_in_flight_than_are_allowed() -> None:
-    names = [[plan.name for plan in hand_written_plans(recsys_tasks(), max_in_flight=most)] for most in (1, 2, 3)]
-    three = ["serial", "base", "threaded_input", "prefetch", "fused_sparse_dist"]
-    assert names == [["serial"], ["serial", "threaded_input"], three]
-
-
 def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not() -> None:
     costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS)
     whole = sum(OWN.values())
@@ -83,18 +77,6 @@ def test_gradients_on_their_way_beside_an_exchange_have_half_of_the_network_each
     assert costs["EmbBackward"] == TaskCost(2.0, background=0.5, waited_by="EmbBackward")
     assert costs["DenseBackward"] == TaskCost(5.0, background=2 + 0.5 + 1.5, waited_by="FinalizeGrads")
     assert costs["FinalizeGrads"].seconds == pytest.approx(0.5)
-
-
-def test_gradients_that_had_come_are_not_waited_for() -> None:
-    costs = recsys_costs(OWN, peers=True, device=CPU, waits={**WAITS, "FinalizeGrads": 0.01})
-    assert costs["DenseBackward"] == TaskCost(5.0)
-    assert costs["FinalizeGrads"] == TaskCost(2.0)
-    assert costs["EmbBackward"] == TaskCost(2.0, background=1.0, waited_by="EmbBackward")
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    costs = recsys_costs(OWN, peers=False, device=CPU, waits=WAITS)
-    assert costs == {name: TaskCost(own) for name, own in OWN.items()}
 
 
 def test_without_known_waits_tasks_that_wait_for_another_ones_message_do_nothing_else() -> None:
@@ -118,11 +100,6 @@ def test_with_sizes_a_network_gives_the_seconds() -> None:
     assert costs["LossPostprocess"] == TaskCost(0.5, background=sent["LossPostprocess"], waited_by="LossPostprocess")
 
 
-def test_a_copy_to_a_device_does_not_hold_the_device() -> None:
-    assert recsys_costs(OWN, peers=True, device=CUDA)["H2DAndShuffle"].resource == "copy"
-    assert recsys_costs(OWN, peers=True, device=CPU)["H2DAndShuffle"].resource == "compute"
-
-
 def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -132,14 +109,6 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
     assert recsys_machine(CPU).cores == 1.0
     assert recsys_machine(CUDA) == Machine(cores=1.0, device_streams=True)
-
-
-def test_without_torchruns_variable_the_ranks_of_the_world_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    assert recsys_machine(CPU).cores == 2.0
 
 
 def test_where_rows_are_slow_a_plan_is_proposed_that_is_predicted_to_be_faster_than_the_hand_written_ones() -> None:

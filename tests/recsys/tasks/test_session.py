@@ -14,7 +14,6 @@ from torch import nn
 from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
-from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from tests.recsys.pipeline_cases import CASES, adam, difference, sharded, values_of
@@ -77,30 +76,6 @@ def test_its_tasks_train_as_a_train_pipeline_does(plan: str) -> None:
         torch.manual_seed(3)
         run(pipeline, iter(CASE.data(4)))
     assert difference(values_of(ours), values_of(expected)) == []
-
-
-def test_evaluated_between_two_batches_the_model_trains_as_without() -> None:
-    found = []
-    for evaluated in (False, True):
-        model = sharded(CASE)
-        with session_of(model) as session, pipeline_of(session, adam(model), "prefetch") as pipeline:
-            torch.manual_seed(3)
-            feed = iter(CASE.data(4))
-            pipeline.run_one_serial_iter(next(feed))
-            pipeline.progress(feed)
-            if evaluated:
-                state = torch.get_rng_state()
-                with session.suspended(pipeline):
-                    evaluation = PipelinedEvaluation(
-                        session, "forward", pipeline.plan, transfer=same, training_step=session.module
-                    )
-                    assert len(list(evaluation.run(iter(CASE.data(3))))) == 3
-                    evaluation.close()
-                torch.set_rng_state(state)
-            pipeline.progress(feed)
-            pipeline.progress(feed)
-        found.append(values_of(model))
-    assert difference(*found) == []
 
 
 def test_set_aside_the_model_is_as_it_was_and_afterwards_rewritten_again() -> None:

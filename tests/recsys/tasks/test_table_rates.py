@@ -60,16 +60,6 @@ def test_tables_keep_their_ratio_to_the_rate_that_a_search_found(tmp_path: Path)
     assert found[0] == found[1]
 
 
-def test_a_rate_that_no_search_found_leaves_tables_at_theirs(tmp_path: Path) -> None:
-    module, rates = Tuned(), Rates()
-    used = trainer(recsys("base"), callbacks=[rates], max_epochs=1, default_root_dir=tmp_path)
-    Tuner(used).lr_find(module, loader(160), min_lr=1e-3, max_lr=0.5, num_training=30)
-    rates.tables = []
-    module.lr = 0.3
-    used.fit(module, loader(160))
-    assert rates.tables == [TABLES] * 40
-
-
 SCHEDULES: dict[str, tuple[Any, list[float]]] = {
     # Relative to max_lr, which is the rate that the tables' base rate stands for.
     "one cycle": (

@@ -16,12 +16,9 @@ from torch import nn
 from lightning_pipe.engine import (
     InputError,
     IterContext,
-    PipelinePlan,
     PipelineTask,
     PlanError,
-    State,
     SWPipeline,
-    TaskSchedule,
 )
 from lightning_pipe.recsys import (
     ModelRewrite,
@@ -38,7 +35,7 @@ from lightning_pipe.recsys.tasks.actions import TableHooks
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, sharded, train, values_of
 from tests.recsys.rewrite_cases import Bags, Batch, Processed, batches
-from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD
+from tests.recsys.sharding_cases import CPU, ROW_WISE_ADAGRAD
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -102,13 +99,6 @@ def test_scaled_late_the_tables_backward_comes_last_and_reads_the_scale() -> Non
     assert "gradient_scale" in tasks[-2].writes
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_declaration_cannot_be_run_and_says_what_is_missing(name: str) -> None:
-    (task,) = (task for task in recsys_tasks() if task.name == name)
-    with pytest.raises(LookupError, match=f"task '{name}' has no model to run on. Pass .* to recsys_tasks"):
-        task.fn(IterContext())
-
-
 @pytest.mark.parametrize("case", ["pooled, table_wise", "everything", "processed features, row_wise"])
 def test_what_a_task_hands_to_the_next_is_gone_when_the_batch_is_trained(case: str) -> None:
     model = sharded(CASES[case])
@@ -119,12 +109,6 @@ def test_what_a_task_hands_to_the_next_is_gone_when_the_batch_is_trained(case: s
     assert not {"splits", "input_requests", "features", "embeddings", "loss"} & {
         name for name, value in vars(ctx).items() if value is not None
     }
-
-
-def test_a_task_that_touches_what_it_does_not_declare_is_refused() -> None:
-    task = PipelineTask("Peek", lambda ctx: ctx.embeddings, reads=["batch"])
-    with pytest.raises(PlanError, match="task 'Peek' reads the context field 'embeddings'"):
-        task.fn(RecsysContext())
 
 
 def state_written(model: ShardedModel, call: Callable[[], Any]) -> list[str]:
@@ -169,33 +153,6 @@ class Pair(nn.Module):
 
 def pooled() -> nn.Module:
     return Pair(Bags())
-
-
-def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
-    model = sharded(Case(pooled))
-    called: list[str] = []
-
-    def note(what: str) -> Callable[[], None]:
-        return lambda: called.append(what)
-
-    with actions_of(
-        model,
-        tables=TableHooks(note("before lookup"), note("after backward")),
-        optimizer_step=note("step"),
-        check_loss=lambda loss: called.append("check"),
-    ) as actions:
-        ctx = IterContext(batches(1)[0])
-        for task in recsys_tasks(actions):
-            called.append(task.name)
-            task.fn(ctx)
-    for what, task_name in (
-        ("before lookup", "EmbForward"),
-        ("check", "LossPostprocess"),
-        ("after backward", "EmbBackward"),
-        ("step", "OptimStep"),
-    ):
-        assert called.count(what) == 1
-        assert called[called.index(what) - 1] == task_name
 
 
 def test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again() -> None:
@@ -249,32 +206,6 @@ def test_a_batch_that_is_not_trained_changes_nothing(why: str) -> None:
 def steps_of(model: ShardedModel) -> list[int]:
     """How many steps the tables' kernels have counted."""
     return [int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in fused_kernels(module)]
-
-
-def test_a_batch_that_is_trained_counts_one_step_of_the_tables_optimisers() -> None:
-    model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
-    with actions_of(model) as actions:
-        run(actions, batches(1)[0])
-    assert steps_of(model) == [1, 1]
-
-
-class Unused(Pair):
-    """Has no use for the second module."""
-
-    def forward(self, batch: Batch) -> Any:
-        a, _ = (self.get_submodule(f"model.{name}")(batch.sparse) for name in "ab")
-        return a["f0"].sum(), None
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-8])
-def test_an_output_that_is_not_used_leaves_its_tables_as_they_are(eps: float) -> None:
-    # At eps 0 a gradient of zero would make NaN of a row.
-    optimizer = {**ADAGRAD, "init_args": {"lr": 0.1, "eps": eps}}
-    model = sharded(Case(lambda: Unused(Bags()), optimizer=optimizer))
-    with actions_of(model) as actions:
-        changed = state_written(model, lambda: run(actions, batches(1)[0]))
-    assert changed
-    assert not any("model.b" in name for name in changed)
 
 
 def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
@@ -351,21 +282,3 @@ def test_extra_tasks_come_after_the_tasks_that_they_name() -> None:
     assert [task.name for task in recsys_tasks(extra=more)][:4] == ["H2DAndShuffle", "Double", "Again", NAMES[1]]
     with pytest.raises(PlanError, match=r"extra tasks must follow one of H2DAndShuffle, .*, got Duble"):
         recsys_tasks(extra={"Duble": more["Double"]})
-
-
-@pytest.mark.parametrize("scaled_late", [False, True])
-@pytest.mark.parametrize("plan", ["serial", "prefetch"])
-def test_an_extra_task_stays_behind_the_task_that_it_follows(plan: str, scaled_late: bool) -> None:
-    extra = {
-        "EmbBackward": RecsysTask("AfterTables", lambda actions, ctx: None, reads=(State("tables"),)),
-        "FinalizeGrads": RecsysTask("AfterReduction", lambda actions, ctx: None, reads=(State("dense_gradients"),)),
-    }
-    spec = recsys_plan(plan, recsys_tasks()).spec
-    for name, after in (("AfterTables", "EmbBackward"), ("AfterReduction", "FinalizeGrads")):
-        spec = spec.insert(name, TaskSchedule(), after=after)
-    plan_of_all = PipelinePlan.from_spec(spec, recsys_tasks(extra=extra))
-    placed = recsys_plan(plan_of_all, recsys_tasks(extra=extra, scaled_late=scaled_late))
-    for names in (list(placed.tasks), list(placed.order)):
-        assert names.index("AfterTables") == names.index("EmbBackward") + 1
-        assert names.index("AfterReduction") == names.index("FinalizeGrads") + 1
-        assert (names.index("EmbBackward") > names.index("OptimStep")) == scaled_late

@@ -200,7 +200,6 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(two_ran
         ({"max_norm": "1.0"}, "max_norm must be a number above 0, .* got '1.0'"),
         ({"max_norm": True}, "max_norm must be a number above 0, .* got True"),
         ({"checks": {"detect_nan": "no"}}, "checks.detect_nan is 'no'; expected True or False"),
-        ({"custom_model_fwd": 5}, "custom_model_fwd must be a function .* got 5"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_replaced(arguments: dict[str, Any], says: str) -> None:
@@ -208,44 +207,6 @@ def test_what_cannot_be_is_refused_before_anything_is_replaced(arguments: dict[s
     with pytest.raises(SetupError, match=says):
         TrainPipeline(model, adam(model), CPU, **grouped(arguments))
     assert not replaced(model.module)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_is_no_model_or_optimiser_is_refused() -> None:
-    model: Any = sharded(POOLED)
-    nothing: Any = 5
-    with pytest.raises(SetupError, match=r"expected the model to be .* got a int"):
-        TrainPipeline(nothing, adam(model), CPU)
-    with pytest.raises(SetupError, match=r"expected the optimizer to be .* got a int"):
-        TrainPipeline(model, nothing, CPU)
-    assert not replaced(model.module)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_model_that_averages_in_every_backward_cannot_accumulate() -> None:
-    model = sharded(POOLED)
-    with pytest.raises(SetupError, match="averages its gradients in every backward"):
-        TrainPipeline(model.dmp, adam(model), CPU, accumulate=2)
-
-
-def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: TwoRanks) -> None:
-    for found in two_ranks("waits"):
-        assert found["in order"]
-        assert found["threads of the prefetch"] == {"prefetch"}
-
-
-def test_the_one_wait_of_the_lookups_is_the_output_dist(two_ranks: TwoRanks) -> None:
-    for found in two_ranks("waits"):
-        assert found["waited for"] == {
-            # What of the splits says whether all ranks have some, and the rest of it.
-            "EmbInputDistWait": ["FusedKJTListSplitsAwaitable", "SplitsAllToAllAwaitable"],
-            "EmbPrefetch": ["KJTListAwaitable"],
-            "EmbForward": ["EmbeddingBagCollectionAwaitable", "EmbeddingCollectionAwaitable"],
-            "DenseForward": [],
-            "EmbBackward": [],
-        }
-        assert not [kind for kind in found["inside the waits of EmbForward"] if "KJT" in kind]
-        assert found["waits of EmbForward a batch"] == 3  # one for each module
 
 
 # What one rank shows.
@@ -348,18 +309,6 @@ def test_a_model_that_returns_no_pair_is_refused(returned: Any, training: bool) 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_attach_refuses_another_model_and_takes_its_own_wrapped_or_not() -> None:
-    model, other = sharded(POOLED), sharded(POOLED)
-    with pipeline_of(model) as pipeline:
-        pipeline.detach()
-        with pytest.raises(SetupError, match="another"):
-            pipeline.attach(other.module)
-        assert not replaced(model.module)
-        pipeline.attach(model.dmp)
-        assert replaced(model.module)
-
-
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("plan", ["prefetched", True, None])
 def test_what_cannot_be_built_leaves_nothing_behind(plan: Any) -> None:
     model = sharded(POOLED)
@@ -401,17 +350,6 @@ def test_an_evaluation_that_fails_closes_the_pipeline_and_leaves_the_model_as_it
         assert not replaced(model.module)
         with pytest.raises(SetupError, match="closed"):
             pipeline.progress(iter(POOLED.data(1)))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_an_error_of_a_batch_says_where_it_happened_in_a_note() -> None:
-    data = POOLED.data(STEPS)
-    data[3] = immovable(data[3])
-    with pipeline_of(sharded(POOLED)) as pipeline, pytest.raises(InputError) as caught:
-        train(pipeline, data)
-    assert [note.partition(" failed")[0] for note in caught.value.__notes__] == [
-        "task 'H2DAndShuffle' of iteration 3 (stage 2)"
-    ]
 
 
 @pytest.mark.usefixtures("one_rank")
