@@ -125,17 +125,6 @@ def test_columns_without_any_value_are_collated(rows: Callable[[Any], Any]) -> N
     assert (weighted.weights().tolist(), weighted.lengths().tolist()) == ([], [0, 0])
 
 
-def test_tensors_of_a_graph_and_of_half_precision_are_numbers() -> None:
-    given = {
-        "user": [1, 2],
-        "age": torch.tensor([0.5, 2.0], dtype=torch.bfloat16),
-        "label": torch.ones(2).requires_grad_(),
-    }
-    batch = JaggedCollator(["user"], ["age"])(given)
-    assert batch.dense_features.tolist() == [[0.5], [2.0]]
-    assert batch.labels.tolist() == [1.0, 1.0]
-
-
 def with_rows(**columns: Any) -> dict[str, Any]:
     return {**ROWS, **columns}
 

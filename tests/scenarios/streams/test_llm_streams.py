@@ -19,7 +19,6 @@ from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 from lightning_pipe.llm.run.training_tasks import llm_plan
-from lightning_pipe.loops.programs import program
 from lightning_pipe.loops.programs.program import TrainingProgram
 from tests.engine.device_tensors import Accelerator, left_out, watched
 
@@ -109,12 +108,6 @@ def test_a_step_that_does_not_wait_for_the_copy_is_found() -> None:
     assert ("race", "H2D", "ScheduleStep") in found
 
 
-def test_a_batch_that_is_not_recorded_on_the_stream_of_the_step_is_found() -> None:
-    with mock.patch.object(program, "record_use", left_out):
-        found = {(one.kind, one.first.task) for one in train().findings}
-    assert found == {("reused too early", "H2D")}
-
-
 # ---------------------------------------------------------------------- the optimiser's state on the host
 
 
@@ -155,8 +148,3 @@ def test_the_host_waits_once_in_a_step_for_offloaded_state() -> None:
     counted = [one.operator for one in offloaded().syncs]
     assert set(counted) == {"synchronize"}
     assert len(counted) == 4  # at construction, and after each of three steps
-
-
-def test_state_that_is_read_before_its_copy_to_the_host_is_complete_is_found() -> None:
-    with mock.patch.object(OffloadedState, "_finish_copies", left_out):
-        assert {one.kind for one in offloaded(read_state=True).findings} == {"race"}

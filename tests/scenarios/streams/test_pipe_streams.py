@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.copies import Copier, Sent
@@ -62,24 +62,6 @@ def test_copies_of_the_pipe_are_ordered_on_both_devices(by_loss: bool, checkpoin
     assert accelerator.handler.seq_num > 100
 
 
-def test_each_partition_has_a_copy_stream_for_each_micro_batch() -> None:
-    """A copy of one micro-batch does not wait for that of another."""
-    with two_devices():
-        made: list[torch.device] = []
-        stream = torch.cuda.Stream
-
-        def make(device: torch.device) -> Any:
-            made.append(torch.device(device))
-            return stream(device)
-
-        with mock.patch.object(torch.cuda, "Stream", make):
-            pipe = Pipe(layers(), 4, devices=DEVICES, balance=[2, 2])
-            for _ in range(2):
-                pipe(torch.ones(8, 3, device=DEVICES[0])).sum().backward()
-            pipe.close()
-    assert sorted(map(str, made)) == [device for device in DEVICES for _ in range(4)]
-
-
 def test_a_receiver_that_does_not_wait_for_the_copy_is_found() -> None:
     def receive(copier: Copier, sent: Sent, partition: int) -> Any:
         return sent.value
@@ -91,17 +73,3 @@ def test_a_receiver_that_does_not_wait_for_the_copy_is_found() -> None:
 def test_a_copy_that_does_not_wait_for_its_source_is_found() -> None:
     with mock.patch.object(FakeStream, "wait_stream", left_out):
         assert "race" in {one.kind for one in run(True).findings}
-
-
-def test_copies_without_record_stream_are_found() -> None:
-    def forget(tensor: Tensor, stream: Any) -> None:
-        """Not recorded."""
-
-    with two_devices() as accelerator:
-        copier = Copier([torch.device(one) for one in DEVICES])
-        with mock.patch.object(Tensor, "record_stream", forget):
-            for _ in range(2):
-                received = copier.receive(copier.send(torch.ones(4, device=DEVICES[0]), 0, 1, chunk=0), 1)
-                received.add_(1)
-                del received
-        assert {one.kind for one in accelerator.findings} == {"reused too early"}
