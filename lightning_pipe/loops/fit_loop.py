@@ -351,6 +351,8 @@ class PipelineFitLoop(FitLoop):
             return
         self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
         self._loaded_in = own.get("loaded_in")
+        if not isinstance(self._loaded_in, int | None):
+            raise TypeError(f"expected the number of an epoch, got {shown(self._loaded_in)}")
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]

@@ -38,7 +38,7 @@ State = dict[str, Any]
 _CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 # Samplers that draw only with the first index of an iteration, or from their own generators.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_MOST = 2**53  # above any count of samples, and any epoch
+_MOST, _MOST_RANKS = 2**53, 2**20  # above any count of samples and any epoch; above any number of ranks
 
 
 def can_resume(loader: Any) -> bool:
@@ -300,8 +300,11 @@ def _read(state: State, held: SamplerState) -> State:
         return state
     counts = [state["given"]]
     if "left" in state:
-        counts += [state["rank"], state["world"], *state["left"].values()]
-    if not all(isinstance(count, int) and 0 <= count <= _MOST for count in counts):
+        counts += [state["left"][name] for name in ("seed", "epoch", "shuffle", "trained")]
+    # Numbers of ranks are limited, because the next iteration pads the samples to a multiple of it.
+    ranks = [state["rank"], state["world"]] if "left" in state else [0, 1]
+    known = all(isinstance(count, int) and 0 <= count <= _MOST for count in [*counts, *ranks])
+    if not known or not ranks[0] < ranks[1] <= _MOST_RANKS:
         raise ValueError(f"expected counts of batches and samples, got {shown(counts)}")
     if "left" in state:
         return state

@@ -80,6 +80,11 @@ class IteratorState:
     @staticmethod
     def unpacked(packed: Any) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
+        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed["samplers"]
+        if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
+            raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
+        if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):
+            raise TypeError("expected a list of text for the states of samplers")
         made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
         generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
         flags = bool(packed["ended"]), bool(packed["replaced"])
