@@ -237,51 +237,13 @@ def predict_batch(
 class _QuickResults(ResultCollection):
     """Lightning's logged values, without moves of accumulators that are already on the device of the value.
 
-    arguments = loop._build_step_args_from_hook_kwargs(hook_kwargs, step)
-    output = run(lambda: call_strategy_hook(trainer, step, *arguments))
-    loop.batch_progress.increment_processed()
-
-    call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
-    call_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
-    connector.on_batch_end()
-    loop.batch_progress.increment_completed()
-    if not trainer.sanity_checking:
-        loop._has_run = True
-        connector.update_eval_step_metrics(loop._seen_batches_per_dataloader[dataloader_idx])
-        loop._seen_batches_per_dataloader[dataloader_idx] += 1
-
-
-def predict_batch(
-    loop: PredictionLoop, batch: Any, batch_idx: int, dataloader_idx: int, run: Callable[[Callable[[], Any]], Any]
-) -> None:
-    """Do Lightning's work for a batch of a prediction; *run* is called with the step and returns its result."""
-    trainer = loop.trainer
-    loop.batch_progress.increment_ready()
-    keeps = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
-    hook_kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)
-    call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
-    call_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
-    loop.batch_progress.increment_started()
-
-    arguments = loop._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
-    predictions = run(lambda: call_strategy_hook(trainer, "predict_step", *arguments))
-    if predictions is None:
-        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
-    loop.batch_progress.increment_processed()
-
-    call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
-    call_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
-    loop.batch_progress.increment_completed()
-    if loop._return_predictions or keeps:
-        loop._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
-
-
-class _QuickResults(ResultCollection):
-    """Lightning's logged values, without moves of accumulators that are already on the device of the value."""
+    Attributes:
+        restored: keys of values that came from a checkpoint.
+    """
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.restored: set[str] = set()  # keys of values that came from a checkpoint
+        self.restored: set[str] = set()
 
     @torch.compiler.disable
     def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:

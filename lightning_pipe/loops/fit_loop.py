@@ -23,7 +23,7 @@ from lightning_pipe._compat.lightning import (
 )
 from lightning_pipe._compat.logged_values import end_epoch, pack, restore, values_of_rank
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
 from lightning_pipe.loops.data.random_streams import States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (

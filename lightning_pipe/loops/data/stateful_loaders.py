@@ -87,8 +87,9 @@ class IteratorState:
             raise TypeError("expected a list of text for the states of samplers")
         made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
         generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
-        flags = bool(packed["ended"]), bool(packed["replaced"])
-        return IteratorState(*flags, made_with, generator, list(packed["samplers"]), packed["before_last"])
+        if generator is not None:
+            torch.Generator().set_state(generator)
+        return IteratorState(ended, is_replaced, made_with, generator, samplers, packed["before_last"])
 
 
 def watch(combined: CombinedLoader) -> None:

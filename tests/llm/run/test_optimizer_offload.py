@@ -152,6 +152,27 @@ def test_the_state_is_on_the_host_whole_when_a_step_returns(bucket_bytes: int, s
         assert same(optimizer.state_dict(), plain.state_dict())
 
 
+def test_state_that_is_moved_off_the_device_is_on_the_host_whole(slow_device: SecondDevice) -> None:
+    _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE)
+    expected = copy.deepcopy(inner(optimizer.state_dict()))
+    offloaded = OffloadedState(optimizer)
+    assert same(optimizer.state_dict(), expected)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(DEVICE)
+    offloaded.rest()
+    assert same(optimizer.state_dict(), expected)
+
+
+def test_after_a_step_that_fails_the_state_is_on_the_host_whole(slow_device: SecondDevice) -> None:
+    _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE)
+    parameters, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=1)
+    parameters[0].grad = torch.ones(parameters[0].shape).to(DEVICE)
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
 # ---------------------------------------------------------------------- checkpoints and neighbours
 
 
