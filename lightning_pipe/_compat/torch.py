@@ -14,13 +14,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import _unsafe_preserve_version_counter as version_counters_preserved
 from torch.autograd import profiler
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed._functional_collectives import (
-    all_gather_single_autograd,
-    all_to_all_single,
-    all_to_all_single_autograd,
-    wait_tensor,
-)
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -60,9 +53,6 @@ __all__ = [
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
-    "all_gather_single_autograd",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
     "backend_of",
     "default_store",
     "device_of_to",
@@ -93,7 +83,6 @@ __all__ = [
     "pytree",
     "rebuild_buckets",
     "register_pytree_node",
-    "replicate",
     "saved_tensor_hooks",
     "schema_of",
     "set_element",
@@ -107,7 +96,6 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "version_counters_preserved",
-    "wait_tensor",
 ]
 
 # The method of process groups has another name before PyTorch 2.13.

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_pipe._compat.torch import replicate
+from lightning_pipe._compat.collectives import replicate
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 from lightning_pipe.llm.parallel.expert_parallel import spread_parameters
 from lightning_pipe.llm.parallel.gradients import force_sum_reduction

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_pipe._compat.torch import all_to_all_single, replicate, wait_tensor
+from lightning_pipe._compat.collectives import all_to_all_single, replicate, wait_tensor
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_local_experts, takes_all_rows
 from lightning_pipe.llm.model.moe import Experts, MoE

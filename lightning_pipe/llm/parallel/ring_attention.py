@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_pipe._compat.attention import attend, attend_backward, balanced_ring, function_modes_disabled
-from lightning_pipe._compat.torch import all_gather_single_autograd, wait_tensor
+from lightning_pipe._compat.collectives import all_gather_single_autograd, wait_tensor
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipe._compat.attention import function_modes_disabled
-from lightning_pipe._compat.torch import all_to_all_single_autograd, wait_tensor
+from lightning_pipe._compat.collectives import all_to_all_single_autograd, wait_tensor
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention
 
