@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes
@@ -31,6 +31,8 @@ def check_sequential(module: Any) -> None:
             f"{type(module).__name__} overrides forward, which partitions would not run; expected a plain"
             " nn.Sequential. Move the code of its forward into layers"
         )
+    if not len(module):
+        raise SetupError("the Sequential has no layers; expected at least one layer for each partition. Add layers")
     lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
     if lazy:
         raise SetupError(
@@ -85,24 +87,52 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
         raise PlanError(f"devices is the single device {devices!r}; expected a list. Give one device per partition")
     found = []
     for one in devices:
+        if isinstance(one, bool):
+            raise SetupError(
+                f"devices contains {one!r}, which is not a device; expected for example 'cpu', 'cuda:0' or 0"
+            )
         try:
             device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
-            found.append(torch.empty(0, device=device).device)
-        except (RuntimeError, TypeError, AssertionError) as error:
+        except (RuntimeError, TypeError) as error:
             raise SetupError(
-                f"devices contains {one!r}, which cannot be used ({str(error).splitlines()[0]}); expected for example"
+                f"devices contains {one!r}, which is not a device ({str(error).splitlines()[0]}); expected for example"
                 " 'cpu', 'cuda:0' or 0 (the index of a GPU)"
             ) from error
+        if device.type == "meta":
+            raise SetupError(
+                f"devices contains {one!r}, which cannot run layers; expected for example 'cpu', 'cuda:0' or 0"
+            )
+        if device.type == "cpu":
+            device = torch.device("cpu")  # "cpu:0" is the same device
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise SetupError(
+                    f"devices contains {device}, but PyTorch finds no GPU on this machine. Use 'cpu', which may appear"
+                    " several times"
+                )
+            if device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            if device.index >= torch.cuda.device_count():
+                raise SetupError(
+                    f"devices contains {device}, but this machine has {torch.cuda.device_count()} GPUs. Use a smaller"
+                    " index"
+                )
+        found.append(device)
     if not found:
         raise PlanError("devices is empty; expected at least one device. Give one device per partition")
     return found
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
+    if isinstance(balance, str) or not isinstance(balance, Iterable):
+        raise PlanError(
+            f"balance is {balance!r}; expected a list with the number of layers of each device. balance_by_time,"
+            " balance_by_memory and balance_by_parameters return such lists"
+        )
     shares = list(balance)
     if len(shares) != devices:
         raise PlanError(f"balance has {len(shares)} entries for {devices} devices; expected one entry per device")
-    if not is_whole_numbers(shares) or min(shares) < 1:
+    if any(not isinstance(share, int) or isinstance(share, bool) or share < 1 for share in shares):
         raise PlanError(f"balance is {shares}; expected whole numbers of layers, 1 or more for each partition")
     if sum(shares) != layers:
         raise PlanError(

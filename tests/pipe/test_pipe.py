@@ -336,7 +336,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], messag
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SetupError, match="devices contains 0, which cannot be used"):
+    with pytest.raises(SetupError, match="PyTorch finds no GPU"):
         Pipe(MODELS["plain"](), 2, devices=["cpu", 0])
 
 
