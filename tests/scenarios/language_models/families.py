@@ -346,7 +346,7 @@ def outcome(found: Found, schedule: str) -> str:
 
 def _reason(error: str) -> str:
     for pattern in (
-        r"cannot be cut into stages[^:]*: ([^;]*?)(?:; expected|\. To cut|$)",
+        r"cannot be cut into stages[^:]*: ([^;]*?)(?:; expected|\. Cut it|$)",
         r"(has .*, in none of the modules)",
         r"(has operations of its own .* layer), which only",
         r"(stage \d of \d ran no layer after its own)",
