@@ -9,7 +9,8 @@ the end of its rank's batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, with_parts
+from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, field_names
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -284,8 +285,27 @@ def _rebuilt(value: Any, made: Mapping[int, Any], seen: dict[int, Any]) -> Any:
     seen[id(value)] = value  # also ends a cycle
     parts = [(step, child, _rebuilt(child, made, seen)) for step, child in children(value)]
     if any(child is not new for _, child, new in parts):
-        seen[id(value)] = with_parts(value, [new for _, _, new in parts])
+        seen[id(value)] = _with_parts(value, [new for _, _, new in parts])
     return seen[id(value)]
+
+
+def _with_parts(value: Any, parts: list[Any]) -> Any:
+    build: Callable[..., Any] = type(value)
+    if isinstance(value, Mapping):
+        entries = dict(zip(value, parts, strict=True))
+        if not isinstance(value, MutableMapping):
+            return build(entries)
+        mapping = copy.copy(value)
+        mapping.update(entries)
+        return mapping
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return build(*parts)
+    if isinstance(value, Sequence):
+        return build(parts)
+    made = copy.copy(value)  # not constructed: some fields may not be arguments of the constructor
+    for name, part in zip((name for name in field_names(value) if hasattr(value, name)), parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
 
 
 # ---------------------------------------------------------------------- segments and bytes

@@ -7,9 +7,8 @@ with attributes, or any nesting of these.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,28 +81,6 @@ def children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
         yield from ((Item(index), child) for index, child in enumerate(value))
     else:
         yield from ((Attribute(name), getattr(value, name)) for name in field_names(value) if hasattr(value, name))
-
-
-def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """Copy of ``value`` with other parts, in the order of :func:`children`."""
-    if value is None or isinstance(value, _OPAQUE):
-        return value
-    build: Callable[..., Any] = type(value)
-    if isinstance(value, Mapping):
-        entries = dict(zip(value, parts, strict=True))
-        if not isinstance(value, MutableMapping):
-            return build(entries)
-        mapping = copy.copy(value)  # keeps other attributes, such as the factory of a defaultdict
-        mapping.update(entries)
-        return mapping
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return build(*parts)
-    if isinstance(value, Sequence):
-        return build(parts)
-    made = copy.copy(value)  # not constructed: __post_init__ has run, and some fields may not be arguments
-    for name, part in zip((name for name in field_names(value) if hasattr(value, name)), parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
 
 
 def field_names(value: Any) -> list[str]:

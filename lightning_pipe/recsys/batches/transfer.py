@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.recsys.batches.pieces import children, with_parts
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
@@ -50,4 +50,18 @@ def _move(value: Any, device: torch.device) -> Any:
         return value
     if callable(getattr(value, "to", None)):
         return value.to(device=device, non_blocking=True)
-    return with_parts(value, [_move(part, device) for _, part in children(value)])
+    if isinstance(value, MutableMapping):
+        moved_mapping = copy.copy(value)  # keeps other attributes, such as the factory of a defaultdict
+        for key, entry in value.items():
+            moved_mapping[key] = _move(entry, device)
+        return moved_mapping
+    if isinstance(value, Mapping):
+        return type(value)({key: _move(entry, device) for key, entry in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(entry, device) for entry in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move(entry, device) for entry in value)
+    moved = copy.copy(value)  # not constructed: __post_init__ has run, and some fields may not be arguments
+    for field in dataclasses.fields(value):
+        object.__setattr__(moved, field.name, _move(getattr(value, field.name), device))
+    return moved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.export import Dim
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.batches.pieces import PIECES, children, walk, with_parts
+from lightning_pipe.recsys.batches.pieces import PIECES, walk
 
 
 class FlatBatch:
@@ -149,4 +151,15 @@ def _replaced(value: Any, new: Callable[[], Any]) -> Any:
     """Return *value* with its pieces replaced in the order of :func:`walk`."""
     if isinstance(value, PIECES):
         return new()
-    return with_parts(value, [_replaced(part, new) for _, part in children(value)])
+    if isinstance(value, Mapping):
+        return {key: _replaced(one, new) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replaced(one, new) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(one, new) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _replaced(getattr(value, field.name), new))
+        return copied
+    return value
