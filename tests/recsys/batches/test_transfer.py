@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -130,3 +131,11 @@ def test_a_part_that_nobody_can_move_is_refused_with_its_place_and_its_type(batc
         move_batch(batch, META)
     with pytest.raises(InputError, match=says):
         check_movable(batch)
+
+
+def test_attributes_that_are_no_fields_stay_as_they_are() -> None:
+    batch: Any = Checked(tensor())
+    batch.log = logging.getLogger("batches")  # its references form a cycle
+    moved = move_batch(batch, META)
+    assert moved.part.device == META
+    assert moved.log is batch.log
