@@ -208,7 +208,9 @@ def test_the_ids_of_a_batch_are_gone_when_its_step_runs(ranks: list[dict[str, An
         assert all(own > 0 for own, _ in kept)
         # The first batch trains serially, and is watched: nothing is known to be pipelined yet.
         assert all(own == 0 for own, _ in released[1:])
-        assert all(few <= many for (_, few), (_, many) in zip(released, kept, strict=True))
+        # How far a worker thread has come with the batches behind this one depends on its speed.
+        if plan != "threaded_input":
+            assert all(few <= many for (_, few), (_, many) in zip(released, kept, strict=True))
 
 
 def test_ids_that_were_sent_are_gone_while_batches_are_in_flight(ranks: list[dict[str, Any]]) -> None:
