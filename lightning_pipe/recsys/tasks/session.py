@@ -62,6 +62,7 @@ class RecsysSession:
         options: SessionOptions,
         *,
         balancer: BatchBalancer | None = None,
+        extra_tasks: Mapping[str, RecsysTask] | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -74,6 +75,7 @@ class RecsysSession:
         self._plan = plan
         self.options = options
         self._balancer = balancer
+        self._extra_tasks = extra_tasks
         self._undo = ExitStack()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._input_group = input_group
@@ -109,7 +111,6 @@ class RecsysSession:
         clipped: bool = False,
         loss_scaled: bool = False,
         accumulates: bool = False,
-        extra: Mapping[str, RecsysTask] | None = None,
         **actions: Any,
     ) -> list[PipelineTask]:
         """Rewrite the model and build the tasks that train it, after :meth:`begin_training`. Every rank calls it."""
@@ -130,7 +131,7 @@ class RecsysSession:
         self._actions = self._training_actions(
             self.rewrite, window=self.window, transfer=transfer, agree_overflow=loss_scaled, **actions
         )
-        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
+        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=self._extra_tasks)
 
     def _refuse_wrong_caches(self, rewrite: ModelRewrite) -> None:
         """Refuse tables with a cache under a plan for which FBGEMM's cache may give old values.
@@ -202,7 +203,8 @@ class RecsysSession:
         )
         report = None if self._balancer is None else self._balancer.report
         try:
-            yield recsys_tasks(self._training_actions(rewrite, **actions), scaled_late=clipped)
+            training = self._training_actions(rewrite, **actions)
+            yield recsys_tasks(training, scaled_late=clipped, extra=self._extra_tasks)
         finally:
             rewrite.restore()
             if self._balancer is not None and report is not None:

@@ -67,8 +67,8 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all ranks have about the same work: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
             its defaults (default None). Batches of a model in evaluation mode are not exchanged.
-        extra_tasks: additional training tasks, each by the name of the task that it follows in serial order; *plan*
-            must place them.
+        extra_tasks: additional training tasks, each by the name of the task that it follows in serial order (default
+            none). *plan* must schedule them. An evaluation does not run them.
         input_group: process group of the input dist, over the ranks that the tables are sharded over. By default every
             rank of the world makes a new group if the plan runs a batch ahead, or if the ranks communicate by Gloo
             across hosts; otherwise the tables' group is used.
@@ -131,6 +131,7 @@ class TrainPipeline:
             torch.device(device),
             chosen,
             balancer=self._balancer,
+            extra_tasks=extra_tasks,
             input_group=input_group,
         )
         self._transfer: Callable[[Any], Any] = partial(move_batch, device=session.device)
@@ -146,7 +147,6 @@ class TrainPipeline:
                 optimizer_step=self._accumulation.step,
                 clip=clip,
                 clipped=clip is not None,
-                extra=extra_tasks,
             )
             assert session.rewrite is not None
             self.rewrite = session.rewrite

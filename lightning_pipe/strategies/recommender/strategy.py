@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_to_device
-from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -24,6 +24,7 @@ from lightning_pipe.loops.programs.auto_program import PlanChoice
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
     MemoryOptions,
@@ -108,6 +109,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             every micro-batch, before the norm of all gradients is known, so gradients cannot be clipped, nor the loss
             scaled. ``"window"`` steps once with the gradients of all, as for one batch of N times the size. It keeps
             the ids and the gradients of the outputs of N micro-batches, and looks up their rows again.
+        extra_tasks: additional training tasks, each by the name of the task that it follows in serial order (default
+            none). *plan* must schedule them. An evaluation does not run them.
         transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
             worker thread of a plan such as ``"threaded_input"`` (default False). They must then draw no random numbers
             and call neither ``log`` nor collectives.
@@ -144,6 +147,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
+        extra_tasks: Mapping[str, RecsysTask] | None = None,
         transfer_on_worker: bool = False,
         **arguments: Any,
     ) -> None:
@@ -155,7 +159,12 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._auto.refuse_without_auto(plan)
         self._take_uneven(uneven_batches, uneven_evaluation)
         # An unknown plan is an error here, not only when training begins.
-        self._declared = None if plan == AUTO else recsys_plan(plan, recsys_tasks())
+        self._declared = None if plan == AUTO else recsys_plan(plan, recsys_tasks(extra=extra_tasks))
+        if extra_tasks and plan == AUTO:
+            raise PlanError(
+                "plan='auto' chooses among plans that do not schedule the tasks of extra_tasks. Pass a plan that does."
+            )
+        self._extra_tasks = extra_tasks
         self._plan = plan
         self._sparse_optimizer = sparse_optimizer
         self._sparse_lr_scheduler = sparse_lr_scheduler
@@ -256,7 +265,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         install_evaluation_loops(trainer)
         install_interrupted_saves(trainer)
         setting = self._sharded, self._declared, self.root_device, self._options
-        self._session = RecsysSession(*setting, balancer=self._balancer)
+        self._session = RecsysSession(*setting, balancer=self._balancer, extra_tasks=self._extra_tasks)
         self._evaluation = TableEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import accumulates
 from lightning_pipe._compat.torchrec import cached_tables
-from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
+from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, SWPipeline
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import TrainingProgram
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
@@ -99,7 +99,7 @@ class TableTraining:
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
-            "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
+            "prepared": _last_to_replace_the_batch(tasks),
             "alone": lambda: self.pipeline is not None and starts_alone(rewrite, self.pipeline.plan),
             "on_close": self._end,
             "on_abandon": self._abandon,
@@ -283,3 +283,10 @@ def _tell_left_out(model: ShardedModel) -> None:
             "Arguments that apply_optimizer_in_backward did not set have the fused kernel's defaults, as with"
             f" TorchRec's DistributedModelParallel: {values}. Set them explicitly to change this"
         )
+
+
+def _last_to_replace_the_batch(tasks: Sequence[PipelineTask]) -> str | None:
+    """Name of the last task that writes the batch before it is trained: a balancer's, or one of the user's own."""
+    names = [task.name for task in tasks]
+    before = tasks[names.index("H2DAndShuffle") + 1 : names.index("DenseForward")]
+    return next((task.name for task in reversed(before) if "batch" in task.writes), None)

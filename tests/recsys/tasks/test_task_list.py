@@ -256,7 +256,7 @@ def double(actions: RecsysActions, ctx: IterContext) -> None:
 DOUBLED = {"H2DAndShuffle": RecsysTask("Double", double, reads=("batch",), writes=("batch",))}
 
 
-@pytest.mark.parametrize("name", ["serial", "prefetch"])
+@pytest.mark.parametrize("name", ["serial", "prefetch", "threaded_input"])
 def test_a_task_of_the_callers_own_trains_in_a_plan_that_places_it(name: str, tmp_path: Path) -> None:
     content = yaml.safe_load(recsys_plan(name, recsys_tasks()).to_yaml())
     content["tasks"]["Double"] = dict(content["tasks"]["H2DAndShuffle"] or {})

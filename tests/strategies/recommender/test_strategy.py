@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import threading
@@ -18,9 +19,9 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from lightning_pipe.engine import PlanError, SetupError, TaskSpan
-from lightning_pipe.recsys import ShardingOptions
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.engine import PlanError, SetupError, TaskSchedule, TaskSpan
+from lightning_pipe.recsys import RecsysTask, ShardingOptions
+from lightning_pipe.recsys.plans.named import plan_of_spec, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
@@ -58,6 +59,38 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
     states = [state_of(fit(Clicks(), recsys(given))) for given in ("prefetch", plan, file, str(file))]
     assert states[0]
     assert [difference(state, states[0]) for state in states] == [[], [], [], []]
+
+
+def double(actions: Any, ctx: Any) -> None:
+    ctx.batch = dataclasses.replace(ctx.batch, dense=2 * ctx.batch.dense)
+
+
+DOUBLED = {"H2DAndShuffle": RecsysTask("Double", double, reads=("batch",), writes=("batch",))}
+
+
+@pytest.mark.parametrize("place", [TaskSchedule(2), TaskSchedule(2, thread_group="augment")])
+def test_a_task_of_the_users_own_trains_ahead_and_is_profiled(place: TaskSchedule) -> None:
+    class Doubling(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(dataclasses.replace(batch, dense=2 * batch.dense), batch_idx)
+
+    class Profiling(Callback):
+        def on_train_batch_end(self, used: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.profile = strategy_of(used).profile([batch], rounds=1, iterations=1)
+
+    spec = recsys_plan("prefetch", recsys_tasks()).spec.insert("Double", place, after="H2DAndShuffle")
+    plan, profiling = plan_of_spec(spec, recsys_tasks(extra=DOUBLED)), Profiling()
+    trained = fit(Clicks(), recsys(plan, extra_tasks=DOUBLED), callbacks=[profiling])
+    assert difference(state_of(trained), state_of(fit(Doubling(), recsys("serial")))) == []
+    assert difference(state_of(trained), state_of(fit(Clicks(), recsys("serial")))) != []
+    assert "Double" in profiling.profile.tasks
+
+
+@pytest.mark.parametrize("plan", ["prefetch", "auto"])
+def test_a_plan_without_a_place_for_a_task_of_the_users_own_is_refused(plan: str) -> None:
+    with pytest.raises(PlanError, match=r"Double|extra_tasks"):
+        recsys(plan, extra_tasks=DOUBLED)
 
 
 @pytest.mark.parametrize(
