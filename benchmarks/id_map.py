@@ -6,7 +6,7 @@ whose ids are all cached, with alternating methods:
 - *prefetch*: the complete ``RowCache.prefetch`` for such a batch (slots, the update of their use for eviction, distinct
   rows, the pin) and the discard of its ticket;
 - *begin*: ``begin`` and ``trained`` for the same batch: counts, last steps, time to live, admission;
-- *map*: only ``IdMap.find``;
+- *map*: only the ``find`` of ``id_map``;
 - *searchsorted*: ``torch.searchsorted`` over the sorted ids and a gather of their slots;
 - *dict*: a dictionary, with ids that are Python integers already.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
-from lightning_pipe.recsys.dynamic.cache.id_map import IdMap
+from lightning_pipe.recsys.dynamic.cache.id_map import id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
@@ -64,7 +64,7 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[F
     keys = source.integers(-(2**63), 2**63 - 1, rows)
     cache = _cache(rows, 1)
     cache.discard(cache.prefetch(torch.from_numpy(keys)))
-    table = IdMap(rows)
+    table = id_map(rows)
     table.insert(keys, np.arange(rows))
     order, slots = torch.from_numpy(keys).sort()
     dictionary = {key: slot for slot, key in enumerate(keys.tolist())}
@@ -196,9 +196,6 @@ class _Nothing(RowStore):
 
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         return iter(())
-
-    def count(self, table: str) -> int:
-        return 0
 
     def close(self) -> None: ...
 

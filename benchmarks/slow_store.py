@@ -67,8 +67,5 @@ class SlowStore(RowStore):
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         return self._store.scan(table, chunk)
 
-    def count(self, table: str) -> int:
-        return self._store.count(table)
-
     def close(self) -> None:
         self._store.close()

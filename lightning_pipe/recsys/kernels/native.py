@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 # Must equal lp_version() in csrc/version.cpp; incremented whenever a function changes.
-_VERSION = 3
+_VERSION = 4
 
 
 @cache

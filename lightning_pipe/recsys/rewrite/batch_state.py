@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, end_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output

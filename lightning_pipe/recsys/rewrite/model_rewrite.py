@@ -30,7 +30,7 @@ from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.engine.runtime.sequencer import submitted
 from lightning_pipe.engine.runtime.worker import on_worker
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
 from lightning_pipe.recsys.kernels.kernel_calls import (

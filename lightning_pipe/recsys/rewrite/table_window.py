@@ -14,7 +14,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import Tensor, nn
 
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, end_step
 from lightning_pipe.recsys.kernels.kernel_calls import JoinedCall, KernelCall, KernelGradients
 from lightning_pipe.recsys.modules.managed_collision import on_eviction
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings

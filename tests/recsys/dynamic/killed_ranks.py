@@ -1,4 +1,4 @@
-"""A training run of stores alone, on forked ranks, one of which is killed: at a line of the code, or at some time."""
+"""A training run of stores, on forked ranks, one of which is killed: at a line of the code, or at some time."""
 
 from __future__ import annotations
 
@@ -81,11 +81,13 @@ def changes(version: int, rank: int) -> list[tuple[str, Keys, Records | None]]:
 
 
 def apply(store: RowStore | SharedStore, version: int, rank: int) -> None:
+    shared = store if isinstance(store, SharedStore) else SharedStore(store)
     for table, keys, records in changes(version, rank):
+        below = StoredTable(shared, table)
         if records is None:
-            store.erase(table, keys)
+            below.erase(keys)
         else:
-            store.write(table, keys, records)
+            below.write(keys, records)
 
 
 def expected(version: int, rank: int) -> Rows:
@@ -111,25 +113,6 @@ def see(store: RowStore) -> Seen:
         for table in WIDTHS
     }
     return Seen(store.state.committed, store.notes(), rows)
-
-
-def train_alone(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
-    """Without other ranks: goes on to *versions* from what is there; returns how many lines it took."""
-    with _killed(here.rank, kill) as counted:
-        store = make(Path(folder), 0)
-        committed, prepared = store.state.committed, store.state.prepared
-        store.settle(committed if prepared is None else prepared)
-        if prepared is not None:
-            _note(Path(folder), 0, f"committed {prepared}")
-        for version in range(store.state.committed + 1, versions + 1):
-            apply(store, version, 0)
-            store.prepare(version, {"step": str(version)})
-            _note(Path(folder), 0, f"prepared {version}")
-            store.commit(version)
-            _note(Path(folder), 0, f"committed {version}")
-        apply(store, versions + 1, 0)  # evictions that nobody commits
-        store.close()
-    return counted()
 
 
 def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
@@ -165,7 +148,7 @@ def _halves(shared: SharedStore, version: int, rank: int) -> dict[str, _Cached]:
         *early, last, erased = [(keys, records) for name, keys, records in changes(version, rank) if name == table]
         for keys, records in early:
             assert records is not None
-            shared.write(table, keys, records)
+            StoredTable(shared, table).write(keys, records)
         keys, records = last
         assert records is not None
         there = ~np.isin(keys, erased[0])

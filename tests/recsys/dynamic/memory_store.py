@@ -72,9 +72,6 @@ class MemoryStore(RowStore):
         records = self.read(table, keys)[0]
         return ((keys[at : at + chunk], records[at : at + chunk]) for at in range(0, len(order), chunk))
 
-    def count(self, table: str) -> int:
-        return len(self.tables[table])
-
     def close(self) -> None:
         pass
 

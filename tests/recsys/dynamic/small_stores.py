@@ -33,3 +33,7 @@ def commit(store: RocksDbStore, **notes: str) -> None:
     version = store.state.committed + 1
     store.prepare(version, notes)
     store.commit(version)
+
+
+def size(store: RocksDbStore, table: str) -> int:
+    return sum(len(keys) for keys, _ in store.scan(table))

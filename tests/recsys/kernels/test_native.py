@@ -34,11 +34,6 @@ def test_a_library_of_another_version_is_left_alone_with_a_warning(monkeypatch: 
         assert native.library() is None
 
 
-def test_without_the_file_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
-    assert native.library() is None
-
-
 def test_a_broken_file_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     suffix = native.importlib.machinery.EXTENSION_SUFFIXES[0]
     (tmp_path / "csrc").mkdir()

@@ -18,11 +18,7 @@ STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_siz
 SCHEDULES: list[dict[str, Any]] = [
     STEP,
     {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 4}},
-    {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 3}},
-    {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
-    {"class_path": "torch.optim.lr_scheduler.ConstantLR"},
     {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": [1.0, 0.2], "total_steps": 9}},
-    {"class_path": "torch.optim.lr_scheduler.CyclicLR", "init_args": {"base_lr": [0.1, 0.2], "max_lr": [1.0, 2.0]}},
 ]
 
 
@@ -73,22 +69,9 @@ def test_a_schedule_taken_up_from_its_state_goes_on_as_if_never_interrupted(conf
     ("config", "says"),
     [
         ("torch.optim.lr_scheduler.StepLR", "must be a mapping with class_path"),
-        ({}, "must be a mapping with class_path"),
-        ({"class_path": 3}, "must be a subclass of LRScheduler, got 3"),
-        ({**STEP, "gamma": 0.5}, "must be a mapping with class_path"),
-        ({"class_path": "torch.optim.lr_scheduler.StepsLR"}, "cannot be imported"),
-        ({"class_path": "no.such.module.StepLR"}, "cannot be imported"),
-        ({"class_path": "StepLR"}, "cannot be imported"),
         ({"class_path": "torch.optim.SGD"}, "must be a subclass of LRScheduler"),
-        ({"class_path": "torch.nn.functional.relu"}, "must be a subclass of LRScheduler"),
         ({"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "steps on a metric"),
         ({"class_path": "torch.optim.lr_scheduler.StepLR"}, r"does not accept init_args \{\}"),
-        ({**STEP, "init_args": {"step": 2}}, r"does not accept init_args \{'step': 2\}"),
-        ({**STEP, "init_args": "step_size"}, "a mapping init_args, got"),
-        (
-            {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 1.0}},
-            "does not accept init_args",
-        ),
     ],
 )
 def test_what_is_no_schedule_is_refused_with_what_is(config: Any, says: str) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache import host_rows, row_slots
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
@@ -98,8 +98,9 @@ class Run:
             store = MemoryStore({"t": 16 + sum(c[0].numel() * c.element_size() for c in self.columns)})
         self.store = store
         self.shared = SharedStore(store)
-        stored = StoredTable(self.shared, "t")
-        below = HostRows(one.host_rows, store.widths["t"], stored) if one.host_rows else stored
+        below = StoredTable(self.shared, "t")
+        if one.host_rows:
+            below = HostRows(one.host_rows, store.widths["t"], self.shared, "t")
         self.cache = RowCache(
             "t",
             self.columns,

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import StoreState
-from tests.recsys.dynamic.small_stores import EDGES, commit, open_store, some_records
+from tests.recsys.dynamic.small_stores import EDGES, commit, open_store, size, some_records
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 
 
@@ -63,7 +63,11 @@ def test_damage_to_any_file_is_found_or_without_effect(whole: Path, tmp_path: Pa
             assert f"{folder} is damaged" in refusal
             refused.add(file)
         shutil.rmtree(folder)
-    assert set(files) - refused == set()
+    # None of these is read: RocksDB and rocksdict write them for others.
+    unread = ("OPTIONS", "IDENTITY", "rocksdict-config")
+    without_effect = {file for file in set(files) - refused if not file.name.startswith(unread)}
+    # Zeros at the end of a log of RocksDB are room that it has not used.
+    assert without_effect == {file for file in files if damage == "longer" and file.name.startswith("MANIFEST")}
 
 
 def test_any_changed_byte_is_found_or_without_effect(whole: Path, tmp_path: Path) -> None:
@@ -108,18 +112,16 @@ def _read_all(folder: Path) -> None:
 def test_a_scan_over_a_damaged_block_does_not_end_early(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(whole, folder)
-    for file in (folder / "version.1").glob("*.sst"):
-        file.write_bytes(_flip(file.read_bytes()))
+    file = max((folder / "version.1").glob("*.sst"), key=lambda file: file.stat().st_size)
+    file.write_bytes(_flip(file.read_bytes()))
     store = open_store(folder)
     with pytest.raises(SetupError, match="damaged"):
         list(store.scan("a", chunk=500))
-    with pytest.raises(SetupError, match="damaged"):
-        store.count("a")
     store.close()
 
 
 def test_a_missing_file_is_found(whole: Path, tmp_path: Path) -> None:
-    for file in ("version.1/CURRENT", "committed.json", "version.1/contents.json", "store.json"):
+    for file in ("version.1/CURRENT", "store.json", next((whole / "version.1").glob("*.sst")).relative_to(whole)):
         folder = tmp_path / "damaged"
         shutil.copytree(whole, folder)
         (folder / file).unlink()
@@ -164,7 +166,7 @@ def _whole_after(folder: Path, text: str) -> None:
     assert "The committed version is intact" in text
     store = open_store(folder)
     assert store.state == StoreState(int(text.split()[0]), None)
-    assert store.count("a") == len(EDGES) + 40000 * (store.state.committed - 1)
+    assert size(store, "a") == len(EDGES) + 40000 * (store.state.committed - 1)
     np.testing.assert_array_equal(store.read("a", EDGES)[0], some_records(len(EDGES)))
     commit(store)
     store.close()

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing records costs time for every slot.
@@ -19,13 +19,14 @@ _EVICTED = 16
 _CHUNK = 65536
 
 
-class HostRows(RowLevel):
-    """Most recently used records of one table. Others are evicted to the level below."""
+class HostRows(StoredTable):
+    """Table of a store, with its most recently used records in memory. Others are evicted to the store."""
 
-    def __init__(self, capacity: int, width: int, below: RowLevel) -> None:
-        self._map, self._below = IdMap(capacity), below
+    def __init__(self, capacity: int, width: int, shared: SharedStore, table: str) -> None:
+        super().__init__(shared, table)
+        self._map = id_map(capacity)
         self._records = np.empty((capacity, width), np.uint8)
-        # 0 if the level below has the record, 1 if it does not, and COPIED if the store will have it.
+        # 0 if the store has the record, 1 if it does not, and COPIED if the store will have it.
         self._dirty = np.zeros(capacity, np.uint8)
         self._free = np.arange(capacity)
         self._tick = 0
@@ -36,7 +37,7 @@ class HostRows(RowLevel):
             slots, missing = self._touch(keys)
             records, found = self._records[slots], np.ones(len(keys), bool)
             if missing.size:
-                records[missing], found[missing] = self._below.read(keys[missing])
+                records[missing], found[missing] = super().read(keys[missing])
                 new = missing[found[missing]][: self._map.capacity]
                 self._add(keys[new], records[new], 0)
             return records, found
@@ -49,17 +50,17 @@ class HostRows(RowLevel):
             self._dirty[slots[here]] = 1
             new, rest = np.split(missing, [self._map.capacity])
             if rest.size:
-                self._below.write(keys[rest], records[rest])
+                super().write(keys[rest], records[rest])
             self._add(keys[new], records[new], 1)
 
     def erase(self, keys: Keys) -> None:
         with self._lock:
-            self._below.erase(keys)
+            super().erase(keys)
             self._drop(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
         self.flush()
-        return self._below.scan(chunk)
+        return super().scan(chunk)
 
     def changes(self, above: Keys) -> Iterator[Change]:
         """See the base class. The caller makes no other call, except ``keep``, before the last change."""
@@ -68,29 +69,22 @@ class HostRows(RowLevel):
             self._drop(above)
             slots = np.flatnonzero(self._dirty)
             self._dirty[slots] = COPIED
-        yield from self._below.changes(np.concatenate([above, self._map.keys_of(slots)]))
         for part in _chunks(slots):
             yield Change(self._map.keys_of(part), self._records[part], gone=np.empty(0, np.int64))
-
-    def keep(self, change: Change) -> None:
-        self._below.keep(change)
 
     def kept(self) -> None:
         with self._lock:
             self._dirty[self._dirty == COPIED] = 0
-            self._below.kept()
 
     def flush(self) -> None:
         with self._lock:
             self._write_down(np.flatnonzero(self._dirty))
-            self._below.flush()
 
     def clear(self) -> None:
         with self._lock:
             self._map.clear()
             self._dirty[:] = 0
             self._free = np.arange(self._map.capacity)
-            self._below.clear()
 
     def _touch(self, keys: Keys) -> tuple[Slots, Slots]:
         """Slots of *keys*, -1 for missing ones; and indices of the missing keys."""
@@ -118,9 +112,9 @@ class HostRows(RowLevel):
         self._remove(slots)
 
     def _write_down(self, slots: Slots) -> None:
-        """Write dirty records to the level below."""
+        """Write dirty records to the store."""
         for part in _chunks(slots):
-            self._below.write(self._map.keys_of(part), self._records[part])
+            super().write(self._map.keys_of(part), self._records[part])
             self._dirty[part] = 0
 
     def _drop(self, keys: Keys) -> None:

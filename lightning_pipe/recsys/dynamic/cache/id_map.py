@@ -1,17 +1,18 @@
 """Hash map from int64 ids to cache slots, with operations on whole batches.
 
-The compiled library uses open addressing with software prefetching over the batch. Without the library, a dictionary
-gives the same results. ``DeviceIds`` is a table on a GPU.
+The compiled table uses open addressing with software prefetching over the batch. ``DeviceIds`` is a table in tensors,
+for a GPU, and for a host without the compiled library.
 """
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
@@ -27,127 +28,87 @@ _MOST_SLOTS = 2**31 - 1
 _ENTRY = np.dtype([("key", np.int64), ("slot", np.int32), ("tick", np.uint32)])
 
 
-class IdMap:
-    """Map of ids to slots, with the tick of each slot's last use. Every int64 is a valid id.
+class IdMap(ABC):
+    """Map of ids to slots, with the tick of each slot's last use. Every int64 is a valid id. Not thread-safe."""
 
-    The compiled version takes 32 to 64 bytes per slot. Not thread-safe.
-    """
-
-    def __init__(self, capacity: int, table: IdTable | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         if not 1 <= capacity <= _MOST_SLOTS:
             raise SetupError(f"the capacity of an id map is {capacity} slots; expected 1 to {_MOST_SLOTS}")
         self.capacity = capacity
         self._keys = np.zeros(capacity, np.int64)
-        library = native.library()
-        self._table = table or (_Dictionary(capacity) if library is None else _Compiled(library, capacity))
+        self._used = 0
 
     def __len__(self) -> int:
-        return self._table.used
+        return self._used
 
+    @abstractmethod
     def find(self, keys: Keys) -> Slots:
         """Slots of *keys*, which may repeat; -1 for keys without a slot."""
-        return self._table.find(_checked(keys))
 
+    @abstractmethod
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        """Find the slots of *keys*, which may repeat, and record their use, in one pass."""
-        return self._table.touch(_checked(keys), tick)
+        """Find *keys*, which may repeat, and record their use: slots, distinct slots, and indices of missing keys."""
 
     def insert(self, keys: Keys, slots: Slots, tick: int = 0) -> None:
         """Assign *slots*, distinct and free, to *keys*, distinct and not in the map."""
-        keys = _checked(keys)
-        self._table.insert(keys, _checked(slots), tick)
+        self._insert(keys, slots, tick)
         self._keys[slots] = keys
-        self._table.used += len(keys)
+        self._used += len(keys)
 
     def remove(self, slots: Slots) -> None:
         """Free *slots*, distinct and in use."""
-        self._table.remove(self._keys[slots], slots)
-        self._table.used -= len(slots)
+        self._remove(self._keys[slots], slots)
+        self._used -= len(slots)
 
     def keys_of(self, slots: Slots) -> Keys:
         """Ids of *slots* in use."""
         return self._keys[slots]
 
+    @abstractmethod
     def ticks(self) -> npt.NDArray[np.int64]:
         """Tick of the last use of each slot; 0 for free slots."""
-        return self._table.ticks()
 
+    @abstractmethod
     def reset_ticks(self) -> None:
         """Set the ticks of all slots to 0."""
-        self._table.reset_ticks()
 
     def clear(self) -> None:
         """Free all slots."""
-        self._table.clear()
-        self._table.used = 0
+        self._clear()
+        self._used = 0
+
+    @abstractmethod
+    def _insert(self, keys: Keys, slots: Slots, tick: int) -> None: ...
+
+    @abstractmethod
+    def _remove(self, keys: Keys, slots: Slots) -> None: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
 
 
-def distinct(keys: Keys) -> tuple[Keys, Slots]:
-    """Distinct keys in order of first occurrence, and the index of each of *keys* among them."""
-    keys = _checked(keys)
+def id_map(capacity: int) -> IdMap:
+    """Map in host memory. The compiled one takes 32 to 64 bytes per slot."""
     library = native.library()
-    if library is not None:
-        return _Compiled(library, max(1, len(keys))).number(keys)
-    found, first, places = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return found[order], rank[places]
+    return DeviceIds(capacity, torch.device("cpu")) if library is None else _CompiledMap(library, capacity)
 
 
-def _checked(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        raise TypeError(f"expected a vector of int64, got {keys.dtype} of shape {keys.shape}")
-    return np.ascontiguousarray(keys)
-
-
-class IdTable(ABC):
-    """Table of an ``IdMap``, which describes the methods.
-
-    Attributes:
-        used: number of ids, set by the map.
-    """
-
-    used = 0
-
-    @abstractmethod
-    def find(self, keys: Keys) -> Slots: ...
-
-    @abstractmethod
-    def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]: ...
-
-    @abstractmethod
-    def insert(self, keys: Keys, slots: Slots, tick: int) -> None: ...
-
-    @abstractmethod
-    def remove(self, keys: Keys, slots: Slots) -> None: ...
-
-    @abstractmethod
-    def ticks(self) -> npt.NDArray[np.int64]: ...
-
-    @abstractmethod
-    def reset_ticks(self) -> None: ...
-
-    @abstractmethod
-    def clear(self) -> None: ...
-
-
-class _Compiled(IdTable):
+class _CompiledMap(IdMap):
     def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
-        self._capacity = capacity
+        super().__init__(capacity)
         # At most half full.
         self._bits = max(1, (2 * capacity - 1).bit_length())
         self._entries = np.empty(1 << self._bits, _ENTRY)
-        self.clear()
+        self._clear()
         self._library = library
-        library.lp_id_map_number.restype = ctypes.c_int64
 
     def find(self, keys: Keys) -> Slots:
-        slots = np.empty(len(keys), np.int64)
+        keys, slots = np.ascontiguousarray(keys), np.empty(len(keys), np.int64)
         self._library.lp_id_map_find(*self._of(keys), _address(slots))
         return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
+        keys = np.ascontiguousarray(keys)
         slots, touched, missing = (np.empty(len(keys), np.int64) for _ in range(3))
         counts = np.empty(2, np.int64)
         self._library.lp_id_map_touch(
@@ -158,55 +119,118 @@ class _Compiled(IdTable):
         noted, without = counts.tolist()
         return slots, touched[:noted], missing[:without]
 
-    def insert(self, keys: Keys, slots: Slots, tick: int) -> None:
+    def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
+        keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
         self._library.lp_id_map_insert(*self._of(keys), _address(slots), ctypes.c_uint32(tick))
 
-    def number(self, keys: Keys) -> tuple[Keys, Slots]:
-        slots, found = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-        count = self._library.lp_id_map_number(*self._of(keys), _address(slots), _address(found))
-        return found[:count], slots
-
-    def remove(self, keys: Keys, slots: Slots) -> None:
-        self._library.lp_id_map_remove(*self._of(np.ascontiguousarray(keys)))
+    def _remove(self, keys: Keys, slots: Slots) -> None:
+        self._library.lp_id_map_remove(*self._of(keys))
 
     def ticks(self) -> npt.NDArray[np.int64]:
-        ticks = np.zeros(self._capacity, np.int64)
+        ticks = np.zeros(self.capacity, np.int64)
         self._library.lp_id_map_ticks(_address(self._entries), ctypes.c_int64(self._bits), _address(ticks))
         return ticks
 
     def reset_ticks(self) -> None:
         self._entries["tick"] = 0
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         self._entries["slot"] = -1
 
     def _of(self, keys: Keys) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
         return _address(self._entries), ctypes.c_int64(self._bits), _address(keys), ctypes.c_int64(len(keys))
 
 
-class _Dictionary(IdTable):
-    def __init__(self, capacity: int) -> None:
-        self._slots: dict[int, int] = {}
+class DeviceIds(IdMap):
+    """Sorted ids in tensors, searched by halves; no operation waits for the device.
+
+    Ticks, and changes that the device does not have yet, are on the host.
+
+        device   look ─┐ distinct slots                     ┌─ apply ─
+        host           └─ and ids without a slot ── pin ────┘ changes of the map
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        super().__init__(capacity)
+        self._device = device
+        self._last = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self._ready: torch.cuda.Event | None = None
+        # Ids in order, and their slots.
+        self._table = torch.empty(2, 0, dtype=torch.int64, device=device)
+        self._gone: list[Keys] = []
+        self._new: list[tuple[Keys, Slots]] = []
         self._ticks = np.zeros(capacity, np.int64)
 
+    def look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Search for *ids* [n], int64 on the device, which may repeat.
+
+        Found are the slots [n], -1 for ids without a slot, and what the host needs, [n + 2]: number of distinct slots,
+        number of ids without a slot, the distinct slots, and, at the end, the ids without a slot.
+        """
+        if self._gone or self._new:
+            # Left by a batch that failed.
+            self.apply(*(part.to(self._device) for part in self.changes()))
+        self._order()
+        slots, place = self._find(ids), torch.arange(len(ids), device=self._device)
+        missing = slots < 0
+        row = torch.where(missing, self.capacity, slots)
+        # One of the places of a slot is the last one written, whichever it is.
+        first = (self._last.scatter_(0, row, place)[row] == place) & ~missing
+        counts = torch.stack([first.sum(), missing.sum()])
+        at_end = missing.cumsum(0) - 1 + len(ids) - counts[1]
+        to = torch.where(first, first.cumsum(0) - 1, torch.where(missing, at_end, len(ids)))
+        found = ids.new_zeros(len(ids) + 1).scatter_(0, to, torch.where(missing, ids, slots))
+        return slots, torch.cat([counts, found[:-1]])
+
+    def use(self, found: Tensor, tick: int) -> tuple[Slots, Keys]:
+        """Record the use of what ``look`` found, copied to the host; return distinct slots, and ids without a slot."""
+        rows, without = found[:2].tolist()
+        slots, keys = found[2 : 2 + rows].numpy(), found[len(found) - without :].numpy()
+        self._ticks[slots] = tick
+        return slots, keys
+
+    def changes(self) -> list[Tensor]:
+        """Changes for ``apply``, on the host: ids that were removed, ids that were inserted, and their slots."""
+        ids, slots = zip(*self._new, strict=True) if self._new else ((), ())
+        return [torch.from_numpy(np.concatenate([np.empty(0, np.int64), *part])) for part in (self._gone, ids, slots)]
+
+    def apply(self, gone: Tensor, ids: Tensor, slots: Tensor) -> None:
+        """Make all changes, which the caller has copied to the device, in the table."""
+        self._order()
+        old, new = self._table, torch.stack([ids, slots])[:, ids.argsort()]
+        size = old.shape[1] - len(gone) + len(ids)
+        stays = torch.ones_like(old[0]).index_fill_(0, torch.searchsorted(old[0], gone), 0)
+        before = torch.cat([stays.new_zeros(1), stays.cumsum(0)])
+        # Removed ids go to an additional column.
+        table = old.new_empty(2, size + 1)
+        to = torch.where(stays > 0, before[:-1] + torch.searchsorted(new[0], old[0]), size)
+        table.index_copy_(1, to, old)
+        place = torch.arange(len(ids), device=self._device)
+        table.index_copy_(1, before[torch.searchsorted(old[0], new[0])] + place, new)
+        self._table = table[:, :size]
+        self._gone, self._new = [], []
+        if self._device.type == "cuda":
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+
     def find(self, keys: Keys) -> Slots:
-        return np.fromiter(map(self._slots.get, keys.tolist(), repeat(-1)), np.int64, len(keys))
+        slots: Slots = self.look(torch.from_numpy(keys).to(self._device))[0].cpu().numpy()
+        return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        slots = self.find(keys)
-        found, first = np.unique(slots, return_index=True)
-        touched = slots[np.sort(first[found >= 0])]
-        self._ticks[touched] = tick
-        return slots, touched, np.flatnonzero(slots < 0)
+        slots, found = self.look(torch.from_numpy(keys).to(self._device))
+        on_host: Slots = slots.cpu().numpy()
+        return on_host, self.use(found.cpu(), tick)[0], np.flatnonzero(on_host < 0)
 
-    def insert(self, keys: Keys, slots: Slots, tick: int) -> None:
-        self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
+    def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
         self._ticks[slots] = tick
+        self._new.append((keys, slots))
 
-    def remove(self, keys: Keys, slots: Slots) -> None:
+    def _remove(self, keys: Keys, slots: Slots) -> None:
+        if self._new:
+            # Removals come first.
+            self.look(torch.empty(0, dtype=torch.int64, device=self._device))
         self._ticks[slots] = 0
-        for key in keys.tolist():
-            del self._slots[key]
+        self._gone.append(keys)
 
     def ticks(self) -> npt.NDArray[np.int64]:
         return self._ticks.copy()
@@ -214,9 +238,24 @@ class _Dictionary(IdTable):
     def reset_ticks(self) -> None:
         self._ticks[:] = 0
 
-    def clear(self) -> None:
-        self._slots.clear()
+    def _clear(self) -> None:
+        self._table = self._table[:, :0]
+        self._gone, self._new = [], []
         self._ticks[:] = 0
+
+    def _find(self, ids: Tensor) -> Tensor:
+        held, slots = self._table
+        if not len(held):
+            return torch.full_like(ids, -1)
+        at = torch.searchsorted(held, ids).clamp_(max=len(held) - 1)
+        return torch.where(held[at] == ids, slots[at], -1)
+
+    def _order(self) -> None:
+        """Order the current stream after the last change, which another stream may have made."""
+        if self._ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._ready)
+            self._table.record_stream(stream)
 
 
 def _address(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:

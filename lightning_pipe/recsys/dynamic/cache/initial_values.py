@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -30,16 +29,8 @@ _BLOCK = 8192
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Distribution(ABC):
-    """Distribution of initial values."""
-
-    @abstractmethod
-    def values(self, bits: Bits) -> Values:
-        """Convert random bits to values, one for each 64 bits."""
-
-
 @dataclass(frozen=True)
-class Uniform(Distribution):
+class Uniform:
     """Uniform distribution between *low* and *high*, in 2^24 steps."""
 
     low: float
@@ -60,7 +51,7 @@ class Uniform(Distribution):
 
 
 @dataclass(frozen=True)
-class Normal(Distribution):
+class Normal:
     """Normal distribution with the given mean and standard deviation."""
 
     mean: float
@@ -81,13 +72,13 @@ class Normal(Distribution):
 
 
 @dataclass(frozen=True)
-class Constant(Distribution):
+class Constant:
     """The same value for every element."""
 
     value: float = 0.0
 
-    def values(self, bits: Bits) -> Values:
-        return np.full(bits.shape, self.value, np.float32)
+
+Distribution = Uniform | Normal | Constant
 
 
 class InitialValues:

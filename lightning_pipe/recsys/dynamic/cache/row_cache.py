@@ -1,11 +1,23 @@
-"""Bounded cache of rows over a store on disk, as a whole: what is written, scanned, copied and restored.
+"""Bounded cache of rows over a store on disk: one rank's part of a table that has a row for every int64 id.
 
-``row_batches`` has the operations of each batch, and describes threads and locks.
+    worker  prefetch(i + 1) ────────── prefetch(i + 2) ─────────      finds, reads, creates and evicts rows: no effect
+                                                                      on training results
+    main    begin(i) ─ lookup ─ backward ─ trained(i) ─ begin(i + 1)  counts, restarts and admits rows in the order of
+                                                                      training: the same under every plan
+
+The rows of an open batch, from its prefetch to its end, are pinned: their slots are not reused, and only the main
+thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
+can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
+operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
+headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +26,203 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.recsys.dynamic.cache.id_map import Slots
-from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
-from lightning_pipe.recsys.dynamic.cache.row_batches import RowBatches
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, headers_of
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds, Slots
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, Begun, RowHeaders, headers_of
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, Rehearsal, RowSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import Batch, Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
-from lightning_pipe.recsys.dynamic.store.row_levels import Change
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 
-class RowCache(RowBatches):
-    """One rank's part of a table. For the arguments, see :class:`RowBatches`."""
+class RowCache:
+    """One rank's part of a table.
+
+    *columns* are the weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns them and
+    changes only rows of batches that have begun. A record of *below* is a header (count and last step, int64 each)
+    followed by the bytes of the row in each column. *state_fill* has the initial value of each optimiser state. The
+    other options are those of ``DynamicTable`` and of its module.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        columns: Sequence[Tensor],
+        below: StoredTable,
+        *,
+        initial: InitialValues,
+        state_fill: Sequence[float] = (),
+        policy: Policy = "lru",
+        admission_threshold: int = 1,
+        ttl: int | None = None,
+        check_nan: bool = False,
+        ids_of: Callable[[Keys], Keys] | None = None,
+        ids: DeviceIds | None = None,
+    ) -> None:
+        self.table = table
+        self._columns = RowColumns(columns, state_fill)
+        self.capacity = self._columns.capacity
+        self._below = below
+        self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
+        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of, ids)
+        self.ids = ids
+        # Lock of rows, which may be held from DeviceIds.look to DeviceIds.apply.
+        self.moving = threading.RLock()
+        self._rehearsal: Rehearsal | None = None
+        # Lock of headers and open batches, held only briefly. A finaliser never waits for it.
+        self._lock = threading.Lock()
+        # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
+        self._open: dict[Batch, None] = {}
+        self._dropped: deque[Batch] = deque()
+
+    @property
+    def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of a row and type, for each column."""
+        return self._columns.kinds
+
+    @property
+    def stats(self) -> CacheStats:
+        """Statistics of the cache so far."""
+        return replace(self._slots.stats)
+
+    # Called on any thread, for later batches.
+
+    def prefetch(self, keys: Tensor) -> Ticket:
+        """Cache the rows of a batch's ids and pin them until the ticket ends."""
+        ids = keys.detach().cpu().numpy()
+        with self.moving:
+            slots, rows, missing = self._slots.touch(ids)
+            brought, batch = self._pin(rows, ids[missing])
+            slots[missing] = brought
+            return Ticket(torch.from_numpy(slots), batch, self._dropped)
+
+    def pin(self, found: Tensor) -> Ticket:
+        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot."""
+        assert self.ids is not None
+        with self.moving:
+            brought, batch = self._pin(*self._slots.use(self.ids, found))
+            return Ticket(torch.from_numpy(brought), batch, self._dropped)
+
+    def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, Batch]:
+        """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
+        batch = Batch(rows)
+        with self._lock:
+            self._bring_up_to_date()
+            self._open[batch] = None
+        try:
+            if not missing.size:
+                return missing, batch
+            slots, brought = self._slots.bring(missing, self._pinned)
+            batch.rows = np.concatenate([rows, brought])
+            if self._rehearsal is not None:
+                self._rehearsal.brought[brought] = True
+            return slots, batch
+        except BaseException:
+            self._drop(batch)
+            raise
+
+    def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
+        with self._lock:
+            self._bring_up_to_date()
+            pinned = np.zeros(self.capacity, bool)
+            for batch in self._open:
+                pinned[batch.rows] = True
+            return pinned, len(self._open) - 1
+
+    def _bring_up_to_date(self) -> None:
+        """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
+        self._end_dropped()
+        self._slots.settle()
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            batch = self._dropped.popleft()
+            if batch.ended:
+                continue
+            self._end(batch)
+            self._columns.behind(batch.mark)
+            if batch.begun is not None:
+                self._headers.undo(batch.rows, batch.begun)
+                self._slots.start_or_owe(self._headers.young(batch.rows))
+
+    def _end(self, batch: Batch) -> None:
+        batch.ended = True
+        self._open.pop(batch, None)
+
+    def _begun(self) -> list[tuple[Batch, Begun]]:
+        """Batches that have begun, in the order of their steps. Requires the lock."""
+        found = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
+        return sorted(found, key=lambda pair: pair[1].step)
+
+    def _checked(self, ticket: Ticket) -> Batch:
+        if ticket.batch.ended:
+            raise PlanError(
+                f"table {self.table!r}: the rows of a batch in flight were replaced or released before it was trained;"
+                " expected them to stay until its end. Read or forget rows between two fits"
+            )
+        return ticket.batch
+
+    # Called on the main thread, in the order of training.
+
+    def begin(self, ticket: Ticket, step: int) -> None:
+        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows."""
+        with self._lock:
+            self._bring_up_to_date()
+            batch = self._checked(ticket)
+            suspended = () if self._rehearsal is None else self._rehearsal.suspended
+            others = [begun.step for other, begun in self._begun() if other not in suspended]
+            ttl = self._headers.ttl
+            if ttl is not None and others and step - others[0] > ttl:
+                raise PlanError(
+                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0]} is"
+                    " trained, so rows of that batch would expire while in use; expected a ttl of at least"
+                    f" {step - others[0]} for this plan. Raise ttl, or use a plan that looks batches up later."
+                    " (Each call of a module counts as a batch, also within one step.)"
+                )
+            batch.begun = self._headers.begin(batch.rows, step)
+            self._slots.start(batch.begun.expired)
+            self._slots.stats.expired += len(batch.begun.expired)
+
+    def expire(self, ticket: Ticket, step: int) -> None:
+        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values."""
+        with self._lock:
+            self._bring_up_to_date()
+            expired = self._headers.expired(self._checked(ticket).rows, step)
+            if expired.size:
+                self._slots.forget(expired)
+
+    def trained(self, ticket: Ticket) -> None:
+        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values."""
+        with self._lock:
+            self._end_dropped()
+            batch = self._checked(ticket)
+            assert batch.begun is not None
+            # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
+            self._slots.start_or_owe(batch.begun.young)
+            self._slots.stats.held_back += len(batch.begun.young)
+            self._columns.behind(self._columns.mark())
+            self._end(batch)
+
+    def discard(self, ticket: Ticket) -> None:
+        """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, but no updates of rows.
+
+        May be called on any thread, in finalisers, and for tickets that have ended.
+        """
+        if not ticket.batch.ended:
+            ticket.batch.mark = self._columns.mark()
+            self._drop(ticket.batch)
+
+    def _drop(self, batch: Batch) -> None:
+        """Discard a batch now, or leave it to the next holder of the lock if the lock is taken."""
+        self._dropped.append(batch)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end_dropped()
+            finally:
+                self._lock.release()
 
     # Called on the main thread between batches; prefetches may run at the same time.
 
@@ -61,35 +259,35 @@ class RowCache(RowBatches):
         self._bring_up_to_date()
         # Undo from the last batch to the first, then restore in the opposite order.
         begun: list[tuple[Slots, npt.NDArray[np.int64]]] = []
-        for batch, noted in reversed(self._open.begun()):
-            begun.append((batch.rows, self._headers.read(batch.rows)))
+        for batch, noted in reversed(self._begun()):
+            begun.append((batch.rows, self._headers.values[batch.rows]))
             self._headers.undo(batch.rows, noted)
         try:
-            dirty = self._slots.dirty()
+            dirty = np.flatnonzero(self._headers.dirty)
             self._headers.dirty[dirty] = COPIED
             yield from self._below.changes(self._slots.map.keys_of(dirty))
             yield from self._slots.changes(dirty)
         finally:
             for rows, headers in reversed(begun):
-                self._headers.write(rows, headers)
+                self._headers.values[rows] = headers
                 self._headers.dirty[rows] = 1
 
     def forget(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
         with self.moving, self._lock:
-            self._version += 1
-            self._step = None
-            self._open.end_all()
+            for batch in list(self._open):
+                self._end(batch)
             self._slots.clear()
             self._below.clear()
 
     def rehearse(self, rehearses: bool) -> None:
-        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.rehearsal.Rehearsal`."""
+        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.Rehearsal`."""
         with self.moving, self._lock:
             if rehearses:
                 self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
-            self._rehearsal = Rehearsal(self.capacity, self._open.all(), missing) if rehearses else None
+            brought = np.zeros(self.capacity, bool)
+            self._rehearsal = Rehearsal(list(self._open), missing, brought) if rehearses else None
 
     def cool(self, keys: Tensor) -> None:
         """Evict rows before a prefetch of *keys*, if the cache is in a rehearsal."""
@@ -102,18 +300,18 @@ class RowCache(RowBatches):
         with self.moving, self._lock:
             self._bring_up_to_date()
             self._below.flush()
-            return self._open.all(), self._step, self._slots.snapshot()
+            return list(self._open), self._slots.snapshot()
 
     def restore(self, kept: tuple[Any, ...]) -> None:
         """Restore a snapshot. Ends batches that were opened after it."""
         with self.moving, self._lock:
-            self._version += 1
-            opened, self._step, slots = kept
-            self._open.end_all(but=opened)
+            opened, slots = kept
+            for batch in [batch for batch in self._open if batch not in opened]:
+                self._end(batch)
             self._slots.restore(slots)
             self._below.clear()
             if self._rehearsal is not None:
-                self._rehearsal.forget()
+                self._rehearsal.brought[:] = False
 
     def purge(self, step: int) -> int:
         """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store."""
@@ -122,42 +320,29 @@ class RowCache(RowBatches):
         with self.moving:
             with self._lock:
                 self._bring_up_to_date()
-                self._version += 1
-                cached = self._slots.expired(step)
+                cached = self._headers.expired(np.flatnonzero(self._slots.used()), step)
                 self._slots.forget(cached)
                 self._slots.write_back(cached)
-            stored: list[Keys] = []
+            number = len(cached)
             for keys, records in self._below.scan(65536):
-                ended = keys[self._headers.expired_headers(headers_of(records), step)]
+                ended = keys[step - headers_of(records)[:, 1] > self._headers.ttl]
                 # The header of a cached row is newer than the one in the store.
-                stored.append(ended[self._slots.map.find(ended) < 0])
-            for keys in filter(len, stored):
-                self._below.erase(keys)
-            self._slots.stats.expired += (number := sum(map(len, stored)))
-            return number + len(cached)
+                ended = ended[self._slots.map.find(ended) < 0]
+                self._below.erase(ended)
+                self._slots.stats.expired += len(ended)
+                number += len(ended)
+            return number
 
     def rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
-        """Flush, and iterate over all rows, cached or not, in the store's order."""
+        """Flush, and iterate over all rows, cached or not, as they are now, in the store's order."""
         self.flush()
-        return self._scanned(self._below.scan(chunk), self._version, since)
+        found = (self.decode(keys, records, since) for keys, records in self._below.scan(chunk))
+        return (rows for rows in found if len(rows.ids))
 
-    def _scanned(self, scan: Iterator[tuple[Keys, Records]], version: int, since: int) -> Iterator[StoredRows]:
-        while True:
-            with self.moving:
-                if self._version != version:
-                    raise PlanError(
-                        f"table {self.table!r} has changed while its rows were scanned. Finish the scan before the next"
-                        " batch begins"
-                    )
-                found = next(scan, None)
-            if found is None:
-                return
-            keys, records = found
+    def decode(self, keys: Keys, records: Records, since: int = 0) -> StoredRows:
+        """Rows of a chunk of records that were last seen in step *since* or later."""
+        if since > 0:
             chosen = headers_of(records)[:, 1] >= since
-            if chosen.any():
-                yield self.decode(keys[chosen], records[chosen])
-
-    def decode(self, keys: Keys, records: Records) -> StoredRows:
-        """Rows of a chunk of records."""
+            keys, records = keys[chosen], records[chosen]
         counts, last_seen = (torch.tensor(part) for part in headers_of(records).T)
         return StoredRows(torch.from_numpy(keys), counts, last_seen, self._columns.typed(records[:, BYTES:]))

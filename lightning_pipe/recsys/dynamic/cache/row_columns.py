@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 
@@ -22,36 +21,12 @@ class RowColumns:
 
     On a CUDA device, reads and writes are ordered on the current stream, after all work that used the rows of ended
     batches.
-
-    Attributes:
-        capacity: number of slots.
-        kinds: shape of a row and type, for each column.
-        width: number of bytes of a row.
     """
 
-    def __init__(self, table: str, columns: Sequence[Tensor], state_fill: Sequence[float]) -> None:
-        if not columns:
-            raise SetupError(f"table {table!r} has no columns; expected at least its weights. Pass [weights, *states]")
-        if len(state_fill) != len(columns) - 1:
-            raise SetupError(
-                f"table {table!r} has {len(columns) - 1} columns of optimiser states, but {len(state_fill)} values in"
-                " state_fill; expected one value for each column"
-            )
+    def __init__(self, columns: Sequence[Tensor], state_fill: Sequence[float]) -> None:
         # .data instead of detach(): writes here must not increment the version of tensors that autograd has saved.
         self._columns = [column.data for column in columns]
         self.capacity, self.device = len(columns[0]), columns[0].device
-        for index, column in enumerate(self._columns):
-            if column.dim() not in (1, 2):
-                raise SetupError(
-                    f"column {index} of table {table!r} has shape {tuple(column.shape)}; expected [slots, width] or"
-                    " [slots]. Reshape it"
-                )
-            if len(column) != self.capacity or column.device != self.device or not column.is_contiguous():
-                raise SetupError(
-                    f"column {index} of table {table!r} has {len(column)} rows on {column.device}"
-                    f"{'' if column.is_contiguous() else ' and is not contiguous'}; expected {self.capacity} contiguous"
-                    f" rows on {self.device}. Pass columns of one table"
-                )
         self.kinds = [(tuple(column.shape[1:]), column.dtype) for column in self._columns]
         self._fill = list(state_fill)
         self._widths = [column[:1].numel() * column.element_size() for column in self._columns]

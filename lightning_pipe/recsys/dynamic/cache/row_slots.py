@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
-from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, DeviceIds, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
-from lightning_pipe.recsys.dynamic.cache.rehearsal import Rehearsal
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders, headers_of
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, RowLevel
+from lightning_pipe.recsys.dynamic.cache.ticket import Batch
+from lightning_pipe.recsys.dynamic.store.row_levels import Change, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
@@ -56,21 +55,35 @@ class CacheStats:
     held_back: int = 0
 
 
-class RowSlots:
-    """Slots of one table's columns.
+@dataclass
+class Rehearsal:
+    """Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards.
+
+    Rows that its batches have brought leave the cache when a later batch is prefetched, so that a batch that is trained
+    again reads its rows from below, as batches of new data do. A batch that was trained recently has more of its rows
+    in the cache than it had then. Therefore those of its rows that have occurred in the fewest batches leave the cache
+    before its prefetch, until as large a share of its ids is missing as in the prefetches so far.
 
     Attributes:
-        headers: headers of the slots.
-        map: map of ids to slots.
-        stats: statistics so far.
+        suspended: open batches of the suspended training.
+        missing: share of the ids of earlier prefetches whose rows were not cached.
+        brought: mask of the slots whose rows the rehearsal has brought.
     """
+
+    suspended: list[Batch]
+    missing: float
+    brought: npt.NDArray[np.bool_]
+
+
+class RowSlots:
+    """Slots of one table's columns, with the map of ids to slots and the headers."""
 
     def __init__(
         self,
         table: str,
         columns: RowColumns,
         headers: RowHeaders,
-        below: RowLevel,
+        below: StoredTable,
         initial: InitialValues,
         policy: Policy,
         check_nan: bool,
@@ -81,7 +94,7 @@ class RowSlots:
         self._below = below
         self._initial, self._policy, self._check_nan = initial, policy, check_nan
         self._ids_of = ids_of
-        self.map = IdMap(columns.capacity, ids)
+        self.map = id_map(columns.capacity) if ids is None else ids
         self.stats = CacheStats()
         self._tick = 0
         # Rows whose restart failed and is repeated by settle().
@@ -113,8 +126,8 @@ class RowSlots:
         return self._tick
 
     def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
-        """Load the rows of ids that are not cached from the store, or create them."""
-        keys, places = distinct(keys)
+        """Load or create the rows of *keys*, which are not in the map and may repeat."""
+        keys, places = np.unique(keys, return_inverse=True)
         if len(keys) > self._free_count:
             self._evict(len(keys), *pinned())
         records, found = self._below.read(keys)
@@ -123,12 +136,12 @@ class RowSlots:
         known, unseen = rows[found], ~found
         if unseen.any():
             self._columns.start(rows[unseen], self._initial(keys[unseen]))
-            self.headers.clear(rows[unseen])
+            self.headers.values[rows[unseen]] = 0
         if known.size:
             if known.size < len(keys):
                 records = records[found]
             self._columns.write(known, records[:, BYTES:])
-            self.headers.write(known, headers_of(records))
+            self.headers.values[known] = headers_of(records)
         self.map.insert(keys, rows, self._tick)
         self._free_count -= len(keys)
         self.stats.read += len(known)
@@ -151,17 +164,19 @@ class RowSlots:
             self._policy,
             number,
             self.map.ticks()[candidates],
-            lambda: (self.map.keys_of(candidates), *self.headers.read(candidates).T),
+            lambda: (self.map.keys_of(candidates), *self.headers.values[candidates].T),
         )
         self.evict(candidates[chosen])
 
     def cool(self, rehearsal: Rehearsal, keys: Keys, pinned: npt.NDArray[np.bool_]) -> None:
         """Evict rows before a prefetch of *keys* in a rehearsal, as :class:`Rehearsal` describes."""
-        self.evict(rehearsal.leaving(self.used(), pinned))
+        brought = np.flatnonzero(rehearsal.brought & self.used() & ~pinned)
+        rehearsal.brought[brought] = False
+        self.evict(brought)
         _, rows, missing = self.touch(keys)
-        if surplus := rehearsal.surplus(len(keys), len(missing)):
-            rows = rows[~pinned[rows]]
-            self.evict(rows[np.argsort(self.headers.counts[rows], kind="stable")[:surplus]])
+        surplus = max(0, round(rehearsal.missing * len(keys)) - len(missing))
+        rows = rows[~pinned[rows]]
+        self.evict(rows[np.argsort(self.headers.counts[rows], kind="stable")[:surplus]])
 
     def evict(self, rows: Slots) -> None:
         """Free the slots of *rows*, after writing those that are dirty to the level below."""
@@ -170,14 +185,6 @@ class RowSlots:
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
         self.stats.evicted += len(rows)
-
-    def dirty(self) -> Slots:
-        """Rows that differ from the store."""
-        return np.flatnonzero(self.headers.dirty)
-
-    def expired(self, step: int) -> Slots:
-        """Cached rows that have expired at *step*."""
-        return self.headers.expired(np.flatnonzero(self.used()), step)
 
     def used(self) -> npt.NDArray[np.bool_]:
         """Mask of the slots that have a row."""
@@ -189,18 +196,18 @@ class RowSlots:
         """Copy of the slots, with the rows in them. The order of last uses is not included; results do not need it."""
         used = np.flatnonzero(self.used())
         slots = used, self.map.keys_of(used), self._free.copy(), self._free_count, replace(self.stats)
-        return *slots, self._columns.snapshot(), self.headers.snapshot()
+        return *slots, self._columns.snapshot(), self.headers.values.copy(), self.headers.dirty.copy()
 
     def restore(self, kept: tuple[Any, ...]) -> None:
         """Restore a snapshot."""
-        used, keys, free, self._free_count, stats, columns, headers = kept
+        used, keys, free, self._free_count, stats, columns, headers, dirty = kept
         self._owed.clear()
         self.map.clear()
         self.map.insert(keys, used)
         self._free[:] = free
         self.stats = replace(stats)
         self._columns.restore(columns)
-        self.headers.restore(headers)
+        self.headers.values[:], self.headers.dirty[:] = headers, dirty
 
     def write_back(self, rows: Slots) -> None:
         """Write dirty *rows* to the level below, and erase those with count 0 from it."""
@@ -248,7 +255,7 @@ class RowSlots:
     def forget(self, rows: Slots) -> None:
         """Turn existing *rows* into nonexistent ones, which have count 0 and initial values."""
         self.start(rows)
-        self.headers.clear(rows)
+        self.headers.values[rows] = 0
         self.headers.dirty[rows] = 1
         self.stats.expired += len(rows)
 
@@ -256,7 +263,7 @@ class RowSlots:
         """Free all slots without writing."""
         self._owed.clear()
         self.map.clear()
-        self.headers.clear(np.arange(len(self._free)))
+        self.headers.values[:] = 0
         self.headers.dirty[:] = 0
         self._free = np.arange(len(self._free))[::-1].copy()
         self._free_count = len(self._free)
@@ -264,7 +271,7 @@ class RowSlots:
     def _records(self, rows: Slots) -> Records:
         if not rows.size:
             return np.empty((0, BYTES + self._columns.width), np.uint8)
-        headers = torch.from_numpy(self.headers.read(rows)).view(torch.uint8)
+        headers = torch.from_numpy(self.headers.values[rows]).view(torch.uint8)
         records: Records = torch.cat([headers, self._columns.read(rows)], dim=1).numpy()
         return records
 

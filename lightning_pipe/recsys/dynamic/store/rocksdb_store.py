@@ -1,13 +1,14 @@
 """Store of rows in RocksDB, a log-structured merge tree, through the package rocksdict.
 
-RocksDB never changes a file of records after writing it. A version of the store is therefore a folder of hard links to
-such files (a RocksDB checkpoint), and the working copy is opened from links as well. Writes between commits go to
-memory and, in the background, to new files, without a write-ahead log. They may be lost in a crash, but a commit writes
-no data twice.
+A version of the store is a RocksDB checkpoint; see ``versions``. Writes between commits go to memory and, in the
+background, to new files, without a write-ahead log. They may be lost in a crash, but a commit writes no data twice. The
+last record of a version is its number with the notes, so that a version without its last writes is found damaged.
+RocksDB checks the sizes of its files when it opens them, and the checksum of each block that it reads.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,8 @@ _KEYS_PER_READER = 256
 # cores from training.
 _WAITS_ALONE, _WAITS_AS_ONE_OF_SEVERAL = 10e-6, 40e-6
 _MB = 1 << 20
+# Key of a version's number and notes, after the keys of all tables.
+_NOTES = b"\xff" * 16
 # Maximum size of a scan's chunk, for any width of records.
 _SCAN_BYTES = 4 * _MB
 
@@ -62,13 +65,14 @@ class RocksDbStore(RowStore):
         readers: int = 8,
         write_buffer: int = 64 * _MB,
         block_cache: int = 32 * _MB,
-        direct: bool = False,
     ) -> None:
         self._widths = dict(widths)
         self._numbers = {table: number for number, table in enumerate(sorted(widths))}
         described = {"widths": self._widths, "tables": description}
-        self._folder = VersionedFolder(Path(path), "rocksdb", described, shared=".sst")
-        self._options = _options(write_buffer, block_cache, direct)
+        self._folder = VersionedFolder(Path(path), described)
+        self._notes: dict[str, str] = {}
+        self._prepared_notes: dict[str, str] = {}
+        self._options = _options(write_buffer, block_cache)
         self._unlogged = WriteOptions()
         self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stub is wrong
         self._open: Rdict | None = None
@@ -84,14 +88,14 @@ class RocksDbStore(RowStore):
         self._folder.join(part)
 
     def settle(self, version: int) -> None:
-        if self._open is not None:
-            raise SetupError(
-                f"settle({version}) was called after the store was settled at {self.state.committed}; expected a single"
-                " call. Open the store again"
-            )
         self._folder.settle(version)
         with self._engine_errors():
             self._open = Rdict(str(self._folder.working), self._options)
+            if version > 0:
+                last: Any = self._open.get(_NOTES)
+                written, self._notes = (None, {}) if last is None else json.loads(last)
+                if written != version:
+                    raise self._folder.damaged(f"version {version} has the last writes of version {written}")
         if self._readers > 1:
             self._pool = ThreadPoolExecutor(self._readers, thread_name_prefix="lightning_pipe store")
 
@@ -122,20 +126,25 @@ class RocksDbStore(RowStore):
         self._write(batch)
 
     def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
-        database = self._database
+        database, notes = self._database, dict(notes or {})
 
         def fill(folder: Path) -> None:
+            batch = WriteBatch(raw_mode=True)
+            batch.put(_NOTES, json.dumps([version, notes]).encode())
+            self._write(batch)
             with self._engine_errors():
                 database.flush()
                 Checkpoint(database).create_checkpoint(str(folder))
 
-        self._folder.prepare(version, notes or {}, fill)
+        self._folder.prepare(version, fill)
+        self._prepared_notes = notes
 
     def commit(self, version: int) -> None:
         self._folder.commit(version)
+        self._notes = self._prepared_notes
 
     def notes(self) -> dict[str, str]:
-        return self._folder.notes()
+        return dict(self._notes)
 
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         width = self._widths[table]
@@ -155,15 +164,6 @@ class RocksDbStore(RowStore):
             self._expect_end(options, last)
 
         return chunks(last)
-
-    def count(self, table: str) -> int:
-        options = self._range(table)
-        total, last = 0, _first(self._numbers[table])
-        keys: Iterator[Any] = self._database.keys(from_key=last, read_opt=options)
-        while part := list(islice(keys, 65536)):
-            total, last = total + len(part), part[-1]
-        self._expect_end(options, last)
-        return total
 
     def close(self) -> None:
         if self._pool is not None:
@@ -242,7 +242,7 @@ class RocksDbStore(RowStore):
             raise
 
 
-def _options(write_buffer: int, block_cache: int, direct: bool) -> Options:
+def _options(write_buffer: int, block_cache: int) -> Options:
     blocks = BlockBasedOptions()
     blocks.set_block_cache(Cache(block_cache))
     # Looking up a key that does not exist then usually costs no read.
@@ -259,11 +259,7 @@ def _options(write_buffer: int, block_cache: int, direct: bool) -> Options:
     options.set_max_open_files(512)
     options.set_keep_log_file_num(1)
     options.set_bytes_per_sync(_MB)
-    if direct:
-        options.set_use_direct_reads(True)
-        options.set_use_direct_io_for_flush_and_compaction(True)
-    else:
-        options.set_advise_random_on_open(True)
+    options.set_advise_random_on_open(True)
     return options
 
 

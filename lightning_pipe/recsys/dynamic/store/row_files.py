@@ -9,9 +9,7 @@ Every rank writes its own rows. Any number of ranks can read them. Ids are the o
 from __future__ import annotations
 
 import io
-import itertools
 import json
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +23,12 @@ from lightning_pipe._compat.torch import is_view
 from lightning_pipe.checkpoints.remote_folder import local_copy, open_folder, place_of
 from lightning_pipe.engine.common.durable_files import sync_name, write_file
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
 
 # Shape of a row in the column, and type of the column.
 Column = tuple[tuple[int, ...], torch.dtype]
 Columns = Sequence[Column]
 
-# Limits in bytes. A chunk of a store's scan has a few megabytes; older versions wrote 65,536 rows per file.
-_LARGEST_FILE = 1 << 32
-_LARGEST_LIST = 1 << 26
-_NUMBERS = re.compile(rb'(\d{1,18}), "bytes": (\d{1,18}), "crc32": (\d{1,10})\}(, |\])')
+_LARGEST_LIST = 1 << 26  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,25 +54,11 @@ def rows_folder(checkpoint: Path, module: str) -> Path:
 
 
 def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[StoredRows]) -> int:
-    """Write this rank's rows of a table durably, one file for each chunk.
-
-    Args:
-        folder: target folder; created if it does not exist.
-        table: name of the table.
-        rank: this rank.
-        ranks: number of ranks.
-        chunks: this rank's rows.
-
-    Returns:
-        The number of rows written.
-
-    Raises:
-        SetupError: The folder already has rows of the table, from this rank or another number of ranks.
-    """
+    """Write this rank's rows of a table durably, one file for each chunk."""
     folder.mkdir(parents=True, exist_ok=True)
-    there = [
-        file.name for file in folder.glob(f"{escape(table)}.rank-*") if not _of(file, table, ranks) or _is(file, rank)
-    ]
+    own = f"{table}.rank-{rank}-of-{ranks}"
+    lists = folder.glob(f"{escape(table)}.rank-*-of-*.json")
+    there = [file.name for file in lists if file.stem == own or not file.stem.endswith(f"-of-{ranks}")]
     if there:
         raise SetupError(
             f"rows of dynamic table {table} cannot be written to {str(folder)!r}, which already has rows of it, such"
@@ -96,10 +76,10 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
         buffer = io.BytesIO()
         torch.save(contents, buffer)
         packed = buffer.getvalue()
-        name = f"{table}.rank-{rank}-of-{ranks}.{number:05}.pt"
+        name = f"{own}.{number:05}.pt"
         write_file(folder / name, packed)
         files.append({"name": name, "rows": len(rows.ids), "bytes": len(packed), "crc32": zlib.crc32(packed)})
-    listed = folder / f"{table}.rank-{rank}-of-{ranks}.json"
+    listed = folder / f"{own}.json"
     write_file(listed, json.dumps(files).encode())
     sync_name(listed)
     return sum(int(file["rows"]) for file in files)
@@ -144,13 +124,11 @@ def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[Sto
 
 def _of_module(folder: Path, table: str, module: str | None) -> Path:
     """Folder with the lists of a table's files: *folder*, or a module's folder below it."""
-    if module is None and any(folder.glob(f"{escape(table)}.rank-*-of-*.json")):
+    below, lists = folder / "rows", f"{escape(table)}.rank-*-of-*.json"
+    if not below.is_dir() or (module is None and any(folder.glob(lists))):
         return folder
-    below = folder / "rows"
-    names = {one.parent.name for one in below.glob(f"*/{escape(table)}.rank-*-of-*.json")}
+    names = {file.parent.name for file in below.glob(f"*/{lists}")}
     found = names if module is None else names & {module}
-    if not names and not below.is_dir():
-        return folder  # the error for this folder's missing files is clearer
     if len(found) == 1:
         return below / found.pop()
     there = sorted({file.name.split(".rank-")[0] for file in below.glob("*/*.rank-*-of-*.json")})
@@ -182,43 +160,37 @@ class _File:
     crc32: int
 
 
-def _listed(path: Path) -> Iterator[_File]:
-    """Parse a rank's list of files, accepting only the exact format of :func:`write_rows` instead of any JSON."""
-    with open_regular(path, _LARGEST_LIST) as file:
-        text = file.read()
-    if text == b"[]":
-        return
-    place = 1
-    for number in itertools.count():
-        name = f"{path.stem}.{number:05}.pt"
-        begin = f'{{"name": {json.dumps(name)}, "rows": '.encode()
-        found = _NUMBERS.match(text, place + len(begin))
-        if text[:1] != b"[" or not text.startswith(begin, place) or found is None:
-            raise ValueError(
-                f"entry {number} of {path.name} is {text[place : place + 100]!r}, expected name ({name}), rows, bytes"
-                " and crc32"
-            )
-        yield _File(name, *(int(part) for part in found.groups()[:3]))
-        place = found.end()
-        if found[4] == b"]":
-            break
-    if place != len(text):
-        raise ValueError(f"{path.name} has data after the end of its list: {text[place : place + 100]!r}")
+def _listed(path: Path) -> list[_File]:
+    """Parse a rank's list of files."""
+    try:
+        files = [_File(**entry) for entry in json.loads(_content(path, _LARGEST_LIST))]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    names = [f"{path.stem}.{number:05}.pt" for number in range(len(files))]
+    if [file.name for file in files] != names:
+        raise ValueError(f"{path.name} lists other files than {', '.join(names[:3])}, ...")
+    return files
+
+
+def _content(path: Path, largest: int) -> bytes:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is not a file, or there is no such file")
+    if (size := path.stat().st_size) > largest:
+        raise ValueError(f"{path.name} has {size} bytes, expected {largest} at most")
+    return path.read_bytes()
 
 
 def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
     """Read the rows of a file."""
-    with open_regular(folder / listed.name, _LARGEST_FILE) as file:
-        size = file.seek(0, io.SEEK_END)
-        if size != listed.bytes:
-            raise ValueError(f"{listed.name} has {size} bytes, expected {listed.bytes}")
-        if (found := checksum(file)) != listed.crc32:
-            raise ValueError(f"{listed.name} has the checksum {found}, expected {listed.crc32}")
-        try:
-            file.seek(0)
-            return _checked(torch.load(file, map_location="cpu", weights_only=True), listed, columns)
-        except Exception as error:  # a file that was not written here can cause any error
-            raise ValueError(f"{listed.name}: {error}") from error
+    content = _content(folder / listed.name, listed.bytes)
+    if len(content) < listed.bytes:
+        raise ValueError(f"{listed.name} has {len(content)} bytes, expected {listed.bytes}")
+    if (checksum := zlib.crc32(content)) != listed.crc32:
+        raise ValueError(f"{listed.name} has the checksum {checksum}, expected {listed.crc32}")
+    try:
+        return _checked(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), listed, columns)
+    except Exception as error:  # a file that was not written here can cause any error
+        raise ValueError(f"{listed.name}: {error}") from error
 
 
 def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRows:
@@ -248,16 +220,3 @@ def _unreadable(folder: Path, table: str, why: str) -> SetupError:
         f"rows of dynamic table {table} cannot be read from {str(folder)!r}: {why}. Restore the files as they were"
         " written, or resume from another checkpoint"
     )
-
-
-_NAME = re.compile(r"\.rank-(\d+)-of-(\d+)\.")
-
-
-def _of(file: Path, table: str, ranks: int) -> bool:
-    found = _NAME.search(file.name[len(table) :])
-    return found is not None and int(found[2]) == ranks
-
-
-def _is(file: Path, rank: int) -> bool:
-    found = _NAME.search(file.name)
-    return found is not None and int(found[1]) == rank

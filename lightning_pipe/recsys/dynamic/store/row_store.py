@@ -25,32 +25,20 @@ Records = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class RunPart:
-    """Identity of a rank's store within a run. Only stores of the same run can be opened together.
+    """Identity of a rank's store within a run. Only stores of the same run can be opened together."""
 
-    Attributes:
-        run: random name of the run, drawn when the stores of all ranks were new.
-        rank: rank of the store.
-        ranks: number of ranks.
-    """
-
-    run: str
+    run: str  # random name, drawn when the stores of all ranks were new
     rank: int
     ranks: int
 
 
 @dataclass(frozen=True)
 class StoreState:
-    """State of a rank's store.
+    """State of a rank's store."""
 
-    Attributes:
-        committed: newest version that this rank has committed; 0 before the first commit.
-        prepared: version that is prepared and not committed; None if no version is.
-        part: last argument of ``join``; None before the first call.
-    """
-
-    committed: int
-    prepared: int | None
-    part: RunPart | None = None
+    committed: int  # newest version that this rank has committed; 0 before the first commit
+    prepared: int | None  # version that is prepared and not committed
+    part: RunPart | None = None  # last argument of ``join``
 
 
 class RowStore(ABC):
@@ -107,10 +95,6 @@ class RowStore(ABC):
 
         The scan sees the records that existed at the call, independent of later writes and erasures.
         """
-
-    @abstractmethod
-    def count(self, table: str) -> int:
-        """Number of records of a table. May require a scan of the keys."""
 
     @abstractmethod
     def close(self) -> None:

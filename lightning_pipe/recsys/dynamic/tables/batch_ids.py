@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_pipe._compat.torchrec import kernels_of, lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.store.commit import open_together
-from lightning_pipe.recsys.dynamic.store.row_levels import RowLevel, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
@@ -73,7 +73,10 @@ def open_rows(
         for table, tensors in columns.items()
     }
     path = storage.path / f"ranks-{ranks}" / f"rank-{group.rank()}"
-    widths = {table: record_width(tensors) for table, tensors in columns.items()}
+    widths = {
+        table: BYTES + sum(column[:1].numel() * column.element_size() for column in tensors)
+        for table, tensors in columns.items()
+    }
     store = open_together(lambda: open_store(path, widths, description), group)
     shared = SharedStore(store)
     try:
@@ -82,10 +85,10 @@ def open_rows(
         caches: dict[str, RowCache] = {}
         for table, tensors in columns.items():
             config = module.dynamic_tables[table]
-            below: RowLevel = StoredTable(shared, table)
+            below = StoredTable(shared, table)
             values.append(InitialValues(table, config.embedding_dim, _initial(config), seed=own_seed))
             if config.host_rows:
-                below = HostRows(-(-config.host_rows // ranks), widths[table], below)
+                below = HostRows(-(-config.host_rows // ranks), widths[table], shared, table)
             caches[table] = _cache(config, tensors, below, storage, values[-1])
         rows = RowTables(
             caches,
@@ -122,11 +125,6 @@ def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowSt
     return RocksDbStore(path, widths, description)
 
 
-def record_width(columns: list[Tensor]) -> int:
-    """Number of bytes of a row in the store: its header and its values in each column."""
-    return BYTES + sum(column[:1].numel() * column.element_size() for column in columns)
-
-
 def _row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
 ) -> list[RowAdam]:
@@ -140,7 +138,7 @@ def _row_optimizers(
 
 
 def _cache(
-    table: DynamicTable, columns: list[Tensor], below: RowLevel, storage: Storage, values: InitialValues
+    table: DynamicTable, columns: list[Tensor], below: StoredTable, storage: Storage, values: InitialValues
 ) -> RowCache:
     return RowCache(
         table.name,

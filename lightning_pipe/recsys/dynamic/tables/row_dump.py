@@ -33,12 +33,7 @@ _SCANNED = 65_536  # rows of a file
 
 
 class RowDump:
-    """One commit of a module's rows. All ranks create it, and call ``commit``, together.
-
-    Attributes:
-        committed: version of the commit (a unique text, the same on every rank), progress and tables, with which the
-            written rows are read.
-    """
+    """One commit of a module's rows. All ranks create it, and call ``commit``, together."""
 
     def __init__(
         self,
@@ -52,11 +47,12 @@ class RowDump:
         self._caches, self._store, self._dumped = caches, store, dumped
         self._group, self._progress = group, dict(progress)
         version = gather(secrets.token_hex(8), group)[0]
+        # Read together with the written rows.
         self.committed: dict[str, Any] = {"version": version, "progress": self._progress, "tables": dict(description)}
         self._copies: list[tuple[RowCache, list[Change]]] | None = None
         self._scans: dict[str, Iterator[tuple[Keys, Records]]] = {}
         self._queued = False
-        self._begun, self._committed = threading.Lock(), threading.Event()
+        self._over = threading.Event()
 
     def copy(self) -> None:
         """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue."""
@@ -67,7 +63,7 @@ class RowDump:
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
         """Commit the rows on all ranks or on none. Collective."""
-        if not self._begun.acquire(blocking=False):
+        if self._over.is_set():
             raise SetupError("a commit of rows was started after it had been given up. Save again")
         group, store = group or self._group, self._store.base
         notes = {"version": self.committed["version"], **self._progress}
@@ -89,7 +85,7 @@ class RowDump:
             raise
         finally:
             self._copies = None
-            self._committed.set()
+            self._over.set()
 
     def _keep(self) -> None:
         if self._copies is None:
@@ -113,24 +109,20 @@ class RowDump:
 
     def give_up(self) -> None:
         """Prevent the commit if it has not begun. Rows that were copied count as changed."""
-        if self._begun.acquire(blocking=False):
+        if not self._over.is_set():
             self._copies = None
             self._dumped(False)
-            self._committed.set()
+            self._over.set()
 
     def finish(self) -> None:
         """Wait for the commit, or give it up if an error has prevented its start."""
         if not self._queued:
             self.give_up()
-        self._committed.wait()
+        self._over.wait()
 
 
 class DumpedRows:
-    """Commits of all modules of a model, as a part of a checkpoint.
-
-    Attributes:
-        committed: see :class:`RowDump`, by name of the module.
-    """
+    """Commits of all modules of a model, by name, as a part of a checkpoint."""
 
     def __init__(self, dumps: Mapping[str, RowDump]) -> None:
         self._dumps = dict(dumps)

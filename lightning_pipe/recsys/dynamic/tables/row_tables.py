@@ -1,8 +1,9 @@
-"""Caches of a sharded dynamic module on one rank, and their store."""
+"""Caches of a sharded dynamic module on one rank, their store, and the rows that a batch pins in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -22,25 +23,65 @@ from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
 from lightning_pipe.recsys.dynamic.tables.batch_ids import on_host, prefetch_on_device
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
-from lightning_pipe.recsys.dynamic.tables.progress import read_progress
 from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_own_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 
 
-class RowTables:
-    """Caches of all tables, with commits, checkpoints and exports of their rows.
+class BatchRows:
+    """Rows pinned for a batch, and its features with slots instead of ids, or the error of the prefetch.
 
-    Attributes:
-        caches: cache of each table.
-        group: the process group.
-        description: description of the tables.
-        saves: writes automatic commits in the background; None: in the foreground.
-        step: number of the last batch that has begun, which becomes ``last_seen`` of its rows.
-        trained_step: number of the last trained batch.
+    The rows are released on garbage collection if an exception prevents :meth:`end`.
     """
+
+    def __init__(
+        self,
+        features: KeyedJaggedTensor | None,
+        tickets: Sequence[tuple[RowCache, Ticket]],
+        tables: RowTables,
+        error: Exception | None = None,
+    ) -> None:
+        self.features = features
+        self.error = error
+        self._tickets = list(tickets)
+        self.tables = tables
+        self._step = 0
+
+    def begin(self) -> None:
+        """Count the batch's ids, before its rows are looked up and trained."""
+        self._step = self.tables.next_step()
+        for cache, ticket in self._tickets:
+            cache.begin(ticket, self._step)
+
+    def show(self) -> None:
+        """Restart expired rows, before a lookup without training."""
+        for cache, ticket in self._tickets:
+            cache.expire(ticket, self.tables.trained_step)
+
+    def end(self, trained: bool) -> None:
+        """Release the rows after training, or because they will not be trained. A second call has no effect."""
+        tickets, self._tickets = self._tickets, []
+        for cache, ticket in tickets:
+            if trained:
+                cache.trained(ticket)
+            else:
+                cache.discard(ticket)
+        if tickets and trained:
+            self.tables.trained_step = max(self.tables.trained_step, self._step)
+
+
+def end_step(batches: Sequence[BatchRows], trained: bool) -> None:
+    """End all lookups of one step, in which a module may have been called several times."""
+    for rows in batches:
+        rows.end(trained)
+    if trained:
+        for tables in {id(rows.tables): rows.tables for rows in batches}.values():
+            tables.step_ended()
+
+
+class RowTables:
+    """Caches of all tables, with commits, checkpoints and exports of their rows."""
 
     def __init__(
         self,
@@ -59,7 +100,7 @@ class RowTables:
         self.caches = dict(caches)
         self.group = group
         self.description = dict(description)
-        self.saves: BackgroundSave | None = None
+        self.saves: BackgroundSave | None = None  # writes automatic commits, if they are in the background
         self._store = store
         self._dump: RowDump | None = None
         # True from the step after which an automatic commit is due until it begins.
@@ -68,7 +109,9 @@ class RowTables:
         self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
-        self.step = self.trained_step = self._uncommitted = 0
+        # Numbers of the last batch that has begun, which becomes ``last_seen`` of its rows, and the last trained one.
+        self.step = self.trained_step = 0
+        self._uncommitted = 0
         self._own_seed = self._seed = seed
         self._reseed = reseed
         self._existing: Existing = existing if store.base.state.committed > 0 else "keep"
@@ -86,10 +129,6 @@ class RowTables:
         self.step += 1
         self._changed = True
         return self.step
-
-    def trained_up_to(self, step: int) -> None:
-        """Record that the batch with this number has been trained."""
-        self.trained_step = max(self.trained_step, step)
 
     def step_ended(self) -> None:
         """Count a training step. After every ``commit_every`` steps, commit on all ranks together.
@@ -321,7 +360,7 @@ class RowTables:
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         optimizers = len(self._row_optimizers)
-        step, seed, steps = read_progress(progress, self.caches, self._own_seed, optimizers)
+        step, seed, steps = _read_progress(progress, self.caches, self._own_seed, optimizers)
         self.step = self.trained_step = step
         if self._reseed is not None:
             # New rows get the initial values that they would have had in the original run.
@@ -330,3 +369,21 @@ class RowTables:
         self._uncommitted = 0
         for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
+
+
+def _read_progress(
+    progress: Mapping[str, str], tables: Iterable[str], seed: int, optimizers: int
+) -> tuple[int, int, list[int]]:
+    """Parse the result of ``RowTables.progress``."""
+    try:
+        step, found = int(progress.get("step", "0")), int(progress.get("seed") or seed)
+        steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
+    except (AttributeError, TypeError, ValueError):
+        step, found, steps = -1, 0, []
+    if not all(0 <= number < 1 << 63 for number in [step, *steps]) or len(steps) not in (0, optimizers):
+        raise SetupError(
+            f"the rows of {', '.join(tables)} were written with the progress {reprlib.repr(progress)}; expected step,"
+            f" seed and {optimizers} optimizer_steps, as texts of whole numbers. Restore the original file, or resume"
+            " from another checkpoint"
+        )
+    return step, found, steps or [0] * optimizers

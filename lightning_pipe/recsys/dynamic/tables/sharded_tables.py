@@ -24,9 +24,8 @@ from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import raise_gathered, start_any_of
 from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
-from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_step
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
@@ -42,12 +41,7 @@ from lightning_pipe.recsys.modules.output_order import (
 
 
 class ShardedDynamicModule:
-    """Common part of pooled and sequence modules: slots replace ids between the input dist and the lookup.
-
-    Attributes:
-        dynamic_tables: configuration of each table.
-        storage: configuration of the store.
-    """
+    """Common part of pooled and sequence modules: slots replace ids between the input dist and the lookup."""
 
     dynamic_tables: dict[str, DynamicTable]
     storage: Storage
@@ -78,9 +72,8 @@ class ShardedDynamicModule:
                 tensors = [weights, *(states[index] if states else ())]
                 yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
 
-    def use_rows(self, rows: RowTables | None) -> None:
-        """Set the caches; None releases them."""
-        self._unclaimed.clear()
+    def use_rows(self, rows: RowTables) -> None:
+        """Set the caches."""
         self._rows = rows
 
     # ------------------------------------------------------------------ the steps of a batch

@@ -84,20 +84,6 @@ EXPORTED void lp_id_map_insert(Entry* table, int64_t bits, const int64_t* keys, 
     });
 }
 
-// Gives the keys of an empty table slots 0, 1, ... in the order of first occurrence. Returns the number of slots.
-EXPORTED int64_t lp_id_map_number(Entry* table, int64_t bits, const int64_t* keys, int64_t count, int64_t* slots,
-                                  int64_t* distinct) {
-    int64_t used = 0;
-    for_each(table, bits, keys, count, [&](int64_t i, Entry* entry) {
-        if (entry->slot < 0) {
-            *entry = {keys[i], static_cast<int32_t>(used), 0};
-            distinct[used++] = keys[i];
-        }
-        slots[i] = entry->slot;
-    });
-    return used;
-}
-
 // Entries after a hole move back into it, unless that would put them before their home (Knuth, vol. 3, 6.4, algorithm
 // R). Without tombstones, searches stay as short as if the keys had never been inserted.
 EXPORTED void lp_id_map_remove(Entry* table, int64_t bits, const int64_t* keys, int64_t count) {

@@ -2,4 +2,4 @@
 
 #include <cstdint>
 
-extern "C" __attribute__((visibility("default"))) int64_t lp_version() { return 3; }
+extern "C" __attribute__((visibility("default"))) int64_t lp_version() { return 4; }

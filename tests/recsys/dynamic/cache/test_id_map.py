@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
-from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, distinct
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, id_map
 
 # A few that meet often, the ends of the range, and what a small table's places depend on.
 KEYS = st.one_of(st.integers(-8, 8), st.sampled_from([-(2**63), 2**63 - 1]), st.integers(-(2**63), 2**63 - 1))
@@ -18,11 +16,7 @@ CAPACITY = 12
 CALLS = st.lists(
     st.tuples(st.sampled_from(["touch", "insert", "remove", "clear", "find"]), st.lists(KEYS, max_size=20))
 )
-BOTH_WAYS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
-
-
-def _map(way: str, capacity: int) -> IdMap:
-    return IdMap(capacity, DeviceIds(capacity, torch.device("cpu")) if way == "on device" else None)
+BOTH_WAYS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 
 
 def _keys(keys: list[int]) -> np.ndarray:
@@ -31,9 +25,8 @@ def _keys(keys: list[int]) -> np.ndarray:
 
 @given(CALLS)
 @BOTH_WAYS
-@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_it_is_a_dictionary(way: str, calls: list[tuple[str, list[int]]]) -> None:
-    table, slots, ticks = _map(way, CAPACITY), dict[int, int](), dict[int, int]()
+    table, slots, ticks = id_map(CAPACITY), dict[int, int](), dict[int, int]()
     for tick, (call, keys) in enumerate(calls, start=1):
         if call == "insert":
             new = [key for key in dict.fromkeys(keys) if key not in slots]
@@ -55,9 +48,7 @@ def test_it_is_a_dictionary(way: str, calls: list[tuple[str, list[int]]]) -> Non
             found, touched, missing = table.touch(_keys(keys), tick)
             assert found.tolist() == [slots.get(key, -1) for key in keys]
             distinct_slots = list(dict.fromkeys(slots[key] for key in keys if key in slots))
-            # On a device, their order is any.
-            sort = sorted if way == "on device" else list
-            assert sort(touched.tolist()) == sort(distinct_slots)
+            assert sorted(touched.tolist()) == sorted(distinct_slots)
             assert missing.tolist() == [at for at, key in enumerate(keys) if key not in slots]
             ticks.update(dict.fromkeys(touched.tolist(), tick))
         assert table.find(_keys(keys)).tolist() == [slots.get(key, -1) for key in keys]
@@ -67,19 +58,10 @@ def test_it_is_a_dictionary(way: str, calls: list[tuple[str, list[int]]]) -> Non
         assert table.keys_of(held).tolist() == list(slots)
 
 
-@given(st.lists(KEYS))
-@BOTH_WAYS
-def test_distinct_ids_keep_their_order(way: str, keys: list[int]) -> None:
-    found, places = distinct(_keys(keys))
-    assert found.tolist() == list(dict.fromkeys(keys))
-    assert found[places].tolist() == keys
-
-
-@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_a_full_map_that_loses_and_gains_ids_for_long_finds_them_all(way: str) -> None:
     source = np.random.default_rng(0)
     capacity = 1000
-    table, held = _map(way, capacity), np.arange(capacity) * 2**40
+    table, held = id_map(capacity), np.arange(capacity) * 2**40
     table.insert(held, np.arange(capacity))
     for turn in range(1, 60):
         slots = source.permutation(capacity)[:300]
@@ -92,9 +74,8 @@ def test_a_full_map_that_loses_and_gains_ids_for_long_finds_them_all(way: str) -
     assert len(table) == capacity
 
 
-@pytest.mark.parametrize("way", ["compiled", "plain", "on device"], indirect=True)
 def test_ticks_start_over(way: str) -> None:
-    table = _map(way, 2)
+    table = id_map(2)
     table.insert(_keys([5, 6]), _keys([0, 1]), LAST_TICK - 1)
     table.touch(_keys([5]), LAST_TICK)
     assert table.ticks().tolist() == [LAST_TICK, LAST_TICK - 1]
@@ -103,18 +84,7 @@ def test_ticks_start_over(way: str) -> None:
     assert table.touch(_keys([6, 6]), 1)[1].tolist() == [1]
 
 
-def test_a_map_may_have_one_slot() -> None:
-    table = IdMap(1)
-    table.insert(np.array([2**40]), np.array([0]))
-    assert table.find(np.array([2**40, 7])).tolist() == [0, -1]
-
-
 @pytest.mark.parametrize("capacity", [0, -1, 2**31])
 def test_a_capacity_that_cannot_be_is_refused(capacity: int) -> None:
     with pytest.raises(SetupError, match="slots; expected 1 to 2147483647"):
-        IdMap(capacity)
-
-
-def test_only_vectors_of_int64_are_ids(way: str) -> None:
-    with pytest.raises(TypeError, match="vector of int64"):
-        IdMap(3).find(np.zeros(2, np.int32))
+        id_map(capacity)

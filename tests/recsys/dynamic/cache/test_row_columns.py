@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 
 
@@ -25,7 +23,7 @@ FILL = [0.5, 0.25, 7, 1]
 def test_rows_come_back_to_the_bit() -> None:
     columns = _columns()
     before = [column.clone() for column in columns]
-    rows = RowColumns("t", columns, FILL)
+    rows = RowColumns(columns, FILL)
     assert rows.width == 6 + 4 + 40 + 8 + 1
     chosen = np.array([4, 0, 8])
     records = rows.read(chosen).numpy()
@@ -47,7 +45,7 @@ def test_rows_come_back_to_the_bit() -> None:
 def test_what_autograd_has_saved_is_not_said_to_have_changed() -> None:
     weights = torch.ones(4, 2, requires_grad=True)
     looked_up = weights * weights
-    RowColumns("t", [weights], []).start(np.array([3]), torch.zeros(1, 2))
+    RowColumns([weights], []).start(np.array([3]), torch.zeros(1, 2))
     looked_up[:3].sum().backward()
     assert weights.grad is not None
     assert weights.grad[:3].tolist() == [[2.0, 2.0]] * 3
@@ -56,20 +54,5 @@ def test_what_autograd_has_saved_is_not_said_to_have_changed() -> None:
 def test_nan_is_found_in_every_column_of_floats() -> None:
     columns = [torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, dtype=torch.int64)]
     columns[0][1, 1] = columns[1][3] = float("nan")
-    rows = RowColumns("t", columns, [0, 0])
+    rows = RowColumns(columns, [0, 0])
     assert rows.with_nan(rows.read(np.array([3, 2, 1])).numpy()).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("columns", "fill", "message"),
-    [
-        ([], [], "has no column"),
-        ([torch.zeros(3, 2), torch.zeros(3)], [], "1 columns of optimiser states, but 0 values"),
-        ([torch.zeros(3, 2), torch.zeros(4)], [0], "column 1 of table 't' has 4 rows"),
-        ([torch.zeros(3, 2).T], [], "is not contiguous"),
-        ([torch.zeros(3, 2, 2)], [], r"has shape \(3, 2, 2\)"),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused(columns: list[Tensor], fill: list[float], message: str) -> None:
-    with pytest.raises(SetupError, match=message):
-        RowColumns("t", columns, fill)

@@ -122,12 +122,9 @@ def test_another_number_of_ranks_is_refused_on_all(ranks: Nursery, trained: Path
     for text in _refusals(ranks.run(look, RANKS + 1, str(trained))):
         assert "they belong to 2 ranks, not 3" in text
         assert "rank 2 is missing" in text
-    assert _check(ranks, trained) == VERSIONS
-
-
-def test_fewer_ranks_are_refused(ranks: Nursery, trained: Path) -> None:
     (text,) = _refusals(ranks.run(look, 1, str(trained)))
     assert "they belong to 2 ranks, not 1" in text
+    assert _check(ranks, trained) == VERSIONS
 
 
 def test_a_missing_folder_is_refused_on_all(ranks: Nursery, trained: Path) -> None:

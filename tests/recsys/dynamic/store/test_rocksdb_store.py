@@ -14,7 +14,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store import rocksdb_store
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RunPart, StoreState
-from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, some_records
+from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, size, some_records
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 
 
@@ -53,26 +53,6 @@ def test_keys_that_are_not_there_are_told_from_those_that_are(store: RocksDbStor
     np.testing.assert_array_equal(records[found], some_records(5)[[0, 2, 3, 4]])
 
 
-def test_tables_do_not_see_each_other(store: RocksDbStore) -> None:
-    store.write("a", EDGES, some_records(len(EDGES)))
-    store.write("b", EDGES[:2], some_records(2, width=8))
-    assert (store.count("a"), store.count("b")) == (len(EDGES), 2)
-    records, found = store.read("b", EDGES[:3])
-    assert found.tolist() == [True, True, False]
-    np.testing.assert_array_equal(records[:2], some_records(2, width=8))
-
-
-def test_no_keys_are_no_work(store: RocksDbStore) -> None:
-    nothing = np.empty(0, np.int64)
-    store.write("a", nothing, some_records(0))
-    store.erase("a", nothing)
-    records, found = store.read("a", nothing)
-    assert records.shape == (0, WIDTH)
-    assert found.shape == (0,)
-    assert list(store.scan("a")) == []
-    assert store.count("a") == 0
-
-
 @pytest.mark.parametrize("waits", [0.0, 1e9], ids=["as if from a disk", "as if from memory"])
 @pytest.mark.parametrize("readers", [1, 8])
 def test_large_reads_are_in_order_whoever_shares_them(
@@ -90,7 +70,7 @@ def test_large_reads_are_in_order_whoever_shares_them(
     store.close()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 10, 1000])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_a_scan_gives_each_record_once_in_the_order_of_keys(store: RocksDbStore, chunk: int) -> None:
     store.write("a", EDGES, some_records(len(EDGES)))
     store.write("b", EDGES, some_records(len(EDGES), width=8))
@@ -121,19 +101,6 @@ def test_a_commit_survives_and_what_came_after_it_does_not(folder: Path) -> None
     store.close()
 
 
-def test_what_a_version_erases_stays_away(folder: Path) -> None:
-    store = open_store(folder)
-    store.write("a", EDGES, some_records(len(EDGES)))
-    commit(store)
-    store.erase("a", EDGES[:4])
-    commit(store)
-    store.close()
-    store = open_store(folder)
-    assert store.count("a") == len(EDGES) - 4
-    assert store.read("a", EDGES)[1].tolist() == [False] * 4 + [True] * (len(EDGES) - 4)
-    store.close()
-
-
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_prepared_version_is_taken_or_forgotten_as_asked(folder: Path, forward: bool) -> None:
     store = open_store(folder)
@@ -147,7 +114,7 @@ def test_a_prepared_version_is_taken_or_forgotten_as_asked(folder: Path, forward
     store.settle(2 if forward else 1)
     assert store.state == StoreState(2 if forward else 1, None)
     assert store.notes() == {"step": "2" if forward else "1"}
-    assert store.count("a") == (3 if forward else 2)
+    assert size(store, "a") == (3 if forward else 2)
     commit(store)
     store.close()
     assert _folders(folder) == {f"version.{3 if forward else 2}", "working"}
@@ -164,25 +131,7 @@ def test_a_version_can_be_prepared_again(store: RocksDbStore) -> None:
     store.prepare(1, {"try": "second"})
     store.commit(1)
     assert store.notes() == {"try": "second"}
-    assert store.count("a") == 4
-
-
-def test_versions_out_of_order_are_refused(store: RocksDbStore) -> None:
-    with pytest.raises(SetupError, match="version 2 was to be prepared, but the next version is 1"):
-        store.prepare(2)
-    with pytest.raises(SetupError, match="version 1 was to be committed, but the prepared version is None"):
-        store.commit(1)
-    with pytest.raises(SetupError, match="expected a single call"):
-        store.settle(0)
-
-
-def test_a_version_that_is_not_there_cannot_be_settled_at(folder: Path) -> None:
-    store = RocksDbStore(folder, {"a": WIDTH})
-    with pytest.raises(
-        SetupError, match="version 3 was requested, but the store has version 0 committed and None prepared"
-    ):
-        store.settle(3)
-    store.close()
+    assert size(store, "a") == 4
 
 
 def test_the_run_it_belongs_to_is_remembered(folder: Path) -> None:
@@ -192,17 +141,6 @@ def test_the_run_it_belongs_to_is_remembered(folder: Path) -> None:
     store = open_store(folder)
     assert store.state.part == RunPart("abc", 1, 4)
     store.close()
-
-
-def test_before_settle_and_after_close_it_says_so(folder: Path) -> None:
-    store = RocksDbStore(folder, {"a": WIDTH})
-    with pytest.raises(SetupError, match=r"call settle\(\) first"):
-        store.read("a", EDGES)
-    store.settle(0)
-    store.close()
-    store.close()
-    with pytest.raises(SetupError, match="closed"):
-        store.write("a", EDGES, some_records(len(EDGES)))
 
 
 def test_keys_are_int64_whatever_their_layout(store: RocksDbStore) -> None:
@@ -263,7 +201,7 @@ def test_a_scan_gives_what_was_there_at_its_beginning(store: RocksDbStore) -> No
     store.erase("a", EDGES)
     store.write("a", np.array([77]), some_records(1))
     assert sorted([*first, *(key for keys, _ in scan for key in keys)]) == sorted(EDGES)
-    assert store.count("a") == 1
+    assert size(store, "a") == 1
 
 
 def test_a_scan_of_wide_records_is_of_few_at_a_time(folder: Path) -> None:
@@ -274,13 +212,6 @@ def test_a_scan_of_wide_records_is_of_few_at_a_time(folder: Path) -> None:
     parts = [(keys.tolist(), records[:, -1].tolist()) for keys, records in store.scan("a")]
     assert parts == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4])]
     store.close()
-
-
-def test_a_folder_stays_in_use_whoever_reads_its_lock(store: RocksDbStore, folder: Path, ranks: Nursery) -> None:
-    (folder / "lock").read_bytes()
-    (ended,) = ranks.run(_open_here, 1, str(folder))
-    assert ended.value is not None
-    assert "in use by another process" in ended.value.text
 
 
 def test_a_folder_is_free_when_its_process_was_killed_and_a_child_of_that_lives_on(

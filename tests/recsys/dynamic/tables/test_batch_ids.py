@@ -12,12 +12,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.device_ids import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
-from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
-from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables
 from tests.recsys.dynamic.far_device import FAR, Traffic, far, on_far
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.small_table import first_values

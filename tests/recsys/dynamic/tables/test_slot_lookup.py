@@ -47,22 +47,18 @@ def state(made: Any) -> list[torch.Tensor]:
     return [*made.split_embedding_weights(), *(part for parts in made.split_optimizer_states() for part in parts)]
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN], ids=["sum", "mean"])
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
+    ("optimizer", "options", "pooling", "weighted"),
     [
-        (EmbOptimType.EXACT_SGD, {}),
-        (EmbOptimType.EXACT_ADAGRAD, {"eps": 1e-6}),
-        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"eps": 1e-8}),
+        (EmbOptimType.EXACT_SGD, {}, PoolingMode.SUM, True),
+        (EmbOptimType.EXACT_ADAGRAD, {"eps": 1e-6}, PoolingMode.MEAN, False),
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"eps": 1e-8}, PoolingMode.SUM, False),
     ],
     ids=["sgd", "adagrad", "row-wise adagrad"],
 )
 def test_results_and_training_are_the_modules_own_to_the_bit(
     optimizer: Any, options: dict[str, Any], pooling: Any, weighted: bool
 ) -> None:
-    if weighted and pooling == PoolingMode.MEAN:
-        pytest.skip("a weighted mean is refused")
     whole, fast = (kernel(optimizer, pooling, **options) for _ in range(2))
     before = [part.clone() for part in state(whole)]
     assert look_slots_up(fast)
@@ -80,14 +76,6 @@ def test_results_and_training_are_the_modules_own_to_the_bit(
             output.backward(torch.rand(output.shape, generator=torch.Generator().manual_seed(step)))
         assert all(map(torch.equal, state(whole), state(fast)))
     assert not any(map(torch.equal, state(fast), before))
-
-
-def test_kernels_that_do_not_pool_are_left_as_they_are() -> None:
-    made = SplitTableBatchedEmbeddingBagsCodegen(
-        [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)], pooling_mode=PoolingMode.NONE
-    )
-    assert not look_slots_up(made)
-    assert "forward" not in made.__dict__
 
 
 def test_what_is_not_known_goes_the_usual_way() -> None:
@@ -143,10 +131,3 @@ def test_straight_to_the_kernel_is_torchrecs_way_to_the_bit(one_rank: ProcessGro
         tables = [made._emb_modules[0].emb_module.split_embedding_weights()[0] for made in (whole, fast)]
         assert torch.equal(*tables)
     assert len(calls) == (0 if kind == "plain" else 3), "whether it went through TorchRec's module"
-
-
-def test_several_kernels_are_left_to_torchrec(one_rank: ProcessGroup) -> None:
-    made = lookup(one_rank, PoolingType.SUM, PoolingType.MEAN)
-    assert len(made._emb_modules) == 2
-    assert not skip_to_kernel(made)
-    assert "forward" not in made.__dict__
