@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipe._compat.torch import is_profiler_at_work
 from lightning_pipe.engine.common.errors import TaskError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.ranges import task_range
@@ -37,8 +38,11 @@ from lightning_pipe.engine.runtime.worker import Worker, on_worker
 
 _log = logging.getLogger(__name__)
 
+# One task of a period: its stage, how it runs for a slot (None: call the function), and its operation.
+Call = tuple[int, Callable[["Slot"], None] | None, "Operation"]
+
 # State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
-Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float, SubmissionTicket | None]
+Entered = tuple[AbstractContextManager[Any], Begun | None, float, SubmissionTicket | None]
 
 
 class Operation:
@@ -105,21 +109,82 @@ class Slot:
 
 
 class Executor:
-    """Runs tasks in the threads and on the streams that the plan gives them."""
+    """Runs tasks in the threads and on the streams that the plan gives them.
+
+    The plan is compiled into the calls of a period. A task of the main thread without waits, stream, event or turn is
+    called directly. While a trace, a meter or a profiler is on, every task of the main thread is observed instead.
+
+    Attributes:
+        calls: tasks in the order of the plan.
+        serial_calls: tasks in serial order, each in the calling thread, for an iteration that runs alone.
+        failure: first failure of a task.
+    """
 
     def __init__(self, plan: PipelinePlan, device: torch.device) -> None:
         self.streams = DeviceStreams(device, plan.streams)
         self.operations = operations(plan, self.streams.available)
+        by_name = {op.name: op for op in self.operations}
+        self._ordered = [by_name[name] for name in plan.order]
         # A task may wait for an iteration that is already trained, whose slot must not have been reused by then.
         longest = max((d.distance for d in plan.dependencies), default=0)
         self._slots = [Slot(self.operations, self.streams) for _ in range(plan.pipeline_depth + longest)]
         self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
         self._sequencers = [SubmissionSequencer() for _ in {op.turns for op in self.operations} - {None}]
         self._base = 0
-        self.trace: Trace | None = None
-        self.meter: Meter | None = None
+        self._trace: Trace | None = None
+        self._meter: Meter | None = None
+        self._profiled = False
         self.failure: TaskError | None = None
         self._broken: set[str | int] = set()  # thread groups and sequences of turns in which a task failed
+        self.calls: list[Call] = []
+        self.serial_calls: list[Call] = []
+        self._compile()
+
+    # ------------------------------------------------------------------ compilation
+
+    @property
+    def trace(self) -> Trace | None:
+        """Trace that records every task; None if recording is off."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        self._compile()
+
+    @property
+    def meter(self) -> Meter | None:
+        """Meter of the calling thread's time; None without one."""
+        return self._meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        self._meter = meter
+        self._compile()
+
+    def look_for_profiler(self) -> None:
+        """Compile the tasks with profiler ranges if a profiler has started, and without them if it has ended."""
+        # Checked for the whole process: PyTorch's own check is per thread and returns False in workers.
+        profiled = is_profiler_at_work()
+        if profiled != self._profiled:
+            self._profiled = profiled
+            self._compile()
+
+    def _compile(self) -> None:
+        """Decide how each task runs. In place: a period that is open continues with the new calls."""
+        self._observed = self._profiled or self._trace is not None or self._meter is not None
+        self.calls[:] = [(op.stage, self._compiled(op), op) for op in self._ordered]
+        alone = self._run_alone if self._observed else None
+        self.serial_calls[:] = [(0, alone and partial(alone, op), op) for op in self.operations]
+
+    def _compiled(self, op: Operation) -> Callable[[Slot], None] | None:
+        if op.group != MAIN:
+            return partial(self._submit, op)
+        waits = op.cpu_waits or op.device_waits or op.turns is not None
+        bare = not waits and not op.records and op.stream is None and not self._observed
+        return None if bare else partial(self._run_here, op)
+
+    # ------------------------------------------------------------------ iterations
 
     def restart(self, base: int) -> None:
         """Restart at iteration *base* while none is in flight: later tasks do not wait for earlier iterations."""
@@ -134,35 +199,22 @@ class Executor:
         slot.ctx = ctx
         return slot
 
-    def run(self, op: Operation, slot: Slot, serial: bool = False) -> None:
-        """Run *op* for the iteration of *slot*, or submit it to its worker."""
+    def retire(self, slot: Slot) -> IterContext:
+        """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work."""
+        begun = time.perf_counter()
+        slot.join()
+        if self._meter is not None:
+            self._meter.waited(begun)
         self.raise_failure()
-        ticket: SubmissionTicket | None = None
-        try:
-            if serial:
-                self._call_here(op, slot, None, None)
-                return
-            ticket = self._ticket(op)
-            if op.group == MAIN:
-                if op.cpu_waits or op.device_waits:
-                    self._wait_here(op, slot)
-                    self.raise_failure()
-                self._call_here(op, slot, op.stream, ticket)
-            else:
-                slot.done[op.index].clear()
-                submitted = time.perf_counter() if self.trace else None
-                work = partial(self._work, op, slot, capture(), self.streams.current(), ticket, submitted)
-                self._workers[op.group].submit(work)
-                ticket = None  # the worker ends the turn
-        except BaseException as error:
-            failure = self.failed(error, op.name, slot.iteration, op.stage)
-            if op.group != MAIN:
-                # Set after the failure is recorded, so that waiting tasks see it.
-                slot.done[op.index].set()
-            raise failure from failure.__cause__
-        finally:
-            if ticket is not None:
-                ticket.end()
+        if self.streams.available:
+            for op in self.operations:
+                if op.stream is not None:
+                    self.streams.current_waits_for(slot.events[op.index])
+        assert slot.ctx is not None
+        ctx, slot.ctx = slot.ctx, None
+        return ctx
+
+    # ------------------------------------------------------------------ tasks
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
         """Wait for the dependencies and the turn of *op*, whose work the caller does."""
@@ -177,23 +229,22 @@ class Executor:
                 ticket.end()
             raise
         current_tasks[MAIN] = op.name, slot.iteration, False
-        trace = self.trace
-        shown = task_range(op.name, trace is not None)
+        shown = task_range(op.name, self._trace is not None)
         shown.__enter__()
-        return shown, trace, trace.begin() if trace else None, time.perf_counter(), ticket
+        return shown, self._trace.begin() if self._trace else None, time.perf_counter(), ticket
 
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End a task after :meth:`enter`."""
-        shown, trace, begun, metered, ticket = entered
+        shown, begun, metered, ticket = entered
         current_tasks[MAIN] = op.name, slot.iteration, True
         if ticket is not None:
             ticket.end()
         if op.records:
             self.streams.record(slot.events[op.index])
-        if trace and begun:
-            trace.end(op.name, slot.iteration, MAIN, None, begun)
-        if self.meter is not None:
-            self.meter.ran(op.name, metered)
+        if self._trace and begun:
+            self._trace.end(op.name, slot.iteration, MAIN, None, begun)
+        if self._meter is not None:
+            self._meter.ran(op.name, metered)
         shown.__exit__(None, None, None)
 
     def drop(self, entered: Entered) -> None:
@@ -207,59 +258,57 @@ class Executor:
         begun = time.perf_counter()
         if op.group != MAIN:
             slot.done[op.index].wait()
-        if self.meter is not None:
-            self.meter.waited(begun)
+        if self._meter is not None:
+            self._meter.waited(begun)
         self.raise_failure()
         if op.stream is not None:
             self.streams.current_waits_for(slot.events[op.index])
 
-    def retire(self, slot: Slot) -> IterContext:
-        """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work."""
+    def _run_alone(self, op: Operation, slot: Slot) -> None:
+        """Run a task of an iteration that runs alone, observed."""
         begun = time.perf_counter()
-        slot.join()
-        if self.meter is not None:
-            self.meter.waited(begun)
-        self.raise_failure()
-        for op in self.operations:
-            if op.stream is not None:
-                self.streams.current_waits_for(slot.events[op.index])
-        assert slot.ctx is not None
-        ctx, slot.ctx = slot.ctx, None
-        return ctx
+        self._call(op, slot, MAIN, None)
+        if self._meter is not None:
+            self._meter.ran(op.name, begun)
 
-    def failed(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
-        """Record that *task* failed. Only the first failure is kept."""
-        if self.failure is None:
-            failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
-            failure.__cause__ = error
-            failure.on_worker = on_worker()
-            self.failure = failure
-        return self.failure if isinstance(error, Exception) else error
+    def _run_here(self, op: Operation, slot: Slot) -> None:
+        """Run a task of the main thread after its waits, in its turn and on its stream."""
+        ticket = self._ticket(op)
+        try:
+            if op.cpu_waits or op.device_waits:
+                self._wait_here(op, slot)
+                self.raise_failure()
+            begun = time.perf_counter()
+            try:
+                if ticket is not None:
+                    ticket.begin()
+                    self.raise_failure()
+                self._call(op, slot, MAIN, op.stream)
+            except BaseException:
+                if op.turns is not None:
+                    self._broken.add(op.turns)
+                raise
+            if self._meter is not None:
+                self._meter.ran(op.name, begun)
+        finally:
+            if ticket is not None:
+                ticket.end()
 
-    def raise_failure(self) -> None:
-        """Raise the recorded failure, if there is one."""
-        if self.failure is not None:
-            raise self.failure
-
-    def settle(self) -> None:
-        """Wait for the workers to finish all submitted tasks: after an interrupt, signals of slots are not reliable."""
-        for worker in self._workers.values():
-            worker.settle()
-
-    def close(self) -> None:
-        """End the workers after they have finished all submitted tasks. Can be called again after an interrupt."""
-        for group, worker in self._workers.items():
-            if not worker.close():
-                _log.warning(
-                    "the thread of group %r did not end in time and is left running. It is stuck in a call, for"
-                    " example in a collective with a failed rank; look for the first error on the other ranks",
-                    group,
-                )
-        for slot in self._slots:
-            slot.ctx = None
-
-    def _ticket(self, op: Operation) -> SubmissionTicket | None:
-        return None if op.turns is None else self._sequencers[op.turns].issue()
+    def _submit(self, op: Operation, slot: Slot) -> None:
+        """Submit a task to its worker."""
+        ticket = self._ticket(op)
+        try:
+            slot.done[op.index].clear()
+            submitted = time.perf_counter() if self._trace else None
+            work = partial(self._work, op, slot, capture(), self.streams.current(), ticket, submitted)
+            self._workers[op.group].submit(work)
+        except BaseException as error:
+            if ticket is not None:
+                ticket.end()
+            self.failed(error, op.name, slot.iteration, op.stage)
+            # Set after the failure is recorded, so that waiting tasks see it.
+            slot.done[op.index].set()
+            raise
 
     def _work(
         self,
@@ -296,12 +345,22 @@ class Executor:
             # This thread no longer refers to the context, which can be freed after all signals are set.
             slot.done[op.index].set()
 
-    def _depends_on_failure(self, op: Operation, slot: Slot) -> bool:
-        """Return True if a task failed that *op* depends on, that its thread ran, or that had its turn before it."""
-        if not self._broken.isdisjoint((op.group, op.turns)):
-            return True
-        reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
-        return any(upstream in one.lost for one, upstream in reads)
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
+        trace = self._trace
+        with task_range(op.name, trace is not None), self.streams.named(stream):
+            begun = trace.begin() if trace else None
+            current_tasks[group] = op.name, slot.iteration, False
+            op.fn(slot.ctx)
+            current_tasks[group] = op.name, slot.iteration, True
+            if op.records:
+                self.streams.record(slot.events[op.index])
+            if trace and begun:
+                trace.end(op.name, slot.iteration, group, stream, begun, submitted)
+
+    # ------------------------------------------------------------------ waits
+
+    def _ticket(self, op: Operation) -> SubmissionTicket | None:
+        return None if op.turns is None else self._sequencers[op.turns].issue()
 
     def _wait(self, op: Operation, slot: Slot) -> None:
         for upstream, distance in op.cpu_waits:
@@ -317,34 +376,48 @@ class Executor:
         """Wait in the calling thread, and add the time to the meter if there is one."""
         begun = time.perf_counter()
         self._wait(op, slot)
-        if self.meter is not None:
-            self.meter.waited(begun)
-
-    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: SubmissionTicket | None) -> None:
-        begun = time.perf_counter()
-        try:
-            if ticket is not None:
-                ticket.begin()
-                self.raise_failure()
-            self._call(op, slot, MAIN, stream)
-        except BaseException:
-            if op.turns is not None:
-                self._broken.add(op.turns)
-            raise
-        if self.meter is not None:
-            self.meter.ran(op.name, begun)
-
-    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
-        trace = self.trace
-        with task_range(op.name, trace is not None), self.streams.named(stream):
-            begun = trace.begin() if trace else None
-            current_tasks[group] = op.name, slot.iteration, False
-            op.fn(slot.ctx)
-            current_tasks[group] = op.name, slot.iteration, True
-            if op.records:
-                self.streams.record(slot.events[op.index])
-            if trace and begun:
-                trace.end(op.name, slot.iteration, group, stream, begun, submitted)
+        if self._meter is not None:
+            self._meter.waited(begun)
 
     def _slot(self, iteration: int) -> Slot:
         return self._slots[iteration % len(self._slots)]
+
+    # ------------------------------------------------------------------ failures and end
+
+    def failed(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
+        """Record that *task* failed. Only the first failure is kept."""
+        if self.failure is None:
+            failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
+            failure.__cause__ = error
+            failure.on_worker = on_worker()
+            self.failure = failure
+        return self.failure if isinstance(error, Exception) else error
+
+    def raise_failure(self) -> None:
+        """Raise the recorded failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _depends_on_failure(self, op: Operation, slot: Slot) -> bool:
+        """Return True if a task failed that *op* depends on, that its thread ran, or that had its turn before it."""
+        if not self._broken.isdisjoint((op.group, op.turns)):
+            return True
+        reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
+        return any(upstream in one.lost for one, upstream in reads)
+
+    def settle(self) -> None:
+        """Wait for the workers to finish all submitted tasks: after an interrupt, signals of slots are not reliable."""
+        for worker in self._workers.values():
+            worker.settle()
+
+    def close(self) -> None:
+        """End the workers after they have finished all submitted tasks. Can be called again after an interrupt."""
+        for group, worker in self._workers.items():
+            if not worker.close():
+                _log.warning(
+                    "the thread of group %r did not end in time and is left running. It is stuck in a call, for"
+                    " example in a collective with a failed rank; look for the first error on the other ranks",
+                    group,
+                )
+        for slot in self._slots:
+            slot.ctx = None

@@ -13,30 +13,53 @@ steps through the plan's order. It runs tasks of the group "main" and submits th
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.device_clock import DeviceClock
+from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
 from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.runtime.executor import Operation
-from lightning_pipe.engine.runtime.periods import ends_on_interrupt
+from lightning_pipe.engine.ranks.current_tasks import current_tasks
+from lightning_pipe.engine.runtime.executor import Call, Entered, Executor, Operation, Slot
 from lightning_pipe.engine.runtime.replay import Key, Shortcut
-from lightning_pipe.engine.runtime.steps import Steps
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class SWPipeline(Steps):
+def ends_on_interrupt(
+    method: Callable[Concatenate[SWPipeline, P], T],
+) -> Callable[Concatenate[SWPipeline, P], T]:
+    """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent."""
+
+    @functools.wraps(method)
+    def guarded(self: SWPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            self._executor.failed(error, "between tasks", self._trained, 0)
+            raise
+
+    return guarded
+
+
+class SWPipeline:
     """Software pipeline that runs a plan over the batches of an iterator. One :meth:`progress` call trains one batch.
 
     A task that raises ends the pipeline: the call that runs its period and every later call raise the
@@ -56,7 +79,25 @@ class SWPipeline(Steps):
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(plan, torch.device("cpu" if device is None else device), group)
+        self.plan = plan
+        self._group = group
+        self._device = torch.device("cpu" if device is None else device)
+        self._executor = Executor(plan, self._device)
+        self._positions = {name: position for position, name in enumerate(plan.order)}
+        self._serial_positions = {name: position for position, name in enumerate(plan.tasks)}
+
+        self._in_flight: dict[int, Slot] = {}
+        self._fetched = 0  # iterations started, over the life of the pipeline
+        self._source: Iterator[Any] | None = None
+        self._exhausted = False
+        self._agreed = False
+        self._closed = False
+
+        self._open = False  # True while a period is open
+        self._trained = 0  # iteration that the open period trains
+        self._serial = False  # True if that iteration runs alone, in serial order
+        self._cursor = 0  # index of the next task of the open period
+        self._begun: tuple[Operation, Entered] | None = None  # task that the caller is running
 
     # ------------------------------------------------------------------ whole periods
 
@@ -96,8 +137,8 @@ class SWPipeline(Steps):
             StopIteration: every batch has been trained.
             TaskError: a task or *data_iter* raised.
         """
-        self.begin(data_iter)
-        return self.finish()
+        self._begin(data_iter)
+        return self._finish()
 
     def drain(self) -> list[IterContext]:
         """Train all batches in flight without fetching new ones; returns their contexts in order."""
@@ -147,15 +188,108 @@ class SWPipeline(Steps):
         self._restart()
         self._agree()
         self._start(batch)
-        self._begin_period(self._serial_ops, serial=True)
-        return self.finish()
+        self._begin_period(serial=True)
+        return self._finish()
+
+    # ------------------------------------------------------------------ a period in steps, for a caller with hooks
+
+    @ends_on_interrupt
+    def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
+        """Start the iterations that run ahead, so that the next period can train the oldest one.
+
+        Does nothing if iterations are in flight.
+        """
+        self._check_usable()
+        self._fill(data_iter)
+
+    @ends_on_interrupt
+    def begin(self, data_iter: Iterator[Any]) -> IterContext:
+        """Open the next period: fill the pipeline if it is empty, and start one new iteration."""
+        return self._begin(data_iter)
+
+    @ends_on_interrupt
+    def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
+        """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread."""
+        self._check_usable()
+        self._check_empty()
+        self._restart()
+        if not self._fetch(data_iter):
+            raise StopIteration
+        return self._begin_period(serial=True)
+
+    def run_until(self, task: str) -> None:
+        """Run the tasks of the open period in order, up to and including *task*.
+
+        Does nothing if *task* has already run.
+        """
+        self._check_running()
+        self._run_to(self._position(task) + 1)
+
+    @ends_on_interrupt
+    def wait_for(self, task: str) -> None:
+        """Wait until a task that ran ahead has run for the batch of the open period, in whatever thread it runs.
+
+        The current stream waits for the task's work on its stream.
+        """
+        self._check_running()
+        position = self._position(task)
+        op = self._calls[position][-1]
+        if self._cursor <= position and (self._serial or not op.stage):
+            raise PlanError(
+                f"task {task!r} of iteration {self._trained} has not been submitted yet; call run_until({task!r}) first"
+            )
+        if not self._serial:
+            self._executor.wait_for(op, self._in_flight[self._trained])
+
+    @ends_on_interrupt
+    def begin_task(self, task: str) -> IterContext:
+        """Run all tasks before *task* and wait for its dependencies, so that the caller can do its work.
+
+        For work that the caller must do between its own hooks, such as an optimizer step inside Lightning. Call
+        :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be run in
+        this way. A globally ordered task holds its turn until then.
+        """
+        self._check_running()
+        target = self._position(task)
+        op = self._calls[target][-1]
+        where = self.plan.schedule[task]
+        if where.stage != 0 or where.thread_group != MAIN or where.stream is not None:
+            raise PlanError(
+                f"task {task!r} is scheduled as {where}; only a task of stage 0 in group {MAIN!r}, without a named"
+                " stream, can be run by the caller"
+            )
+        if self._cursor > target:
+            raise PlanError(
+                f"task {task!r} of iteration {self._trained} has run already; call begin_task() earlier in the period"
+            )
+        self._run_to(target)
+        slot = self._in_flight[self._trained]
+        self._begun = (op, self._executor.enter(op, slot))
+        assert slot.ctx is not None
+        return slot.ctx
+
+    @ends_on_interrupt
+    def end_task(self, task: str) -> None:
+        """End a task that :meth:`begin_task` began."""
+        if self._begun is None or self._begun[0].name != task:
+            raise PlanError(f"task {task!r} was not begun; call begin_task({task!r}) first")
+        op, entered = self._begun
+        self._begun = None
+        self._cursor += 1
+        self._executor.leave(op, self._in_flight[self._trained], entered)
+
+    @ends_on_interrupt
+    def finish(self) -> IterContext:
+        """Run the remaining tasks of the open period and retire the iteration that it trained."""
+        self._check_running()
+        return self._finish()
 
     # ------------------------------------------------------------------ shortcuts
 
     @property
     def shortcuts(self) -> tuple[str, ...]:
         """Names of the replayed tasks."""
-        return tuple(op.name for op in self._serial_ops if isinstance(op.fn, Shortcut))
+        return tuple(op.name for op in self._executor.operations if isinstance(op.fn, Shortcut))
 
     def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
         """Replay tasks: each runs once more per *key*, its effects are captured, and later runs restore them instead.
@@ -178,7 +312,7 @@ class SWPipeline(Steps):
                 raise PlanError(
                     f"task {name!r} cannot be replayed, since {reason}; replay other tasks, or measure only its time"
                 )
-        for op in self._serial_ops:
+        for op in self._executor.operations:
             if op.name in names:
                 op.fn = Shortcut(self.plan.tasks[op.name], key, rehearse=rehearse)
 
@@ -194,7 +328,7 @@ class SWPipeline(Steps):
             PlanError: a task is unknown, a period is open, or ranks name different tasks.
         """
         names = self._agreed_names("tasks to run again", tasks)
-        for op in self._serial_ops:
+        for op in self._executor.operations:
             if not names or op.name in names:
                 op.fn = self.plan.tasks[op.name].fn
 
@@ -212,19 +346,13 @@ class SWPipeline(Steps):
         self._check_usable()
         entries: dict[K, V] = {}
         names = set(tasks)
-        watched = [op for op in self._serial_ops if op.name in names]
-        functions = [op.fn for op in watched]
-
-        def run_and_read(op: Operation, fn: Callable[[IterContext], None], ctx: IterContext) -> None:
-            fn(ctx)
-            entries.update(read(op.name, ctx))
-
+        watched = [(op, op.fn) for op in self._executor.operations if op.name in names]
         try:
-            for op, fn in zip(watched, functions, strict=True):
-                op.fn = partial(run_and_read, op, fn)
+            for op, fn in watched:
+                op.fn = _watching(fn, partial(read, op.name), entries)
             yield entries
         finally:
-            for op, fn in zip(watched, functions, strict=True):
+            for op, fn in watched:
                 op.fn = fn
 
     def check_agreement(self, description: Sequence[tuple[str, str]], what: str) -> None:
@@ -245,12 +373,22 @@ class SWPipeline(Steps):
         # If the sets differed, some ranks would wait in collectives that other ranks do not run.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
         for name in names:
-            self._position(name)
+            if name not in self.plan.tasks:
+                self._refuse_unknown(name)
         # Submitted tasks finish with their current functions, so that all ranks change functions at the same point.
         self.settle()
         return names
 
     # ------------------------------------------------------------------ trace and end
+
+    @property
+    def meter(self) -> Meter | None:
+        """Meter of the calling thread's time (default None)."""
+        return self._executor.meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        self._executor.meter = meter
 
     @property
     def trace(self) -> Trace | None:
@@ -284,3 +422,165 @@ class SWPipeline(Steps):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ------------------------------------------------------------------ state between two calls
+
+    @property
+    def _calls(self) -> list[Call]:
+        return self._executor.serial_calls if self._serial else self._executor.calls
+
+    def _begin(self, data_iter: Iterator[Any]) -> IterContext:
+        self._check_usable()
+        self._fill(data_iter)
+        # After the end of the data there is a gap; an iteration started after it would miss its first stages.
+        if self._fetched - self._trained == self.plan.max_stage:
+            self._fetch(data_iter)
+        if not self._in_flight:
+            raise StopIteration
+        return self._begin_period(serial=False)
+
+    def _fill(self, data_iter: Iterator[Any]) -> None:
+        if self._in_flight:
+            return
+        self._restart()
+        self._serial = False
+        trained = self._trained
+        try:
+            for period in range(trained - self.plan.max_stage, trained):
+                self._trained = period
+                if not self._fetch(data_iter) and not self._in_flight:
+                    raise StopIteration
+                self._cursor = 0
+                self._run_to(len(self._calls))
+        finally:
+            self._trained = trained
+
+    def _restart(self) -> None:
+        self._trained = self._fetched
+        self._executor.restart(self._trained)
+
+    def _agree(self) -> None:
+        # Before the first fetch, because a rank without data must also take part in the comparison.
+        if not self._agreed:
+            check_agreement(self.plan.description(), "plan", self._group)
+            self._agreed = True
+
+    def _fetch(self, data_iter: Iterator[Any]) -> bool:
+        self._agree()
+        if data_iter is not self._source:
+            self._source, self._exhausted = data_iter, False
+        if self._exhausted:
+            return False
+        begun = time.perf_counter()
+        try:
+            batch = next(data_iter)
+        except StopIteration:
+            self._exhausted = True
+            return False
+        except BaseException as error:
+            failure = self._executor.failed(error, "data iterator", self._fetched, self.plan.max_stage)
+            raise failure from failure.__cause__
+        if self._executor.meter is not None:
+            self._executor.meter.fetched(begun)
+        self._start(batch)
+        return True
+
+    def _start(self, batch: Any) -> None:
+        self._in_flight[self._fetched] = self._executor.open(self.plan.context(batch, self._fetched))
+        self._fetched += 1
+
+    def _begin_period(self, serial: bool) -> IterContext:
+        self._executor.look_for_profiler()
+        self._serial, self._cursor, self._open = serial, 0, True
+        ctx = self._in_flight[self._trained].ctx
+        assert ctx is not None
+        return ctx
+
+    def _finish(self) -> IterContext:
+        self._run_to(len(self._calls))
+        ctx = self._executor.retire(self._in_flight[self._trained])
+        del self._in_flight[self._trained]
+        self._trained += 1
+        self._open = False
+        return ctx
+
+    def _run_to(self, end: int) -> None:
+        """Run the tasks of the period before position *end* that have not run yet."""
+        executor, calls, in_flight = self._executor, self._calls, self._in_flight
+        op: Operation | None = None
+        slot: Slot | None = None
+        try:
+            while self._cursor < end:
+                stage, run, op = calls[self._cursor]
+                self._cursor += 1
+                # While the pipeline drains, later iterations do not exist.
+                if (slot := in_flight.get(self._trained + stage)) is None:
+                    continue
+                if executor.failure is not None:
+                    raise executor.failure
+                if run is None:
+                    current_tasks[MAIN] = op.name, slot.iteration, False
+                    op.fn(slot.ctx)
+                    current_tasks[MAIN] = op.name, slot.iteration, True
+                else:
+                    run(slot)
+        except BaseException as error:
+            where = ("between tasks", self._trained, 0)
+            if op is not None and slot is not None:
+                where = (op.name, slot.iteration, op.stage)
+            failure = executor.failed(error, *where)
+            raise failure from failure.__cause__
+
+    def _position(self, task: str) -> int:
+        positions = self._serial_positions if self._serial else self._positions
+        if task not in positions:
+            self._refuse_unknown(task)
+        return positions[task]
+
+    def _refuse_unknown(self, task: str) -> NoReturn:
+        raise PlanError(f"the plan has no task {task!r}; its tasks are {', '.join(self.plan.tasks)}")
+
+    def _check_usable(self) -> None:
+        """Raise an error unless a new period can begin."""
+        self._check_alive()
+        if self._open:
+            raise PlanError(f"the period of iteration {self._trained} is open; call finish() or abandon() first")
+
+    def _check_running(self) -> None:
+        """Raise an error unless the open period can continue."""
+        self._check_alive()
+        if not self._open:
+            raise PlanError("no period is open; call begin(data_iter) first")
+        if self._begun is not None:
+            name = self._begun[0].name
+            raise PlanError(f"task {name!r} of iteration {self._trained} has begun; call end_task({name!r}) first")
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise PlanError(f"pipeline {self.plan.name!r} is closed; build a new one")
+        self._executor.raise_failure()
+
+    def _check_empty(self) -> None:
+        if self._in_flight:
+            raise PlanError(
+                f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight, but a serial iteration must"
+                " run alone; call drain() first"
+            )
+
+    def _drop_begun(self) -> None:
+        """Forget a task that the caller has begun, so that workers do not wait for its turn to end."""
+        if self._begun is not None:
+            self._executor.drop(self._begun[1])
+            self._begun = None
+
+
+def _watching(
+    fn: Callable[[IterContext], None], read: Callable[[IterContext], Mapping[K, V]], entries: dict[K, V]
+) -> Callable[[IterContext], None]:
+    """Task function that reads the context after each run."""
+
+    def run(ctx: IterContext) -> None:
+        fn(ctx)
+        entries.update(read(ctx))
+
+    return run

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback
 
+from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.runtime.executor import Executor
 from lightning_pipe.recsys.plans.named import INPUT
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
@@ -57,9 +58,22 @@ def in_a_task(here: Here, kind: str, task: str, iteration: int, rank: int, momen
 
         return mock.patch.object(Executor, method, called)
 
+    make = PipelineTask.__init__
+
+    def dying_task(self: PipelineTask, name: str, fn: Any, *arguments: Any, **named: Any) -> None:
+        def run(ctx: Any) -> None:
+            here_now = name == task and ctx.iter_idx == iteration
+            if here_now and moment == "begins":
+                killed(here)
+            fn(ctx)
+            if here_now:
+                killed(here)
+
+        make(self, name, run, *arguments, **named)
+
     with ExitStack() as patches:
         if here.rank == rank:
-            patches.enter_context(dying("_call", moment))
+            patches.enter_context(mock.patch.object(PipelineTask, "__init__", dying_task))
             # Of a task whose work the caller does.
             patches.enter_context(dying("enter", "begins"))
             patches.enter_context(dying("leave", "ends"))
