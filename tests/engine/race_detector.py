@@ -30,6 +30,8 @@ from unittest import mock
 import torch
 from torch.cuda import _sanitizer
 
+from lightning_pipe.engine.plans.schedule import MAIN
+from lightning_pipe.engine.ranks.current_tasks import current_tasks
 from tests.engine.findings import Finding, Site, Span, Storage, Sync, Use, overlap, span_of
 
 # Frames of these modules say nothing about where an access comes from.
@@ -306,6 +308,14 @@ class Detector:
         finally:
             self._local.task = before
 
+    def _task(self) -> str:
+        """Task of the calling thread. A task without waits is called directly, outside :meth:`task`."""
+        task: str = getattr(self._local, "task", "")
+        if task or threading.current_thread() is not threading.main_thread() or MAIN not in current_tasks:
+            return task
+        name, _, has_ended = current_tasks[MAIN]
+        return "" if has_ended else name
+
     def site(self) -> Site:
         frame: Any = sys._getframe(1)
         innermost = ""
@@ -318,9 +328,9 @@ class Detector:
                 here = f"{module.removeprefix('lightning_pipe.')}.{name}:{frame.f_lineno}"
                 innermost = innermost or here
                 if module.startswith("lightning_pipe"):
-                    return Site(getattr(self._local, "task", ""), innermost, here)
+                    return Site(self._task(), innermost, here)
             frame = frame.f_back
-        return Site(getattr(self._local, "task", ""), innermost, innermost)
+        return Site(self._task(), innermost, innermost)
 
 
 class _Stacks:

@@ -174,8 +174,9 @@ class Executor:
         """Decide how each task runs. In place: a period that is open continues with the new calls."""
         self._observed = self._profiled or self._trace is not None or self._meter is not None
         self.calls[:] = [(op.stage, self._compiled(op), op) for op in self._ordered]
-        alone = self._run_alone if self._observed else None
-        self.serial_calls[:] = [(0, alone and partial(alone, op), op) for op in self.operations]
+        self.serial_calls[:] = [
+            (0, partial(self._run_alone, op) if self._observed or op.records else None, op) for op in self.operations
+        ]
 
     def _compiled(self, op: Operation) -> Callable[[Slot], None] | None:
         if op.group != MAIN:
@@ -265,7 +266,7 @@ class Executor:
             self.streams.current_waits_for(slot.events[op.index])
 
     def _run_alone(self, op: Operation, slot: Slot) -> None:
-        """Run a task of an iteration that runs alone, observed."""
+        """Run a task of an iteration that runs alone, and record its event."""
         begun = time.perf_counter()
         self._call(op, slot, MAIN, None)
         if self._meter is not None:

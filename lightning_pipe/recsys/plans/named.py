@@ -129,8 +129,8 @@ PLANS = {plan.name: plan for plan in _NAMED}
 INPUT = ("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait")
 # Tasks that may run in a worker thread, as tasks of the user's own may. The others submit to process groups that the
 # main thread uses between tasks too, or run the user's step.
-_ON_WORKERS = frozenset({*INPUT, "EmbPrefetch"})
-_ON_MAIN = frozenset({*_LOOKUP, *_STEP, AVERAGING}) - _ON_WORKERS
+ON_WORKERS = frozenset({*INPUT, "EmbPrefetch"})
+_ON_MAIN = frozenset({*_LOOKUP, *_STEP, AVERAGING}) - ON_WORKERS
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -168,7 +168,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
         if where.thread_group != MAIN and task in _ON_MAIN:
             raise PlanError(
                 f"plan {spec.name!r} assigns task {task!r} to thread group {where.thread_group!r}, but of the recsys"
-                f" tasks only {', '.join(sorted(_ON_WORKERS))} can leave the main thread: the others submit to process"
+                f" tasks only {', '.join(sorted(ON_WORKERS))} can leave the main thread: the others submit to process"
                 f" groups of the main thread or run the user's step. Set its thread_group to {MAIN!r}."
             )
     return PipelinePlan.from_spec(spec, tasks)
