@@ -60,7 +60,6 @@ FAULTS = [
         "if most_even else [end, *ends]",
         "engine/planning/test_shares.py",
     ),
-    Fault("pipe/balance.py", "if not all(0 <= cost < math.inf", "if not all(0 <= cost", "pipe/test_balance.py"),
     Fault(
         "loops/data/resumable_loader.py",
         'self._left, self.given = resume, resume["given"]',

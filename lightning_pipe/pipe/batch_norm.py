@@ -121,11 +121,6 @@ def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module
     if module in known:
         return known[module]
     known[module] = module
-    if isinstance(module, nn.SyncBatchNorm):
-        raise SetupError(
-            "the module contains a SyncBatchNorm, but a pipe runs in one process. Use nn.BatchNorm1d, nn.BatchNorm2d or"
-            " nn.BatchNorm3d"
-        )
     if isinstance(module, BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
         if type(module).forward is not BatchNorm.forward:
             raise SetupError(

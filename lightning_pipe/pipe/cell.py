@@ -97,22 +97,16 @@ class Cell:
         """Run the layers again, with a graph and with the autocast state and random numbers of the first run."""
         leaves = self._inputs
         assert leaves is not None
-        for tensor, version in zip(leaves.tensors(), self._versions, strict=True):
-            if _version(tensor) != version:
-                raise SetupError(
-                    f"the input of {self.partition.name} was changed in place after its forward, but the recomputation"
-                    " needs the original values. Do not change it in place, or use checkpoint='never'"
-                )
-        if self.partition.training != self._of.training[self.partition.index]:
+        changed = {
+            "the input": _changed(leaves, self._versions),
+            "the training mode": self.partition.training != self._of.training[self.partition.index],
+            "a parameter": self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]],
+        }
+        if any(changed.values()):
             raise SetupError(
-                f"modules of {self.partition.name} were switched between training and evaluation after its forward and"
-                " before its recomputation. Switch them after backward, or use checkpoint='never'"
-            )
-        if self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]]:
-            raise SetupError(
-                f"parameters of {self.partition.name} were changed after its forward, but the recomputation needs the"
-                " original values. Change them after backward, or use checkpoint='never' if a layer changes them in its"
-                " forward, such as an embedding with max_norm"
+                f"{' and '.join(what for what in changed if changed[what])} of {self.partition.name} changed after its"
+                " forward, but the recomputation needs the original. Change it after backward, or use"
+                " checkpoint='never' if a layer changes it in its forward, such as an embedding with max_norm"
             )
         now, then = capture(), self._of.state
         autocast = now._replace(
@@ -174,11 +168,6 @@ class Cell:
             )
         if self._loss is not None:
             value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, of.seed)
-        if missing := [key for key in partition.targets if key not in skips.values]:
-            raise SetupError(
-                f"{partition.name} has not stashed {', '.join(map(repr, missing))}, which its layers declare. Decorate"
-                " subclasses that override forward with @skippable, too"
-            )
         outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
             self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
@@ -196,11 +185,6 @@ class Cell:
             if node in seen:
                 continue
             seen.add(node)
-            if node.name() == "CheckpointFunctionBackward":
-                raise SetupError(
-                    f"a layer of {partition.name} calls torch.utils.checkpoint with use_reentrant=True, which cannot"
-                    " compute the gradients of a partition. Use use_reentrant=False, or the pipe's checkpoint"
-                )
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in mine:
                 raise SetupError(

@@ -78,12 +78,11 @@ class MiniBatchLoss:
             self._known.add(self._kind)
             return
         found = f"{whole:.6g} for {rows_a + rows_b} rows, {a:.6g} for the first {rows_a} and {b:.6g} for the rest"
-        if abs(whole - a - b) <= near:
-            raise InputError(f"loss_fn returns a sum over rows ({found}); expected a mean. Pass reduction='sum'")
+        is_sum = abs(whole - a - b) <= near
         raise InputError(
-            f"loss_fn returns {found}, which is neither a mean nor a sum over rows: the micro-batches' losses do not"
-            " add up to the loss of the mini-batch. For ignored targets or class weights, pass nn.CrossEntropyLoss. Or"
-            " return a sum, pass reduction='sum', and divide the result of pipe.loss. To average the micro-batches'"
+            f"loss_fn returns {found}, which is {'a sum' if is_sum else 'neither a mean nor a sum'} over rows; expected"
+            " a mean. If it returns a sum, pass reduction='sum'. For ignored targets or class weights, pass"
+            " nn.CrossEntropyLoss, or return a sum and divide the result of pipe.loss. To average the micro-batches'"
             " losses anyway, pass reduction='mean'"
         )
 

@@ -64,16 +64,6 @@ class Partition:
         """Return the partition that receives a skip, or the next partition for None (the value of the last layer)."""
         return self.index + 1 if key is None else self.targets[key]
 
-    def check_device(self) -> None:
-        """Refuse layers that were moved after the pipe was made."""
-        for layer in self.layers:
-            for parameter in layer.parameters():
-                if parameter.device != self.device:
-                    raise SetupError(
-                        f"{self.name} has parameters on {parameter.device}: its layers were moved after the pipe was"
-                        " made. Move them back, or build a new Pipe"
-                    )
-
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients."""
         own = dict.fromkeys(parameter for layer in self.layers for parameter in layer.parameters())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes
@@ -31,8 +31,6 @@ def check_sequential(module: Any) -> None:
             f"{type(module).__name__} overrides forward, which partitions would not run; expected a plain"
             " nn.Sequential. Move the code of its forward into layers"
         )
-    if not len(module):
-        raise SetupError("the Sequential has no layers; expected at least one layer for each partition. Add layers")
     lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
     if lazy:
         raise SetupError(
@@ -62,7 +60,7 @@ def make_partitions(
     places = _devices(devices, balance)
     shares = (
         even_shares([sum(p.numel() for p in layer.parameters()) for layer in layers], len(places))
-        if (balance is None)
+        if balance is None
         else _checked_balance(balance, len(layers), len(places))
     )
     ends = list(accumulate(shares))
@@ -124,22 +122,13 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
-    if isinstance(balance, str) or not isinstance(balance, Iterable):
+    if not (is_whole_numbers(balance) and len(balance) == devices and min(balance) >= 1 and sum(balance) == layers):
         raise PlanError(
-            f"balance is {balance!r}; expected a list with the number of layers of each device. balance_by_time,"
-            " balance_by_memory and balance_by_parameters return such lists"
+            f"balance is {balance!r}; expected the number of layers of each device: a list of {devices} whole numbers,"
+            f" 1 or more, that add up to {layers}. balance_by_time, balance_by_memory and balance_by_parameters return"
+            " such lists"
         )
-    shares = list(balance)
-    if len(shares) != devices:
-        raise PlanError(f"balance has {len(shares)} entries for {devices} devices; expected one entry per device")
-    if any(not isinstance(share, int) or isinstance(share, bool) or share < 1 for share in shares):
-        raise PlanError(f"balance is {shares}; expected whole numbers of layers, 1 or more for each partition")
-    if sum(shares) != layers:
-        raise PlanError(
-            f"balance is {shares}, which adds up to {sum(shares)} layers; expected {layers}, the number of layers of"
-            " the Sequential"
-        )
-    return shares
+    return list(balance)
 
 
 def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:

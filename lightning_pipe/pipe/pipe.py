@@ -231,12 +231,10 @@ class Pipe(nn.Module):
         of_all = MiniBatchLoss(loss_fn, reduction, self._known_losses)
         run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
-        if not run.rows:
-            raise InputError("the inputs have no rows; expected at least one row to compute a loss. Skip empty batches")
-        if rows_of(targets) != run.rows:
+        if not 0 < run.rows == rows_of(targets):
             raise InputError(
-                f"the inputs have {run.rows} rows and the targets have {rows_of(targets)}; expected equal numbers."
-                " Give one target for each row"
+                f"the inputs have {run.rows} rows and the targets have {rows_of(targets)}; expected equal numbers, at"
+                " least 1. Give one target for each row, and skip empty batches"
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         losses = of_all.of_micro_batches(targets, run.count, scale)

@@ -40,8 +40,6 @@ class Run:
         self._scheduler = scheduler
         self._checkpoint = checkpoint
         self._devices = [partition.device for partition in partitions]
-        for partition in self._partitions:
-            partition.check_device()
         self.rows = rows_of(inputs)
         inputs = to_device(inputs, self._partitions[0].device)
         if 0 < self.rows < chunks:

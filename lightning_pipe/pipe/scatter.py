@@ -16,16 +16,12 @@ def rows_of(value: Any) -> int:
     """Number of rows of a mini-batch: the common length of the first dimension of all its tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
-    if not tensors:
-        raise InputError(
-            f"the input, a {type(value).__name__}, contains no tensor; expected at least one tensor with rows"
-        )
     if len(lengths) != 1 or any(not tensor.dim() for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise InputError(
-            f"the input's tensors have shapes {shapes}; expected the same length of the first dimension, along which"
-            " micro-batches are split. Pass a value without rows as a plain number, or store it in the layer that uses"
-            " it"
+            f"the input has tensors of shapes {shapes or 'none'}; expected at least one, and the same length of the"
+            " first dimension, along which micro-batches are split. Pass a value without rows as a plain number, or"
+            " store it in the layer that uses it"
         )
     return lengths.pop()
 

@@ -81,14 +81,11 @@ class pop:
 class Skips:
     """Values that were stashed and not popped yet."""
 
-    def __init__(self, values: Mapping[SkipKey, Any] | None = None, *, once: bool = True) -> None:
+    def __init__(self, values: Mapping[SkipKey, Any] | None = None) -> None:
         self.values: dict[SkipKey, Any] = dict(values or {})
-        self._once = once
 
     def leave(self, key: SkipKey, value: Any) -> None:
         """Store *value* until :meth:`take`."""
-        if self._once and key in self.values:
-            raise SetupError(f"the skip {key} was stashed twice before it was popped. Rename the second skip")
         self.values[key] = value
 
     def take(self, key: SkipKey) -> Any:
@@ -102,8 +99,7 @@ class _CurrentSkips(threading.local):
     """Skips of each thread."""
 
     def __init__(self) -> None:
-        # Used outside of a pipe. Values that an exception has left there must not break the next forward.
-        self.skips = Skips(once=False)
+        self.skips = Skips()  # used outside of a pipe
 
 
 _current = _CurrentSkips()
@@ -130,23 +126,12 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         class decorator.
 
     Raises:
-        SetupError: a name is in both lists, both are empty, a list is a single string, or ``forward`` is not a
-            generator function.
+        SetupError: a list is a single string, or ``forward`` is not a generator function.
     """
     for what, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
             raise SetupError(f"{what} is the single name {names!r}; expected a list: [{names!r}]")
     stashes, pops = tuple(stash), tuple(pop)
-    if not stashes and not pops:
-        raise SetupError(
-            "a skippable layer declares no skips; expected at least one name, for example"
-            " @skippable(stash=['features'])"
-        )
-    if both := sorted({*stashes} & {*pops}):
-        raise SetupError(
-            f"a layer stashes and pops {', '.join(map(repr, both))}; expected a stash in one layer and a pop in a later"
-            " layer"
-        )
 
     def decorate(layer: type[T]) -> type[T]:
         generate = layer.forward
@@ -179,22 +164,12 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
 
     Returns:
         *layer*, changed in place.
-
-    Raises:
-        SetupError: the module contains no skippable layer, or no skip with a name in *only*.
     """
     wanted = None if only is None else {*only}
-    found: set[str] = set()
     for one in layer.modules():
         if declared := {*_declared(one)}:
             names = declared if wanted is None else declared & wanted
             one.pipe_namespaces = {**one.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
-            found |= names
-    if not found or (wanted is not None and wanted - found):
-        missing = "" if wanted is None else f" named {', '.join(map(repr, sorted(wanted - found)))}"
-        raise SetupError(
-            f"{type(layer).__name__} contains no layer with skips{missing}; expected a layer decorated with @skippable"
-        )
     return layer
 
 
@@ -238,18 +213,11 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
         elif isinstance(asked, pop) and asked.name in pops:
             pops.discard(asked.name)
             answer = skips.take(_key(layer, asked.name))
-        elif isinstance(asked, stash | pop):
-            what = type(asked).__name__
-            declared = (
-                ", ".join(map(repr, getattr(layer, "pipe_stashes" if what == "stash" else "pipe_pops"))) or "none"
-            )
-            raise SetupError(
-                f"{name}.forward yields {what}({asked.name!r}), which it does not declare or has already yielded."
-                f" Declared names: {declared}"
-            )
         else:
+            what = f"{type(asked).__name__}({asked.name!r})" if isinstance(asked, stash | pop) else type(asked)
             raise SetupError(
-                f"{name}.forward yields a {type(asked).__name__}; expected stash(name, value) or pop(name)"
+                f"{name}.forward yields {what}, which it does not declare or has already yielded; expected"
+                f" stash(name, value) or pop(name), once for each declared name ({', '.join(_declared(layer))})"
             )
 
 
@@ -263,38 +231,25 @@ class SkipRoute(NamedTuple):
 
 def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
     """Return all skips that lead from one partition to another."""
-    left: dict[SkipKey, tuple[int, int]] = {}
-    taken: dict[SkipKey, tuple[int, int]] = {}
-    number = 0
-    for partition, layers in enumerate(partitions):
-        for layer in layers:
-            stashed, popped = skip_keys(layer)
-            # A layer pops before it stashes, or contains several layers.
-            for key in popped:
-                if key in taken:
-                    raise SetupError(
-                        f"the skip {key} is popped by layers {taken[key][1]} and {number}; expected one pop. Stash the"
-                        " value under a second name, or isolate() one of the two skips in a Namespace"
-                    )
-                taken[key] = partition, number
-            for key in stashed:
-                if key in left:
-                    raise SetupError(
-                        f"the skip {key} is stashed by layers {left[key][1]} and {number}; expected one stash. Rename"
-                        " one of the two skips, or isolate() it in a Namespace"
-                    )
-                left[key] = partition, number
-            number += 1
-    if lost := [key for key in left if key not in taken]:
-        layers_of = ", ".join(f"{key} (by layer {left[key][1]})" for key in lost)
-        raise SetupError(f"skips are stashed and never popped: {layers_of}. Pop each in a later layer, or remove it")
-    if missing := [key for key in taken if key not in left]:
-        layers_of = ", ".join(f"{key} (by layer {taken[key][1]})" for key in missing)
-        raise SetupError(f"skips are popped and never stashed: {layers_of}. Stash each in an earlier layer")
-    if early := [key for key in taken if taken[key][1] < left[key][1]]:
-        key = early[0]
-        raise SetupError(
-            f"the skip {key} is popped by layer {taken[key][1]}, before layer {left[key][1]} stashes it. Pop it in a"
-            " later layer"
-        )
-    return [SkipRoute(key, source, taken[key][0]) for key, (source, _) in left.items() if source != taken[key][0]]
+    stashed: dict[SkipKey, list[int]] = {}  # numbers of the layers
+    popped: dict[SkipKey, list[int]] = {}
+    partition_of = [partition for partition, layers in enumerate(partitions) for _ in layers]
+    for number, layer in enumerate(layer for layers in partitions for layer in layers):
+        stashes, pops = skip_keys(layer)
+        for key in stashes:
+            stashed.setdefault(key, []).append(number)
+        for key in pops:
+            popped.setdefault(key, []).append(number)
+    for key in dict.fromkeys((*stashed, *popped)):
+        sources, targets = stashed.get(key, []), popped.get(key, [])
+        if len(sources) != 1 or len(targets) != 1 or sources > targets:
+            raise SetupError(
+                f"the skip {key} is stashed by {_layers(sources)} and popped by {_layers(targets)}; expected one stash"
+                " and one pop, in a later layer. Rename a second skip, or isolate() it in a Namespace"
+            )
+    routes = [SkipRoute(key, partition_of[one], partition_of[popped[key][0]]) for key, (one,) in stashed.items()]
+    return [route for route in routes if route.source != route.target]
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"layer {' and '.join(map(str, numbers))}" if numbers else "no layer"

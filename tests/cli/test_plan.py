@@ -214,7 +214,7 @@ def test_a_network_without_messages_and_messages_without_a_network_are_refused(
     [
         ("--latency", "5", "the time is '5'; expected a number of at least 0 with a unit"),
         ("--bandwidth", "-1GB/s", "the bandwidth is '-1GB/s'"),
-        ("--cores", "0", "0.0 lanes of compute, expected 0.001 to 1e+06. Give a number above 0"),
+        ("--cores", "0", "the machine has 0.0 cores, expected 0.001 to 1e+06. Give a number above 0"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(

@@ -51,18 +51,7 @@ Span = tuple[int, int]
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of tensors, which views share.
-
-    Attributes:
-        place: index of the device, or `PAGEABLE` or `PINNED`.
-        stream: stream of its allocation; None for memory that existed before all work.
-        spans: the sanitizer's number of each part of it that a tensor has used.
-        uses: last access of each stream, by the stream's number.
-        user: the thread of the last access.
-        recorded: streams that ``record_stream`` was called for.
-        rows: for memory whose rows are used independently, such as a cache of rows: first byte of the table of each
-            feature, and bytes of a row. Operators on rows then use these rows only. Otherwise empty.
-    """
+    """Memory of tensors, which views share."""
 
     place: int
     stream: Any

@@ -60,14 +60,7 @@ class Accelerator(Detector):
 
 
 class _Here(threading.local):
-    """State of the calling thread's current call.
-
-    Attributes:
-        place: place of a factory's memory; None for the place of its inputs.
-        waits: True if the host waits for a copy.
-        group: process group of a collective.
-        submitted: events of the collectives that the call has submitted.
-    """
+    """State of the calling thread's current call."""
 
     place: int | None = None
     waits: bool = True

@@ -194,14 +194,7 @@ class Detector:
     # ------------------------------------------------------------------ storages
 
     def storage(self, tensor: torch.Tensor, place: int | None = None, new: bool = False) -> Storage | None:
-        """The storage of a tensor; None if it has no memory.
-
-        Args:
-            tensor: any tensor.
-            place: place of its memory, unless that is known (default: the first device, where it was before all
-                work).
-            new: True if it was allocated just now, on the calling thread's current stream.
-        """
+        """The storage of a tensor; None if it has no memory."""
         try:
             memory = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a subclass that has no memory

@@ -164,12 +164,6 @@ def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: 
     """A graph of four to *most_tasks* tasks.
 
     The last one is run by the caller, like an optimiser step, and leaves state to a task of the next iteration.
-
-    Args:
-        seed: of everything random.
-        most_tasks: how many at most.
-        unit: seconds that durations are whole multiples of; tasks take 2 to 12.
-        kernel: what compute tasks run; without one the tasks' functions do nothing.
     """
     draw = random.Random(seed)
     count = draw.randint(4, most_tasks)

@@ -16,16 +16,7 @@ class Hang(BaseException):
 
 
 def within(seconds: float, body: Callable[[], T], what: object = "") -> T:
-    """The value of *body*, run in a thread of its own.
-
-    Args:
-        seconds: a bound far above what it needs.
-        body: what may deadlock.
-        what: shown if it does.
-
-    Raises:
-        Hang: it took longer than *seconds*; shows where every thread stands.
-    """
+    """The value of *body*, run in a thread of its own."""
     values: list[T] = []
     errors: list[BaseException] = []
 

@@ -136,12 +136,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_gradients(module: nn.Module, backward: Callable[[nn.Module], Any]) -> Reference:
-    """Gradients without a pipe, to which those of a pipe are equal up to rounding.
-
-    Args:
-        module: the layers, of which a copy is used.
-        backward: the passes of the copy, forward and backward; what it returns is ignored.
-    """
+    """Gradients without a pipe, to which those of a pipe are equal up to rounding."""
 
     def run() -> dict[str, Tensor]:
         copied = copy.deepcopy(module)

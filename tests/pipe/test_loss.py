@@ -110,7 +110,9 @@ def of_some(output: Tensor, target: Tensor) -> Tensor:
     return (output[counts] - target[counts]).square().mean()
 
 
-@pytest.mark.parametrize(("loss_fn", "said"), [(summed, "Pass reduction='sum'"), (of_some, "neither a mean nor a sum")])
+@pytest.mark.parametrize(
+    ("loss_fn", "said"), [(summed, "a sum .*pass reduction='sum'"), (of_some, "neither a mean nor a sum")]
+)
 def test_a_function_that_is_no_mean_over_rows_is_refused_before_it_trains_anything(
     pair: Pair, loss_fn: Callable[[Tensor, Tensor], Tensor], said: str
 ) -> None:
@@ -155,24 +157,8 @@ def test_what_is_said_to_be_a_sum_or_a_mean_is_taken_for_it(pair: Pair) -> None:
     five.close()
 
 
-def test_a_function_is_tried_once_and_not_in_every_step(pair: Pair) -> None:
-    calls: list[int] = []
-
-    def step() -> int:
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # made anew each time, as in a training_step
-            calls.append(len(output))
-            return (output - target).mean()
-
-        before = len(calls)
-        pair[0].checkpoint = "never"
-        pair[0].loss(torch.randn(ROWS, 4), torch.randn(ROWS, CLASSES), loss_fn)
-        return len(calls) - before
-
-    assert [step() for _ in range(3)] == [6, 4, 4]  # of four micro-batches, and two parts
-
-
 def test_no_rows_have_no_loss(pair: Pair) -> None:
-    with pytest.raises(InputError, match="no rows"):
+    with pytest.raises(InputError, match="the inputs have 0 rows"):
         pair[0].loss(torch.randn(0, 4), torch.randn(0, CLASSES), nn.MSELoss())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,17 +129,6 @@ def test_layers_that_draw_nothing_leave_the_users_numbers_alone() -> None:
     pipe.close()
 
 
-class Recurrent(nn.Module):
-    """An LSTM that drops nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(8, 8, num_layers=2, batch_first=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.cell(input)[0]
-
-
 class Uneven(nn.Module):
     """Attention whose dropout is told with each call."""
 
@@ -150,31 +138,6 @@ class Uneven(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(input, input, input, dropout_p=self.dropout)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
-        lambda: Uneven(0.0),
-        Recurrent,
-        lambda: nn.Dropout(0.5).eval(),
-        lambda: nn.RReLU().eval(),
-    ],
-)
-def test_what_could_drop_out_and_does_not_is_taken_for_no_random_layer(layer: Callable[[], nn.Module]) -> None:
-    """Which would cost: operations that draw wait for each other."""
-    made = layer()
-    training = made.training
-    pipe = Pipe(nn.Sequential(nn.Linear(8, 8), made, nn.Linear(8, 8)), 3, "always", ["cpu"] * 3)
-    made.train(training)
-    before = torch.get_rng_state()
-    pipe(torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))).sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [partition.draws for partition in pipe._partitions] == [
-        {partition.training: False} for partition in pipe._partitions
-    ]
-    pipe.close()
 
 
 def test_attention_with_dropout_has_masks_of_its_own() -> None:

@@ -65,13 +65,14 @@ def test_a_skip_may_be_any_nesting_of_tensors_and_other_values() -> None:
     @skippable(stash=["all"])
     class Stash(nn.Module):
         def forward(self, input: Tensor) -> Any:
-            yield stash("all", {"both": (input, input.argmax(dim=1)), "scale": 3})
+            yield stash("all", {"both": (input, input.argmax(dim=1)), "scale": 3, "nothing": None})
             return input
 
     @skippable(pop=["all"])
     class Pop(nn.Module):
         def forward(self, input: Tensor) -> Any:
             value = yield pop("all")
+            assert value["nothing"] is None
             return input + value["both"][0] * value["scale"] + value["both"][1].unsqueeze(1)
 
     pipe = Pipe(nn.Sequential(Stash(), nn.Identity(), Pop()), 2, devices=["cpu"] * 3)
@@ -110,17 +111,12 @@ def test_a_namespace_for_some_names_leaves_the_others() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (["stash a", "plain"], r"stashed and never popped: 'a' \(by layer 0\)"),
-        (["plain", "pop a"], r"popped and never stashed: 'a' \(by layer 1\)"),
-        (["stash a", "stash a", "pop a"], r"'a' is stashed by layers 0 and 1"),
-        (["stash a", "pop a", "pop a"], r"'a' is popped by layers 1 and 2"),
-        (["pop a", "stash a"], r"'a' is popped by layer 0, before layer 1 stashes it"),
         # Layers and partitions are not counted alike.
-        (["plain", "stash a", "plain", "plain"], r"stashed and never popped: 'a' \(by layer 1\)"),
-        (["plain", "plain", "plain", "pop a"], r"popped and never stashed: 'a' \(by layer 3\)"),
-        (["plain", "stash a", "plain", "stash a"], r"'a' is stashed by layers 1 and 3"),
-        (["stash a", "plain", "pop a", "pop a"], r"'a' is popped by layers 2 and 3"),
-        (["plain", "pop a", "plain", "stash a"], r"'a' is popped by layer 1, before layer 3 stashes it"),
+        (["plain", "stash a", "plain", "plain"], "'a' is stashed by layer 1 and popped by no layer"),
+        (["plain", "plain", "plain", "pop a"], "'a' is stashed by no layer and popped by layer 3"),
+        (["stash a", "stash a", "pop a"], "'a' is stashed by layer 0 and 1 and popped by layer 2"),
+        (["stash a", "plain", "pop a", "pop a"], "'a' is stashed by layer 0 and popped by layer 2 and 3"),
+        (["plain", "pop a", "plain", "stash a"], "'a' is stashed by layer 3 and popped by layer 1"),
     ],
 )
 def test_skips_that_lead_nowhere_are_refused_when_the_pipe_is_made(layers: list[str], message: str) -> None:
@@ -160,26 +156,16 @@ def test_a_layer_does_what_it_declares() -> None:
     one = torch.ones(1)
     with pytest.raises(SetupError, match=r"Forgets.forward ended and did not stash 'a'"):
         Forgets()(one)
-    with pytest.raises(
-        SetupError, match=r"Twice.forward yields stash\('a'\), which it does not declare or has already .* names: 'a'"
-    ):
+    with pytest.raises(SetupError, match=r"Twice.forward yields stash\('a'\), which it .* has already .* name \(a\)"):
         Twice()(one)
-    with pytest.raises(SetupError, match=r"Other.forward yields pop\('b'\), which .*Declared names: 'a'"):
+    with pytest.raises(SetupError, match=r"Other.forward yields pop\('b'\), which it does not declare"):
         Other()(one)
-    with pytest.raises(SetupError, match=r"Value.forward yields a Tensor"):
+    with pytest.raises(SetupError, match=r"Value.forward yields .*Tensor.*; expected stash\(name, value\) or pop"):
         Value()(one)
 
 
 def test_what_cannot_be_skippable_is_refused() -> None:
     with pytest.raises(SetupError, match="single name 'abc'"):
         skippable(stash="abc")
-    with pytest.raises(SetupError, match="declares no skips"):
-        skippable()
-    with pytest.raises(SetupError, match="stashes and pops 'a'"):
-        skippable(stash=["a"], pop=["a"])
     with pytest.raises(SetupError, match="forward of the skippable layer Linear has no yield"):
         skippable(stash=["a"])(type("Linear", (nn.Linear,), {}))
-    with pytest.raises(SetupError, match="Identity contains no layer with skips"):
-        isolate(nn.Identity(), Namespace())
-    with pytest.raises(SetupError, match="named 'b'"):
-        isolate(stashes("a"), Namespace(), only=["b"])

@@ -43,14 +43,14 @@ def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) 
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
         said = printable(str(error)[:1000])
         raise PlanError(f"the {kind} is not valid YAML: {said}; compare it with {compare}") from error
+    return check_keys(f"the {kind}", content, known)
+
+
+def check_keys(what: str, content: Any, known: tuple[str, ...]) -> dict[Any, Any]:
+    """Return *content* if it is a mapping with keys in *known*; *what* is its name in the error message."""
     if not isinstance(content, dict):
-        raise PlanError(f"a {kind} must be a mapping of {', '.join(known)}; found {type(content).__name__}")
-    check_keys(f"the {kind}", content, known)
-    return content
-
-
-def check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    """Refuse a key that is not in *known*; *what* is the owner of the keys in the error message."""
-    for key in found:
+        raise PlanError(f"{what} is {shown(content)}; expected a mapping of {', '.join(known)}")
+    for key in content:
         if key not in known:
             raise PlanError(f"{what} has the unknown key {shown(key)}; known keys are {', '.join(known)}")
+    return content

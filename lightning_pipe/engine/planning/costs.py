@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from lightning_pipe.engine.common.errors import PlanError
@@ -21,7 +21,7 @@ DONE_BY_THREAD: frozenset[Resource] = frozenset({"host", "disk"})
 
 # Longest time of one task, in seconds (eleven days). Sums with much larger values would lose precision or overflow.
 LONGEST = 1e6
-_FEWEST_LANES, _MOST_LANES = 1e-3, 1e6
+_FEWEST_CORES, _MOST_CORES = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,21 @@ class Machine:
     a fair scheduler, connections on one link, and kernels on one device.
     """
 
-    cores: float = 2  # lanes of "compute"; two threads that slow each other down by a fifth have 1.6 lanes
-    lanes: Mapping[Resource, float] = field(default_factory=dict)  # of the other resources (1 each)
+    cores: float = 2  # lanes of "compute"; threads that slow each other down by a fifth have 1.6; others have one
     network: NetworkModel | None = None
     device_streams: bool = False  # tasks then hold their stream instead of their thread
     between_periods: float = 0.0  # seconds of the main thread in each period outside tasks, such as hooks
 
     def __post_init__(self) -> None:
-        for resource, lanes in (("compute", self.cores), *self.lanes.items()):
-            if not _FEWEST_LANES <= lanes <= _MOST_LANES:
-                raise PlanError(
-                    f"the machine has {shown(lanes)} lanes of {resource}, expected {_FEWEST_LANES:g} to"
-                    f" {_MOST_LANES:g}. Give a number above 0 in this range."
-                )
-        if not 0 <= self.between_periods <= LONGEST:
+        if not _FEWEST_CORES <= self.cores <= _MOST_CORES:
             raise PlanError(
-                f"between_periods of the machine must be from 0 to {LONGEST:g} seconds, got"
-                f" {shown(self.between_periods)}. Give the time of the main thread outside tasks."
+                f"the machine has {shown(self.cores)} cores, expected {_FEWEST_CORES:g} to {_MOST_CORES:g}. Give a"
+                " number above 0 in this range."
             )
 
     def lanes_of(self, resource: Resource) -> float:
         """Number of users that *resource* serves at full speed."""
-        return self.cores if resource == "compute" else self.lanes.get(resource, 1)
+        return self.cores if resource == "compute" else 1.0
 
     def by_device(self, cost: TaskCost) -> bool:
         """Return True if the device does the work of *cost* while its thread continues."""
@@ -144,11 +137,7 @@ def checked_costs(
                     " or declare the field that passes the work on."
                 )
         if isinstance(cost.background, Message):
-            if machine.network is None:
-                raise PlanError(
-                    f"the background work of {name!r} is a message of {cost.background.bytes:g} bytes, but the machine"
-                    " has no network. Set its network to a NetworkModel."
-                )
+            assert machine.network is not None
             cost = replace(cost, background=machine.network.seconds(cost.background))
         checked[name] = cost
     return checked

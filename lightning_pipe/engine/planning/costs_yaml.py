@@ -9,18 +9,7 @@
       Exchange: {ms: 0.1, all_to_all: 2MB, waited_by: Train}
       Train: {ms: 5.0}
 
-Only *tasks* is required. Every key of a task has a default:
-
-===================== ==================================================================================
-``ms``                time for which the task works on ``resource`` (compute, copy, network, disk, host)
-``launch_ms``         time of its thread to submit the work to a device with streams
-``all_to_all``,       buffer size of one rank for a collective that the task submits; the network model
-``all_reduce``,       gives its duration
-``broadcast``
-``background_ms``     alternative to a collective: duration of the submitted work on
-                      ``background_resource`` (network)
-``waited_by``         task that waits for the submitted work; can be the task itself
-===================== ==================================================================================
+Only *tasks* is required. ``docs/simulation.md`` describes every key.
 """
 
 from __future__ import annotations
@@ -31,6 +20,7 @@ from typing import Any, get_args
 
 from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.common.errors import PlanError, SetupError
+from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration, parse_size
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.planning.costs import LONGEST, TaskCost
@@ -69,17 +59,10 @@ def load_costs(text: str) -> CostsFile:
         raise PlanError(
             f"'tasks' of the costs must be a mapping from tasks to costs, got {shown(tasks)}. See {_EXAMPLE}."
         )
-    network = content.get("network") or {}
-    if not isinstance(network, dict):
-        raise PlanError(
-            f"network of the costs must be a mapping, got {shown(network)}. Write a mapping with the keys"
-            f" {' and '.join(_NETWORK_KEYS)}."
-        )
-    check_keys("the network of the costs", network, _NETWORK_KEYS)
+    network = check_keys("the network of the costs", content.get("network") or {}, _NETWORK_KEYS)
     latency, bandwidth = network.get("latency"), network.get("bandwidth")
     streams = content.get("device_streams", False)
-    if not isinstance(streams, bool):
-        raise PlanError(f"device_streams of the costs must be a bool, got {shown(streams)}. Write true or false.")
+    check_choice("device_streams of the costs", streams, (False, True), PlanError)
     cores = content.get("cores")
     return CostsFile(
         {str(name): _cost(str(name), cost) for name, cost in tasks.items()},
@@ -95,11 +78,6 @@ def _cost(name: str, given: Any) -> TaskCost:
     where = f"task {name!r} of the costs"
     if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"ms": given}
-    if not isinstance(given, dict):
-        raise PlanError(
-            f"{where} has {shown(given)}, expected a number or a mapping. Write its milliseconds, or a mapping with the"
-            f" keys {', '.join(_TASK_KEYS)}."
-        )
     check_keys(where, given, _TASK_KEYS)
     kinds = [key for key in (*_KINDS, "background_ms") if key in given]
     if len(kinds) > 1:
@@ -107,20 +85,13 @@ def _cost(name: str, given: Any) -> TaskCost:
             f"{where} has {' and '.join(kinds)}, expected at most one, since a task submits one piece of background"
             " work. Remove the others."
         )
-    waited_by = given.get("waited_by")
-    if waited_by is not None and not kinds:
-        raise PlanError(
-            f"{where} has waited_by {shown(waited_by)}, but no background work. Add the work, such as all_to_all: 2MB,"
-            " or remove waited_by."
-        )
+    waited_by = None if given.get("waited_by") is None else str(given["waited_by"])
     background: float | Message = 0.0
     if kinds == ["background_ms"]:
         background = _number(f"background_ms of {where}", given["background_ms"]) / 1e3
     elif kinds:
         kind = next(one for one in _KINDS if one == kinds[0])
         background = Message(kind, _parsed(where, parse_size, given[kind]))
-    if waited_by is not None and not isinstance(waited_by, str):
-        raise PlanError(f"{where} has waited_by {shown(waited_by)}, expected text. Write the name of one task.")
     resource, other = given.get("resource", "compute"), given.get("background_resource", "network")
     seconds = _number(f"ms of {where}", given.get("ms", 0.0)) / 1e3
     launch = _number(f"launch_ms of {where}", given.get("launch_ms", 0.0)) / 1e3

@@ -10,10 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.common.options import check_whole_number
-
-_LONGEST = 1e6  # highest latency in seconds: eleven days
 CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]
 
 
@@ -37,18 +33,6 @@ class NetworkModel:
     latency: float  # seconds of one message between two ranks
     bandwidth: float  # bytes per second of one rank's link in each direction
     ranks: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency <= _LONGEST:
-            raise PlanError(
-                f"the latency of the network must be from 0 to {_LONGEST:g} seconds, got {self.latency!r}. Give the"
-                " latency of one message in seconds."
-            )
-        if not self.bandwidth > 0:
-            raise PlanError(
-                f"the bandwidth of the network must be above 0, got {self.bandwidth!r}. Give it in bytes per second."
-            )
-        check_whole_number("the number of ranks of the network", self.ranks, 1, error=PlanError)
 
     def seconds(self, message: Message) -> float:
         """Duration of *message* in seconds on an otherwise idle network; 0 with one rank."""

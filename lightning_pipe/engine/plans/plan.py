@@ -62,10 +62,9 @@ class PipelinePlan:
         entries: dict[str, Any] = {"order": order, "deps": deps, "cross_iter_deps": cross_iter_deps, "stale": stale}
         spec = PlanSpec(name, self.schedule, pipeline_depth=pipeline_depth, **entries)
         self.name = spec.name
-        if not self.tasks:
-            raise PlanError(f"plan {name!r} has no tasks; schedule at least one")
-
-        self.context = self._context()
+        # The most derived context, which all tasks accept.
+        contexts = [task.context for task in self.tasks.values()]
+        self.context = max(contexts, key=lambda context: len(context.mro()), default=IterContext)
         self.deps = tuple(self._dependency(edge, 0, "deps") for edge in spec.deps)
         self.cross_iter_deps = tuple(self._dependency(edge, 1, "cross_iter_deps") for edge in spec.cross_iter_deps)
         self.required = required_dependencies(list(self.tasks.values()))
@@ -189,19 +188,6 @@ class PipelinePlan:
     def __repr__(self) -> str:
         return f"PipelinePlan({self.name!r}, tasks={len(self.tasks)}, pipeline_depth={self.pipeline_depth})"
 
-    def _context(self) -> type[IterContext]:
-        """Context class that all tasks accept: the most derived one."""
-        found = IterContext
-        for task in self.tasks.values():
-            if issubclass(task.context, found):
-                found = task.context
-            elif not issubclass(found, task.context):
-                raise PlanError(
-                    f"plan {self.name!r}: task {task.name!r} takes a {task.context.__name__}, and another task a"
-                    f" {found.__name__}; derive one of them from the other"
-                )
-        return found
-
     def _check_known(self, task: str, where: str) -> None:
         if task not in self.tasks:
             raise PlanError(
@@ -253,18 +239,13 @@ class PipelinePlan:
         for dependency in self.dependencies:
             if self._periods_between(dependency) >= 0:
                 continue
-            up, down = self.schedule[dependency.upstream].stage, self.schedule[dependency.downstream].stage
-            if dependency in self.required:
-                raise PlanError(
-                    f"plan {self.name!r} drops a required dependency: {dependency}, but {dependency.downstream} is in"
-                    f" stage {down} and {dependency.upstream} in stage {up}; lower the stage of"
-                    f" {dependency.downstream} to {up + dependency.distance} or less, or declare"
-                    f" ({dependency.upstream}, {dependency.downstream}, {dependency.distance}) in stale"
-                )
+            upstream, downstream, distance = dependency.upstream, dependency.downstream, dependency.distance
+            up, down = self.schedule[upstream].stage, self.schedule[downstream].stage
+            stale = f", or declare ({upstream}, {downstream}, {distance}) in stale"
             raise PlanError(
-                f"plan {self.name!r}: {dependency} is impossible, since {dependency.upstream} is in the lower stage"
-                f" {up} and {dependency.downstream} in stage {down}; raise the former to"
-                f" {down - dependency.distance} or more"
+                f"plan {self.name!r} drops a required dependency: {dependency}, but {downstream} is in stage {down} and"
+                f" {upstream} in stage {up}; lower the former to {up + distance} or less, or raise the latter to"
+                f" {down - distance} or more{stale if dependency in self.required else ''}"
             )
 
 

@@ -37,9 +37,9 @@ def named(path: str | Path) -> Iterator[None]:
 
 def read_text(path: str | Path, what: str, needed: str) -> str:
     """Read a text file; a PlanError says *what* it is, such as "the plan my.yaml", and what is *needed*."""
-    if not os.path.isfile(path):  # reading a pipe would wait for its writer
-        raise PlanError(f"{what} cannot be read (it is not a file); {needed}")
     try:
+        if not os.path.isfile(path):
+            raise OSError("it is not a file")  # reading a pipe would wait for its writer
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
         raise PlanError(f"{what} cannot be read ({error}); {needed}") from error

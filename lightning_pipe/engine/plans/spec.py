@@ -21,6 +21,7 @@ _DEFAULTS = vars(TaskSchedule())
 
 # Far more batches than any memory holds: a typing error such as 200000 would fill it.
 _HIGHEST_STAGE = 1000
+_NAME = "text without control characters"
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,20 @@ class PlanSpec:
     pipeline_depth: int | None = None
 
     def __post_init__(self) -> None:
-        _check_name("the name", self.name)
+        _expect(_is_name(self.name), "a plan has the name", self.name, _NAME)
+        plan = f"plan {self.name!r}"
         for task, where in self.schedule.items():
-            _check_schedule(f"plan {self.name!r}", task, where)
-        if self.pipeline_depth is not None and not _is_count(self.pipeline_depth, _HIGHEST_STAGE + 1):
-            raise PlanError(
-                f"plan {self.name!r} has pipeline_depth {shown(self.pipeline_depth)}; expected a whole number of"
-                f" batches in flight, at most {_HIGHEST_STAGE + 1}"
-            )
+            _expect(_is_name(task), f"{plan} has the task", task, _NAME)
+            has = f"{plan}: task {task!r} has"
+            stages = f"a whole number from 0 to {_HIGHEST_STAGE}; each stage keeps one more batch in memory"
+            _expect(_is_count(where.stage, _HIGHEST_STAGE), f"{has} stage", where.stage, stages)
+            _expect(_is_name(where.thread_group), f"{has} thread_group", where.thread_group, _NAME)
+            _expect(where.stream is None or _is_name(where.stream), f"{has} stream", where.stream, _NAME)
+            ordered = where.globally_ordered
+            _expect(isinstance(ordered, bool), f"{has} globally_ordered", ordered, "true or false")
+        depth, most = self.pipeline_depth, _HIGHEST_STAGE + 1
+        batches = f"a whole number of batches in flight, at most {most}"
+        _expect(depth is None or _is_count(depth, most), f"{plan} has pipeline_depth", depth, batches)
         self._replace("order", self._task_name)
         self._replace("deps", self._edge)
         self._replace("cross_iter_deps", self._edge)
@@ -153,56 +160,33 @@ class PlanSpec:
     def _replace(self, what: str, checked: Callable[[str, Any], Any]) -> None:
         """Replace entries given by the user with checked ones."""
         entries = getattr(self, what)
-        if isinstance(entries, (str, Mapping)) or not isinstance(entries, Iterable):
-            raise PlanError(f"plan {self.name!r}: {what} is {shown(entries)}; write a list")
+        is_list = isinstance(entries, Iterable) and not isinstance(entries, str | Mapping)
+        _expect(is_list, f"plan {self.name!r}: {what} is", entries, "a list")
         object.__setattr__(self, what, tuple(checked(what, entry) for entry in entries))
 
     def _task_name(self, what: str, entry: Any) -> str:
         name = entry.name if isinstance(entry, PipelineTask) else entry
-        if not isinstance(name, str):
-            raise PlanError(
-                f"plan {self.name!r}: {what} names the unknown task {shown(name)}; write the name of a task"
-            )
-        return name
+        _expect(isinstance(name, str), f"plan {self.name!r}: {what} has the task", name, "the name of a task")
+        return str(name)
 
     def _edge(self, what: str, entry: Any) -> Edge:
-        longest = 2 if what == "deps" else 3
-        if not isinstance(entry, (tuple, list)) or not 2 <= len(entry) <= longest:
-            raise PlanError(
-                f"plan {self.name!r}: {what} has the entry {shown(entry)}; write (upstream, downstream)"
-                + (" or (upstream, downstream, distance)" if longest == 3 else "")
-            )
-        upstream, downstream = (self._task_name(what, one) for one in entry[:2])
-        if len(entry) == 2:
-            return (upstream, downstream)
-        if not entry[2] or not _is_count(entry[2], _HIGHEST_STAGE):
-            raise PlanError(
-                f"plan {self.name!r}: {what} has distance {shown(entry[2])} in {shown(entry)}; expected a number of"
-                f" iterations from 1 to {_HIGHEST_STAGE}"
-            )
-        return (upstream, downstream, entry[2])
+        form = "(upstream, downstream)"
+        if what != "deps":
+            form += f" or (upstream, downstream, distance) with a distance from 1 to {_HIGHEST_STAGE}"
+        is_edge = isinstance(entry, tuple | list) and 2 <= len(entry) <= (2 if what == "deps" else 3)
+        is_edge = is_edge and all(_is_count(distance, _HIGHEST_STAGE) and distance for distance in entry[2:])
+        _expect(is_edge, f"plan {self.name!r}: {what} has the entry", entry, form)
+        return (self._task_name(what, entry[0]), self._task_name(what, entry[1]), *entry[2:])
 
 
-def _check_schedule(plan: str, task: Any, where: TaskSchedule) -> None:
-    _check_name(f"{plan}: a task", task)
-    if not _is_count(where.stage, _HIGHEST_STAGE):
-        raise PlanError(
-            f"{plan}: task {task!r} has stage {shown(where.stage)}; stages are whole numbers from 0 to"
-            f" {_HIGHEST_STAGE}, and each stage keeps one more batch in memory"
-        )
-    _check_name(f"{plan}: task {task!r} has thread_group", where.thread_group)
-    if where.stream is not None:
-        _check_name(f"{plan}: task {task!r} has stream", where.stream)
-    if not isinstance(where.globally_ordered, bool):
-        raise PlanError(
-            f"{plan}: task {task!r} has globally_ordered {shown(where.globally_ordered)}; expected true or false"
-        )
+def _expect(valid: bool, what: str, value: object, expected: str) -> None:
+    if not valid:
+        raise PlanError(f"{what} {shown(value)}; expected {expected}")
 
 
-def _check_name(what: str, name: object) -> None:
-    """Refuse a name that cannot be printed safely in tables, errors, traces and reports."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise PlanError(f"{what} {shown(name)} of a plan is invalid; expected text without control characters")
+def _is_name(value: object) -> bool:
+    """Return True for a name that can be printed safely in tables, errors, traces and reports."""
+    return isinstance(value, str) and bool(value) and value.isprintable()
 
 
 def _is_count(value: object, most: int) -> bool:
@@ -227,8 +211,7 @@ def _read(text: str) -> dict[str, Any]:
     """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked."""
     content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
     tasks, name = content.pop("tasks", None), content.pop("name", None)
-    if not isinstance(tasks, dict):
-        raise PlanError(f"the plan's 'tasks' must map each task to its schedule; found {shown(tasks)}")
+    _expect(isinstance(tasks, dict), "the plan has the tasks", tasks, "a mapping from each task to its schedule")
     return {
         "name": "plan" if name is None else str(name),
         "schedule": {task: _schedule(task, {} if options is None else options) for task, options in tasks.items()},
@@ -237,8 +220,4 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _schedule(task: object, options: object) -> TaskSchedule:
-    what = f"task {shown(task)} of the plan"
-    if not isinstance(options, dict):
-        raise PlanError(f"{what} has {shown(options)}; write a mapping of {', '.join(_DEFAULTS)}")
-    check_keys(what, options, tuple(_DEFAULTS))
-    return TaskSchedule(**options)
+    return TaskSchedule(**check_keys(f"task {shown(task)} of the plan", options, tuple(_DEFAULTS)))

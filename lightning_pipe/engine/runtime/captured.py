@@ -34,21 +34,92 @@ class ByReference:
         self.value = value
 
 
-class Captured:
-    """Snapshot of a value, created by :func:`capture`."""
+class Captured(ABC):
+    """Snapshot of a value, created by :func:`capture`: a tree with a node for each part of the value."""
 
-    def __init__(self, node: _Node) -> None:
-        self._node = node
+    parts: Iterable[Captured] = ()
+    holds_tensor = False
 
-    def give(self, graft: Grafts | None = None) -> Any:
-        """Return a fresh copy of the value. Changes to earlier copies do not appear in it."""
-        return self._node.give(graft, {})
+    def give(self, graft: Grafts | None = None, given: dict[int, Any] | None = None) -> Any:
+        """Return a fresh copy of the value. *given* maps the ids of nodes to the copies already made for this one."""
+        given = {} if given is None else given
+        if id(self) not in given:
+            given[id(self)] = self._copy(graft, given)
+        return given[id(self)]
 
     def tensors(self) -> list[Tensor]:
         """Captured tensors, each once, in the order of traversal."""
         found: dict[int, Tensor] = {}
-        self._node.collect(found, set())
+        self._collect(found, set())
         return list(found.values())
+
+    @abstractmethod
+    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any: ...
+
+    def _collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
+        if id(self) not in seen:
+            seen.add(id(self))
+            for part in self.parts:
+                part._collect(found, seen)
+
+
+class _AsItIs(Captured):
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        return self._value
+
+
+class _Tensor(Captured):
+    """Captured tensor. It is copied again only if the last copy was changed in place."""
+
+    holds_tensor = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._kept = tensor.detach().clone()
+        self._out: Tensor | None = None
+        self._version = 0
+
+    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        out = self._out
+        # Inference tensors have no version counter.
+        if out is None or out.is_inference() or out._version != self._version:
+            out = self._out = self._kept.clone()
+            self._version = 0 if out.is_inference() else out._version
+        detached = out.detach()
+        return graft(detached) if graft is not None and self._requires_grad else detached
+
+    def _collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
+        found[id(self)] = self._kept
+
+
+class _Built(Captured):
+    """Collection that is built from its parts."""
+
+    def __init__(self, parts: list[Captured], build: Callable[[list[Any]], Any]) -> None:
+        self.parts = parts
+        self.holds_tensor = any(part.holds_tensor for part in parts)
+        self._build = build
+
+    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        return self._build([part.give(graft, given) for part in self.parts])
+
+
+class _Object(Captured):
+    """Object with attributes, which may refer back to the object."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.attributes: dict[str, Captured] = {}
+        self.parts = self.attributes.values()
+
+    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        made = given[id(self)] = copy.copy(self._value)
+        for name, part in self.attributes.items():
+            object.__setattr__(made, name, part.give(graft, given))
+        return made
 
 
 def capture(value: Any) -> Captured:
@@ -58,114 +129,19 @@ def capture(value: Any) -> Captured:
     Parameters, modules, process groups, functions and similar objects are kept by reference, as are objects without
     tensors at any depth. An object that occurs twice in *value* is also a single object in each copy.
     """
-    return Captured(_capture(value, {}))
+    return _capture(value, {})
 
 
-class _Node(ABC):
-    """Node of a captured value."""
-
-    @property
-    def holds_tensor(self) -> bool:
-        return False
-
-    @abstractmethod
-    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        """Return a fresh copy of the node. *given* maps node ids to the copies already made for this request."""
-
-    def parts(self) -> Iterable[_Node]:
-        return ()
-
-    def collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
-        if id(self) not in seen:
-            seen.add(id(self))
-            for part in self.parts():
-                part.collect(found, seen)
-
-
-class _AsItIs(_Node):
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        return self._value
-
-
-class _Tensor(_Node):
-    """Captured tensor. It is copied again only if the last copy was changed in place."""
-
-    @property
-    def holds_tensor(self) -> bool:
-        return True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._requires_grad = tensor.requires_grad
-        self._kept = tensor.detach().clone()
-        self._out: Tensor | None = None
-        self._version = 0
-
-    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        if id(self) not in given:
-            out = self._out
-            # Inference tensors have no version counter.
-            if out is None or out.is_inference() or out._version != self._version:
-                out = self._out = self._kept.clone()
-                self._version = 0 if out.is_inference() else out._version
-            detached = out.detach()
-            given[id(self)] = graft(detached) if graft is not None and self._requires_grad else detached
-        return given[id(self)]
-
-    def collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
-        found[id(self)] = self._kept
-
-
-class _Built(_Node):
-    """Collection that is built from its parts."""
-
-    @property
-    def holds_tensor(self) -> bool:
-        return any(part.holds_tensor for part in self._parts)
-
-    def __init__(self, parts: list[_Node], build: Callable[[list[Any]], Any]) -> None:
-        self._parts = parts
-        self._build = build
-
-    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        if id(self) not in given:
-            given[id(self)] = self._build([part.give(graft, given) for part in self._parts])
-        return given[id(self)]
-
-    def parts(self) -> Iterable[_Node]:
-        return self._parts
-
-
-class _Object(_Node):
-    """Object with attributes, which may refer back to the object."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self.attributes: dict[str, _Node] = {}
-
-    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        if id(self) not in given:
-            made = given[id(self)] = copy.copy(self._value)
-            for name, part in self.attributes.items():
-                object.__setattr__(made, name, part.give(graft, given))
-        return given[id(self)]
-
-    def parts(self) -> Iterable[_Node]:
-        return self.attributes.values()
-
-
-def _capture(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
+def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
     """Create the node of *value*. *seen* also holds the values, so that their ids are not reused."""
     if isinstance(value, ByReference):
         return _AsItIs(value.value)
-    if isinstance(value, _AS_THEY_ARE) and not isinstance(value, nn.Parameter):
+    if isinstance(value, _AS_THEY_ARE):
         return _AsItIs(value)
     if id(value) in seen:
         return seen[id(value)][1]
     if isinstance(value, Tensor):
-        node: _Node = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
+        node: Captured = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         node = _Built([_capture(one, seen) for one in value], _builder(value))
     elif isinstance(value, MutableMapping):
@@ -177,15 +153,15 @@ def _capture(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
     return node
 
 
-def _capture_object(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
+def _capture_object(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
     found = _attributes(value)
     node = _Object(value)
     seen[id(value)] = value, node
     for name, attribute in found.items():
         node.attributes[name] = _capture(attribute, seen)
-    if any(part.holds_tensor for part in node.attributes.values()):
-        return node
-    seen[id(value)] = value, _AsItIs(value)
+    node.holds_tensor = any(part.holds_tensor for part in node.parts)
+    if not node.holds_tensor:
+        seen[id(value)] = value, _AsItIs(value)
     return seen[id(value)][1]
 
 

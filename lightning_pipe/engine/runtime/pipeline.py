@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.runtime.overrides import Overrides
+from lightning_pipe.engine.runtime.executor import Operation
 from lightning_pipe.engine.runtime.periods import ends_on_interrupt
-from lightning_pipe.engine.runtime.replay import Key
+from lightning_pipe.engine.runtime.replay import Key, Shortcut
 from lightning_pipe.engine.runtime.steps import Steps
 
 K = TypeVar("K")
@@ -55,7 +57,6 @@ class SWPipeline(Steps):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(plan, torch.device("cpu" if device is None else device), group)
-        self._overrides = Overrides(plan.tasks, self._serial_ops)
 
     # ------------------------------------------------------------------ whole periods
 
@@ -154,7 +155,7 @@ class SWPipeline(Steps):
     @property
     def shortcuts(self) -> tuple[str, ...]:
         """Names of the replayed tasks."""
-        return self._overrides.replayed
+        return tuple(op.name for op in self._serial_ops if isinstance(op.fn, Shortcut))
 
     def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
         """Replay tasks: each runs once more per *key*, its effects are captured, and later runs restore them instead.
@@ -171,7 +172,15 @@ class SWPipeline(Steps):
         Raises:
             PlanError: a task is unknown or cannot be replayed, a period is open, or ranks name different tasks.
         """
-        self._overrides.replay(self._agreed_names("tasks to shortcut", tasks), key, rehearse)
+        names = self._agreed_names("tasks to shortcut", tasks)
+        for name in names:
+            if reason := self.plan.tasks[name].not_replayable:
+                raise PlanError(
+                    f"task {name!r} cannot be replayed, since {reason}; replay other tasks, or measure only its time"
+                )
+        for op in self._serial_ops:
+            if op.name in names:
+                op.fn = Shortcut(self.plan.tasks[op.name], key, rehearse=rehearse)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
         """Run tasks again instead of replaying them, and discard their captured effects.
@@ -184,7 +193,10 @@ class SWPipeline(Steps):
         Raises:
             PlanError: a task is unknown, a period is open, or ranks name different tasks.
         """
-        self._overrides.run(self._agreed_names("tasks to run again", tasks))
+        names = self._agreed_names("tasks to run again", tasks)
+        for op in self._serial_ops:
+            if not names or op.name in names:
+                op.fn = self.plan.tasks[op.name].fn
 
     @contextmanager
     def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
@@ -198,8 +210,22 @@ class SWPipeline(Steps):
             A dictionary of all entries read so far.
         """
         self._check_usable()
-        with self._overrides.watched(tasks, read) as found:
-            yield found
+        entries: dict[K, V] = {}
+        names = set(tasks)
+        watched = [op for op in self._serial_ops if op.name in names]
+        functions = [op.fn for op in watched]
+
+        def run_and_read(op: Operation, fn: Callable[[IterContext], None], ctx: IterContext) -> None:
+            fn(ctx)
+            entries.update(read(op.name, ctx))
+
+        try:
+            for op, fn in zip(watched, functions, strict=True):
+                op.fn = partial(run_and_read, op, fn)
+            yield entries
+        finally:
+            for op, fn in zip(watched, functions, strict=True):
+                op.fn = fn
 
     def check_agreement(self, description: Sequence[tuple[str, str]], what: str) -> None:
         """Check that *description* is the same on all ranks. Every rank calls this.
@@ -218,6 +244,8 @@ class SWPipeline(Steps):
         names = [task if isinstance(task, str) else task.name for task in tasks]
         # If the sets differed, some ranks would wait in collectives that other ranks do not run.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
+        for name in names:
+            self._position(name)
         # Submitted tasks finish with their current functions, so that all ranks change functions at the same point.
         self.settle()
         return names

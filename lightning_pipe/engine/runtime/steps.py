@@ -9,7 +9,6 @@ from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.runtime.periods import Periods, ends_on_interrupt
-from lightning_pipe.engine.runtime.replay import Shortcut
 
 
 class Steps(Periods):
@@ -92,8 +91,6 @@ class Steps(Periods):
         """
         self._check_running()
         target = self._position(task)
-        if isinstance(self._ops[target].fn, Shortcut):
-            raise PlanError(f"task {task!r} is replayed and cannot be begun; call disable_shortcut({task!r}) first")
         where = self.plan.schedule[task]
         if where.stage != 0 or where.thread_group != MAIN or where.stream is not None:
             raise PlanError(

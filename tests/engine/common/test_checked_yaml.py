@@ -32,7 +32,7 @@ def test_a_mapping_is_read() -> None:
         ("tasks: {\u202e", r"\\u202e"),
         ("tasks: {}\n---\ntasks: {}", "expected a single document"),
         ("name: " + "x" * 2**17, "expected at most 131072"),
-        ("- a", "a plan must be a mapping of name, tasks; found list"),
+        ("- a", r"the plan is \['a'\]; expected a mapping of name, tasks"),
         ("tasks: {}\nsong: 1", "the plan has the unknown key 'song'; known keys are name, tasks"),
     ],
 )

@@ -37,16 +37,6 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_at_the_path_is_replaced_and_what_it_points_to_is_left_alone(tmp_path: Path) -> None:
-    path, other = tmp_path / "plan.yaml", tmp_path / "other"
-    other.write_text("mine")
-    path.symlink_to(other)
-    with whole_file(path) as unfinished:
-        unfinished.write_text("whole")
-    assert not path.is_symlink()
-    assert (path.read_text(), other.read_text()) == ("whole", "mine")
-
-
 def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("before")

@@ -69,16 +69,3 @@ def test_it_tells_fetching_tasks_and_waits_for_workers_apart(clock: Clock) -> No
             pipeline.progress(source)
     assert (meter.fetching, meter.waiting) == (3.0, 9.0)
     assert meter.tasks == {"Begin": 6.0, "End": 12.0}
-
-
-def test_it_counts_what_a_caller_does_between_begin_and_end_task(clock: Clock) -> None:
-    task = PipelineTask("Step", lambda ctx: None)
-    with SWPipeline(PipelinePlan([(task, TaskSchedule())])) as pipeline:
-        pipeline.meter = meter = Meter()
-        pipeline.begin(iter([0]))
-        pipeline.begin_task("Step")
-        clock.now += 5
-        pipeline.end_task("Step")
-        clock.now += 7
-        pipeline.finish()
-    assert meter.tasks == {"Step": 5.0}

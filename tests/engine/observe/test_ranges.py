@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from lightning_pipe.engine.observe.ranges import task_range
 
 
 def pipeline_of(names: dict[str, str]) -> SWPipeline:
@@ -45,32 +39,3 @@ def test_the_profiler_shows_tasks_of_every_thread_when_it_is_told_to_profile_all
         names = shown(found)
         assert {"on main", "on worker", "by hand"} <= set(names)
         assert names["on worker"].isdisjoint(names["on main"])
-
-
-def test_without_a_profiler_there_is_no_range() -> None:
-    with mock.patch.object(torch.profiler, "record_function", side_effect=AssertionError):
-        assert task_range("task", traced=False) is task_range("task", traced=True)
-
-
-def test_nvtx_has_the_names_where_there_is_a_device_and_a_trace() -> None:
-    marks: list[str] = []
-
-    @contextmanager
-    def note(name: str) -> Iterator[None]:
-        marks.append(f"begin {name}")
-        yield
-        marks.append(f"end {name}")
-
-    nvtx: Any = mock.Mock(range=note)
-    with (
-        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(torch.cuda, "nvtx", nvtx),
-    ):
-        with task_range("quiet", traced=False):
-            pass
-        with task_range("traced", traced=True):
-            marks.append("work")
-        with profile(activities=[ProfilerActivity.CPU]) as found, task_range("profiled", traced=False):
-            pass
-    assert marks == ["begin traced", "work", "end traced", "begin profiled", "end profiled"]
-    assert "profiled" in shown(found)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from lightning_pipe.engine.observe.timeline import DEVICE, TASK, Bar, Timeline, on_clock, task_bars
+from lightning_pipe.engine.observe.timeline import DEVICE, TASK, Bar, Timeline, task_bars
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
 
@@ -39,12 +39,6 @@ def named(timeline: Timeline, pairs: object) -> set[tuple[str, str]]:
 
     assert isinstance(pairs, tuple)
     return {(name(source), name(target)) for source, target in pairs}
-
-
-def names(timeline: Timeline, positions: object) -> list[str]:
-    assert isinstance(positions, frozenset)
-    bars = sorted((timeline.bars[position] for position in positions), key=lambda bar: bar.end)
-    return [bar.name if bar.iteration is None else f"{bar.name} {bar.iteration}" for bar in bars]
 
 
 # ---------------------------------------------------------------------- bars and lanes
@@ -132,78 +126,11 @@ def test_micro_batches_arrows_go_forward_through_the_stages_and_back() -> None:
 # ---------------------------------------------------------------------- the critical path
 
 
-def test_the_path_goes_through_the_worker_where_the_main_thread_waits_for_it() -> None:
-    bars = [
-        task("copy", 1, 0, 6, "w"),
-        task("other", 0, 0, 2),
-        task("train", 1, 6, 8),
-        task("aside", 1, 1, 7, "v"),
-    ]
-    timeline = Timeline(bars, AFTER_COPY)
-    assert names(timeline, timeline.critical) == ["copy 1", "train 1"]
-    assert named(timeline, timeline.critical_steps) == {("copy 1", "train 1")}
-
-
-def test_a_pipelines_path_changes_ranks_and_leaves_out_waits_and_what_holds_the_micro_batches() -> None:
-    timeline = Timeline(
-        [
-            task("ScheduleStep", 3, 0, 9),
-            task("ScheduleStep", 3, 0, 9, rank=1),
-            part("forward", 0, 0, 2),
-            part("wait_forward", 1, 0, 2),
-            part("forward", 1, 2, 4),
-            part("backward", 1, 4, 5),
-            part("wait_backward", 0, 2, 5),
-            part("backward", 0, 5, 9),
-        ]
-    )
-    assert names(timeline, timeline.critical) == ["forward 3", "forward 3", "backward 3", "backward 3"]
-    assert len(timeline.critical_steps) == 3
-
-
 def test_what_follows_a_schedule_waits_for_the_last_work_in_it_of_every_rank() -> None:
     bars = [part("forward", 1, 0, 2), part("backward", 1, 2, 4), part("forward", 0, 1, 2), part("backward", 0, 4, 9)]
     timeline = Timeline([*bars, task("OptimStep", 3, 9, 12, rank=1), task("OptimStep", 3, 9, 10)])
     steps = {(timeline.bars[s].rank, timeline.bars[t].rank, timeline.bars[t].name) for s, t in timeline.critical_steps}
     assert (0, 1, "OptimStep") in steps
-
-
-def test_the_path_leads_from_a_worker_to_what_the_main_thread_ran_before_it_submitted_the_task() -> None:
-    bars = [
-        task("read", 0, 0, 5, "w", submitted=0),
-        task("forward", 0, 6, 18),
-        task("backward", 0, 19, 40),
-        task("read", 1, 20, 50, "w", submitted=18),
-        task("forward", 1, 51, 60),
-    ]
-    timeline = Timeline(bars, (Dependency("read", "forward"),))
-    assert names(timeline, timeline.critical) == ["read 0", "forward 0", "read 1", "forward 1"]
-    waits = sorted((wait.start, wait.end, wait.lane, wait.name) for wait in timeline.critical_waits)
-    assert waits == [(5, 6, "main", "hand-off"), (18, 20, "w", "hand-off"), (50, 51, "main", "hand-off")]
-
-
-def test_a_task_that_waited_in_its_workers_queue_has_the_task_before_it_there_in_front() -> None:
-    bars = [
-        task("train", 0, 0, 2),
-        task("read", 1, 0, 9, "w", submitted=0),
-        task("train", 1, 2, 10),
-        task("read", 2, 11, 20, "w", submitted=2),
-    ]
-    timeline = Timeline(bars)
-    assert names(timeline, timeline.critical) == ["read 1", "read 2"]
-    assert [wait.name for wait in timeline.critical_waits] == ["between tasks"]
-
-
-def test_work_on_a_stream_has_what_the_main_thread_ran_before_its_launch_in_front() -> None:
-    bars = [
-        Bar(0, "stream current", "forward", DEVICE, 1, 2, 0),
-        Bar(0, "stream current", "step", DEVICE, 9, 12, 0),
-        task("forward", 0, 0, 1),
-        task("log", 0, 1, 8),
-        task("step", 0, 8, 9),
-    ]
-    timeline = Timeline(bars)
-    assert names(timeline, timeline.critical) == ["forward 0", "log 0", "step 0"]
 
 
 def test_the_path_waits_for_other_ranks_and_inside_tasks_that_enclose_others_by_name() -> None:
@@ -226,11 +153,6 @@ def test_the_path_waits_for_other_ranks_and_inside_tasks_that_enclose_others_by_
     ]
     timeline = Timeline([part("forward", 0, 0, 1), part("forward", 1, 3, 4)])
     assert [(wait.rank, wait.start, wait.end, wait.name) for wait in timeline.critical_waits] == [(1, 1, 3, "transfer")]
-
-
-def test_times_of_submission_are_converted_to_another_clock_too() -> None:
-    (bar,) = on_clock(lambda moment: moment + 100, [task("copy", 1, 2, 3, "w", submitted=1)])
-    assert (bar.submitted, bar.start, bar.end) == (101, 102, 103)
 
 
 def holes(timeline: Timeline) -> list[tuple[float, float]]:
@@ -282,27 +204,6 @@ def test_the_path_of_an_execution_is_without_gaps_and_begins_where_work_began(ma
     path = [timeline.bars[position] for position in timeline.critical]
     assert min(bar.start for bar in path) <= min(bar.start for bar in timeline.bars) + idle
     assert max(bar.end for bar in path) == max(bar.end for bar in timeline.bars)
-
-
-@st.composite
-def any_bars(draw: st.DrawFn) -> list[Bar]:
-    """Tasks, work on streams and micro-batches of a rank whose times have nothing to do with each other."""
-    bars = []
-    for _ in range(draw(st.integers(0, 12))):
-        start = draw(st.integers(0, 20))
-        end = start + draw(st.integers(0, 9))
-        name, iteration = draw(st.sampled_from("abc")), draw(st.integers(0, 2))
-        kind = draw(st.sampled_from(["task", "worker", "device", "forward", "backward"]))
-        if kind == "task":
-            bars.append(task(name, iteration, start, end))
-        elif kind == "worker":
-            bars.append(task(name, iteration, start, end, "w", submitted=start - draw(st.integers(0, 4))))
-        elif kind == "device":
-            bars.append(Bar(0, "stream s", name, DEVICE, start, end, iteration))
-        else:
-            lane = draw(st.sampled_from(["main", "p"]))
-            bars.append(Bar(0, lane, kind, kind, start, end, iteration, 0, draw(st.integers(0, 1))))
-    return bars
 
 
 def test_the_path_of_a_recorded_run_is_without_gaps() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,38 +98,3 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
         write_trace(timeline(), path, {"plan": object()})
     assert violations(json.loads(path.read_text())) == []
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
-
-
-# ---------------------------------------------------------------------- the rules themselves
-
-
-def drop(phase: str, key: str) -> Callable[[dict[str, Any]], None]:
-    def change(trace: dict[str, Any]) -> None:
-        del events(phase, trace)[0][key]
-
-    return change
-
-
-def put(phase: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(trace: dict[str, Any]) -> None:
-        events(phase, trace)[0][key] = value
-
-    return change
-
-
-def reverse(trace: dict[str, Any]) -> None:
-    trace["traceEvents"].reverse()
-
-
-def take_away(phase: str) -> Callable[[dict[str, Any]], None]:
-    def change(trace: dict[str, Any]) -> None:
-        trace["traceEvents"].remove(events(phase, trace)[0])
-
-    return change
-
-
-def add(**event: Any) -> Callable[[dict[str, Any]], None]:
-    def change(trace: dict[str, Any]) -> None:
-        trace["traceEvents"].append({"pid": 1, "tid": 1, "ts": 5000.0, "name": "added", **event})
-
-    return change

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.planning.planner import plan_variants
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import random_graph
-from tests.engine.within import within
-from tests.patience import HANG
 
 
 def nothing(ctx: IterContext) -> None:
@@ -45,18 +43,6 @@ def test_variants_are_within_the_limits_and_the_best_is_first_and_faster_than_th
         assert plan.schedule["step"] == TaskSchedule()
 
 
-def test_a_variant_trains_every_batch_in_order() -> None:
-    for seed in (1, 5, 6):
-        plan = random_graph(seed).variants()[0]
-
-        def train(plan: PipelinePlan = plan) -> list[Any]:
-            with SWPipeline(plan) as pipeline:
-                data = iter(range(7))
-                return [pipeline.progress(data).batch for _ in range(7)]
-
-        assert within(HANG, train, plan) == list(range(7))
-
-
 INPUT = ("copy", "exchange")
 
 
@@ -74,12 +60,6 @@ def input_then_training(**options: Any) -> tuple[PipelinePlan, dict[str, TaskCos
         "step": TaskCost(1e-3),
     }
     return PipelinePlan([(one, TaskSchedule()) for one in tasks], name="serial"), costs
-
-
-def best_seconds(serial: PipelinePlan, costs: dict[str, TaskCost], **options: Any) -> float:
-    """Predicted time under the best of the serial plan and its variants."""
-    variants = plan_variants([serial], costs, Machine(), movable=INPUT, **options)
-    return min(simulate(plan, costs).seconds_per_iteration for plan in (serial, *variants))
 
 
 def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> None:
@@ -115,13 +95,6 @@ def test_collectives_of_a_process_group_stay_in_their_thread() -> None:
     variants = plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)
     assert variants
     assert all(plan.schedule["copy"].thread_group == "main" for plan in variants)
-
-
-def test_costs_that_do_not_fit_the_tasks_are_refused() -> None:
-    serial, costs = input_then_training()
-    del costs["train"]
-    with pytest.raises(PlanError, match="no cost is given for train"):
-        plan_variants([serial], costs, Machine(), movable=INPUT)
 
 
 # ---------------------------------------------------------------------- the choice
@@ -181,13 +154,6 @@ def test_plans_that_lose_beyond_noise_drop_out_of_the_race() -> None:
     assert left([[1.1] * 6, near, far[:5]]) == ["hand0", "hand1"]  # it has dropped out before
 
 
-def test_plans_that_have_dropped_out_share_in_the_level_too() -> None:
-    hand, winner, loser = {"hand": [1.0] * 5}, {"auto0": [0.5] * 5}, {"auto1": [9.0] * 3}
-    # Five of five is enough to take one of one, and not one of two, whichever of them is still measured.
-    assert fastest({**hand, **winner}, ["hand"]) == "auto0"
-    assert fastest({**hand, **winner, **loser}, ["hand"]) == "hand"
-
-
 def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
     assert [most_found(rounds) for rounds in range(1, 9)] == [0, 0, 0, 0, 1, 3, 6, 12]
     for rounds in range(1, 9):
@@ -195,3 +161,10 @@ def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
         assert chosen([[1.0] * rounds], [[0.5] * rounds] * (most + 1)) == "hand0"
         if most:
             assert chosen([[1.0] * rounds], [[0.5] * rounds] * most) == "auto0"
+
+
+def test_plans_that_have_dropped_out_share_in_the_level_too() -> None:
+    hand, winner, loser = {"hand": [1.0] * 5}, {"auto0": [0.5] * 5}, {"auto1": [9.0] * 3}
+    # Five of five is enough to take one of one, and not one of two, whichever of them is still measured.
+    assert fastest({**hand, **winner}, ["hand"]) == "auto0"
+    assert fastest({**hand, **winner, **loser}, ["hand"]) == "hand"

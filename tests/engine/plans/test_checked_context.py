@@ -48,16 +48,6 @@ def test_another_field_is_refused_by_name(touch: Callable[[Any], Any], verb: str
     assert ctx.other == 0
 
 
-def test_a_field_that_is_only_read_cannot_be_written() -> None:
-    with pytest.raises(PlanError, match="writes the context field 'batch'"):
-        task(lambda ctx: setattr(ctx, "batch", 1), reads=["batch"]).fn(IterContext())
-
-
-def test_a_missing_field_is_named_as_without_the_check() -> None:
-    with pytest.raises(AttributeError, match="iteration 0 has no field 'copy'"):
-        task(lambda ctx: ctx.copy, reads=["copy"]).fn(IterContext())
-
-
 @pytest.mark.parametrize("value", ["", "0", None])
 def test_nothing_is_checked_unless_the_environment_asks(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if value is None:

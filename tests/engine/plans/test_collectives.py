@@ -63,19 +63,3 @@ def test_tasks_that_share_process_groups_through_a_third_task_take_turns_togethe
 
 def test_an_ordered_task_without_declared_groups_takes_turns_with_all_others() -> None:
     assert turns((task("a", "x"), MAIN_IN_TURN), (task("any"), WORKER_IN_TURN)) == {"a": 0, "any": 0}
-
-
-def test_separate_sets_of_tasks_have_separate_turns() -> None:
-    found = turns(
-        (task("a", "x"), MAIN_IN_TURN),
-        (task("b", "x"), WORKER_IN_TURN),
-        (task("c", "y"), MAIN_IN_TURN),
-        (task("d", "y"), WORKER_IN_TURN),
-    )
-    assert found["a"] == found["b"] != found["c"] == found["d"]
-
-
-def test_ranks_compare_the_declared_process_groups() -> None:
-    assert ("task a", f"{MAIN} reads [] writes [] submits to ['x']") in PipelinePlan(
-        [(task("a", "x"), MAIN)]
-    ).description()

@@ -20,30 +20,11 @@ def test_a_reader_waits_for_the_writer_of_its_iteration() -> None:
     assert required(task("w", writes=["x"]), task("r", reads=["x"])) == {("w", "r", 0)}
 
 
-def test_a_writer_waits_for_those_who_read_what_was_there_before() -> None:
-    assert required(task("r", ["batch"]), task("s", ["batch"]), task("w", writes=["batch"])) == {
-        ("r", "w", 0),
-        ("s", "w", 0),
-    }
-
-
-def test_what_follows_from_a_third_access_is_left_out() -> None:
-    assert required(task("a", writes=["x"]), task("b", ["x"], ["x"]), task("c", ["x"])) == {
-        ("a", "b", 0),
-        ("b", "c", 0),
-    }
-
-
 def test_state_written_by_one_iteration_is_read_by_the_next() -> None:
     assert required(task("forward", [TABLES]), task("backward", writes=[TABLES])) == {
         ("forward", "backward", 0),
         ("backward", "forward", 1),
     }
-
-
-def test_a_field_and_a_state_of_one_spelling_are_different_things() -> None:
-    assert required(task("a", writes=["t"]), task("b", [State("t")])) == set()
-    assert required(task("a", writes=["t"]), task("b", [State("t")], [State("t")]), task("c", ["t"])) == {("a", "c", 0)}
 
 
 def test_a_dependency_abandoned_comes_back_over_one_iteration_more() -> None:

@@ -42,25 +42,6 @@ def test_the_table_fits_the_terminal_and_says_everything(columns: int, monkeypat
     assert "[i-n]: the run of that task n iterations earlier" in text
 
 
-def test_the_table_follows_the_order_of_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    rows = [line.split()[0] for line in plan().table().splitlines()[4:15]]
-    assert rows == ["Copy", *NAMES]
-
-
-def test_what_is_abandoned_stands_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    stale = PipelinePlan(
-        [
-            (PipelineTask("Read", lambda ctx: None, reads=[TABLES]), TaskSchedule(2)),
-            (PipelineTask("Write", lambda ctx: None, writes=[TABLES]), TaskSchedule()),
-        ],
-        stale=[("Write", "Read")],
-        name="stale",
-    )
-    assert "Stale dependencies: Read after Write of 1 iteration(s) before" in stale.table()
-
-
 def test_the_timeline_shows_the_batch_of_each_task_from_filling_to_draining() -> None:
     rows = {
         task: cells.split()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -103,26 +102,3 @@ def test_a_plan_comes_back_from_its_spec_and_the_spec_from_yaml(data: st.DataObj
     again = PipelinePlan.from_spec(plan.spec, plan.tasks.values())
     assert again.description() == plan.description()
     assert again.spec == plan.spec == PlanSpec.from_yaml(plan.spec.to_yaml())
-
-
-def test_a_spec_without_order_and_depth_is_written_without() -> None:
-    spec = PlanSpec("plan", {"Copy": AHEAD, "Forward": HERE})
-    assert spec.to_yaml() == "name: plan\ntasks:\n  Copy: {stage: 1, stream: copies}\n  Forward: {}\n"
-    assert PlanSpec.from_yaml(spec.to_yaml()) == spec
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"name": 3}, "the name 3 of a plan is invalid; expected text"),
-        ({"schedule": {3: HERE}}, "a task 3 of a plan is invalid; expected text"),
-        ({"schedule": {"Copy": TaskSchedule(-1)}}, "task 'Copy' has stage -1"),
-        ({"order": [3]}, "order names the unknown task 3; write the name of a task"),
-        ({"order": "Copy"}, "order is 'Copy'; write a list"),
-        ({"stale": [("Copy",)]}, r"stale has the entry \('Copy',\)"),
-        ({"pipeline_depth": "deep"}, "pipeline_depth 'deep'"),
-    ],
-)
-def test_values_of_a_wrong_type_or_shape_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        PlanSpec(**{"name": "plan", "schedule": {"Copy": HERE}, **values})

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -38,9 +37,3 @@ def test_a_field_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(AttributeError, match=r"iteration 3 has no field 'features'.*\['batch', 'iter_idx'\]"):
         _ = ctx.features
     assert not hasattr(ctx, "features")
-
-
-def test_a_context_can_be_pickled() -> None:
-    ctx = IterContext("batch", 3)
-    ctx.x = 1
-    assert pickle.loads(pickle.dumps(ctx)).__dict__ == ctx.__dict__

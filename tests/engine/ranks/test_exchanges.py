@@ -116,25 +116,6 @@ def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -
     assert run_ranks(waits_of_abandoned, 3) == [(3 * 4, [True] * 12)] * 3
 
 
-def taken_for_the_group(rank: int, world_size: int) -> None:
-    _apart(rank)
-    plain = new_group([2, 0] if world_size == 3 else None)
-    if rank == 1:
-        return
-    group = exchanging(plain)
-    assert group == plain
-    assert hash(group) == hash(plain)
-    assert group != dist.group.WORLD
-    assert dist.get_rank(group) == dist.get_rank(plain)
-    assert dist.get_backend(group) == "gloo"
-    assert dist.get_process_group_ranks(group) == [0, 2]
-    assert group.size() == 2
-
-
-def test_they_are_the_group_to_whoever_asks() -> None:
-    run_ranks(taken_for_the_group, 3)
-
-
 def where(rank: int, world_size: int) -> list[bool]:
     group = new_group()
     found = [gains_from_messages(group), exchanging(group) is not group]

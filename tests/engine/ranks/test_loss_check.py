@@ -18,9 +18,7 @@ NAN, INFINITE = float("nan"), float("inf")
 LOSSES: dict[str, tuple[tuple[Any, Any], list[int]]] = {
     "finite": ((1.0, -2.0), []),
     "nan on one": ((1.0, NAN), [1]),
-    "infinite on one": ((-INFINITE, 1.0), [0]),
-    "on both": ((NAN, INFINITE), [0, 1]),
-    "none on one": ((None, 1.0), []),
+    "on both": ((NAN, -INFINITE), [0, 1]),
     "none on one, nan on the other": ((None, NAN), [1]),
     "none on both": ((None, None), []),
     "of several samples": (([1.0, NAN], [1.0, 2.0]), [0]),
@@ -54,11 +52,6 @@ def test_every_rank_names_the_ranks_whose_loss_is_not_finite(errors: list[dict[s
             assert error[name] == "no error"
 
 
-@pytest.mark.parametrize("loss", [NAN, INFINITE, -INFINITE, [1.0, NAN]])
-def test_without_a_group_the_rank_checks_for_itself(loss: Any) -> None:
-    assert "not finite on rank(s) [0]" in error_of(loss, None)
-
-
-@pytest.mark.parametrize("loss", [0.0, 1e30, None, [1.0, 2.0]])
-def test_without_a_group_a_finite_loss_or_none_passes(loss: Any) -> None:
-    assert error_of(loss, None) == "no error"
+def test_without_a_group_the_rank_checks_for_itself() -> None:
+    assert "not finite on rank(s) [0]" in error_of([1.0, NAN], None)
+    assert [error_of(loss, None) for loss in (1e30, None)] == ["no error"] * 2

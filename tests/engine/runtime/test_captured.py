@@ -47,6 +47,7 @@ NESTED: dict[str, tuple[Any, Any]] = {
     "a deque": (lambda: deque([two()], maxlen=3), lambda found: found[0]),
     "a frozen dataclass": (lambda: Frozen(two()), lambda found: found.values),
     "a list in a dataclass": (lambda: Frozen(torch.zeros(1), [two()]), lambda found: found.more[0]),
+    "an object in an object": (lambda: Frozen(Slotted(two())), lambda found: found.values.values),  # type: ignore[arg-type]
     "slots": (lambda: Slotted(two()), lambda found: found.values),
     "a keyed jagged tensor": (
         lambda: KeyedJaggedTensor(["k"], two(), lengths=torch.tensor([2])),

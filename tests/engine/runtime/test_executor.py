@@ -13,10 +13,8 @@ import torch
 
 from lightning_pipe.engine import (
     IterContext,
-    PipelineError,
     PipelinePlan,
     PipelineTask,
-    State,
     SWPipeline,
     TaskError,
     TaskSchedule,
@@ -55,22 +53,6 @@ def worker_names() -> list[str]:
 
 
 # ---------------------------------------------------------------------- threads
-
-
-def test_a_task_runs_in_the_thread_of_its_group() -> None:
-    ran: dict[str, str] = {}
-
-    def note(name: str) -> Function:
-        return lambda ctx: ran.__setitem__(name, threading.current_thread().name)
-
-    plan = chain(
-        ("a", note("a"), TaskSchedule(thread_group="io")),
-        ("b", note("b"), TaskSchedule()),
-        ("c", note("c"), TaskSchedule(thread_group="io")),
-    )
-    with SWPipeline(plan) as pipeline:
-        pipeline.progress(iter([0]))
-    assert ran == {"a": "lightning_pipe-io", "b": threading.current_thread().name, "c": "lightning_pipe-io"}
 
 
 def test_a_task_on_a_worker_sees_the_settings_of_the_thread_that_submitted_it() -> None:
@@ -155,36 +137,6 @@ def test_a_task_that_says_it_has_submitted_lets_the_next_submit_while_it_still_w
 
     within(HANG, run)
     assert log == ["first submits", "second submits", "first has waited"]
-
-
-def test_the_turn_comes_in_the_plans_order_though_an_earlier_task_becomes_ready_last() -> None:
-    log: list[str] = []
-    free = threading.Event()
-
-    def blocked(ctx: IterContext) -> None:
-        free.wait()
-
-    plan = PipelinePlan(
-        [
-            (PipelineTask("blocked", blocked, writes=["x"]), TaskSchedule(thread_group="w1")),
-            (
-                PipelineTask("first", lambda ctx: log.append("first"), reads=["x"]),
-                TaskSchedule(thread_group="w1", globally_ordered=True),
-            ),
-            (
-                PipelineTask("second", lambda ctx: log.append("second")),
-                TaskSchedule(thread_group="w2", globally_ordered=True),
-            ),
-            (PipelineTask("release", lambda ctx: free.set()), TaskSchedule()),
-        ]
-    )
-
-    def run() -> None:
-        with SWPipeline(plan) as pipeline:
-            pipeline.progress(iter([0]))
-
-    within(HANG, run)
-    assert log == ["first", "second"]
 
 
 # ---------------------------------------------------------------------- failure
@@ -299,21 +251,6 @@ def test_a_failing_data_iterator_is_raised_with_the_iteration_it_was_to_feed(goo
     assert worker_names() == []
 
 
-def interrupt(ctx: IterContext) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_interrupt_is_raised_as_it_is_and_ends_the_pipeline() -> None:
-    plan = chain(("w", nothing, TaskSchedule(1, thread_group="w")), ("train", interrupt, TaskSchedule()))
-    with SWPipeline(plan) as pipeline:
-        data = iter(range(5))
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.progress(data)
-        with pytest.raises(PipelineError, match=r"task 'train' of iteration 0.*KeyboardInterrupt"):
-            pipeline.progress(data)
-    assert worker_names() == []
-
-
 def test_an_interrupt_while_the_main_thread_waits_for_a_worker_leaves_nothing_behind() -> None:
     plan = chain(
         ("slow", lambda ctx: _thread.interrupt_main(), TaskSchedule(thread_group="w")),
@@ -372,30 +309,3 @@ def test_a_task_waits_for_a_worker_at_an_earlier_iteration() -> None:
         train(pipeline, iter(range(4)))
     assert too_early == [False] * 4
     assert [one.is_set() for one in ran] == [True] * 4 + [False]
-
-
-def test_outliving_state_written_on_a_worker_is_there_for_the_next_iteration() -> None:
-    total = {"sum": 0}
-    seen: list[int] = []
-
-    def add(ctx: IterContext) -> None:
-        total["sum"] += ctx.batch
-
-    plan = PipelinePlan(
-        [
-            (PipelineTask("read", lambda ctx: seen.append(total["sum"]), reads=[State("sum")]), TaskSchedule()),
-            (
-                PipelineTask("add", add, reads=["batch", State("sum")], writes=[State("sum")]),
-                TaskSchedule(thread_group="w"),
-            ),
-        ]
-    )
-
-    def run() -> None:
-        with SWPipeline(plan) as pipeline:
-            data = iter([1, 2, 3])
-            for _ in range(3):
-                pipeline.progress(data)
-
-    within(HANG, run)
-    assert seen == [0, 1, 3]

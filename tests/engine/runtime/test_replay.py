@@ -20,7 +20,6 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSchedule,
 )
-from lightning_pipe.engine.runtime.replay import graft
 
 Run = Callable[[IterContext], None]
 
@@ -88,15 +87,6 @@ def test_what_the_task_deletes_is_deleted_again_and_what_others_change_is_not_se
     for ctx in trained(pipeline, 4):
         assert not hasattr(ctx, "raw")
         assert ctx.cooked.tolist() == [200.0, 200.0]
-
-
-def test_each_key_has_a_run_of_its_own() -> None:
-    task = Counted(lambda ctx: setattr(ctx, "double", 2 * ctx.batch))
-    pipeline = pipeline_of(PipelineTask("double", task, reads=["batch"], writes=["double"]))
-    pipeline.enable_shortcut("double", key=lambda ctx: ctx.iter_idx % 3)
-    found = [ctx.double for ctx in trained(pipeline, 9, iter([4, 5, 6] * 3))]
-    assert found == [8, 10, 12] * 3
-    assert task.runs == 3
 
 
 def test_on_a_worker_a_replay_keeps_its_place_in_the_global_order() -> None:
@@ -184,19 +174,6 @@ def test_parameters_that_a_task_names_take_part_in_backward_with_zeros() -> None
     below, above = net.gradients()[:2], net.gradients()[2:]
     assert [one.abs().sum().item() for one in below if one is not None] == [0.0, 0.0]
     assert all(torch.equal(one, other) for one, other in zip(above, normal[2:], strict=True))  # type: ignore[arg-type]
-
-
-def test_a_graft_hands_its_gradient_on_and_may_be_changed_in_place() -> None:
-    value, upstream = torch.ones(2), torch.ones(3, requires_grad=True)
-    grafted = graft(value, [upstream])
-    grafted.mul_(2)
-    grafted.sum().backward()
-    assert upstream.grad is not None
-    assert upstream.grad.tolist() == [0.0] * 3
-    leaf = torch.ones(2, requires_grad=True)
-    graft(leaf, []).sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad.tolist() == [1.0, 1.0]
 
 
 # ---------------------------------------------------------------------- effects

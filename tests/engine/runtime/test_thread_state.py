@@ -125,17 +125,3 @@ def test_a_grad_mode_inside_inference_mode_is_kept() -> None:
     with torch.inference_mode(), torch.set_grad_enabled(True):
         state = capture()
     assert in_a_worker(lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), state)[0] == (True, True)
-
-
-def test_a_worker_is_itself_again_after_an_error() -> None:
-    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu"):
-        state = capture()
-    before = capture()
-
-    def fail() -> None:
-        with entered(state):
-            raise ValueError
-
-    with pytest.raises(ValueError, match=r"^$"):
-        fail()
-    assert capture() == before

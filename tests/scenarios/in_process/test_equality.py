@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -50,46 +50,28 @@ def combinations(config: pytest.Config, name: str) -> list[tuple[int, int]]:
     return wanted(config, ALL, (*SOME, (3, 1)).__contains__) if name in ("plain", "with_skips") else SOME
 
 
+@pytest.mark.parametrize("through", ["forward", "loss"])
 @pytest.mark.parametrize("checkpoint", sampled(CHECKPOINT, lambda mode: mode == "except_last"))
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_the_sequentials_on_the_same_micro_batches(
-    name: str, checkpoint: Any, request: pytest.FixtureRequest
+    name: str, checkpoint: Any, through: str, request: pytest.FixtureRequest
 ) -> None:
     for chunks, partitions in combinations(request.config, name):
         pipe = Pipe(MODELS[name](), chunks, checkpoint, ["cpu"] * partitions)
         whole = MODELS[name]()
 
         def in_pipe(inputs: Tensor, targets: Tensor, pipe: Pipe = pipe) -> Tensor:
-            output = pipe(inputs)
-            nn.functional.mse_loss(output, targets).backward()
+            output = pipe(inputs) if through == "forward" else pipe.loss(inputs, targets, nn.MSELoss())
+            loss = nn.functional.mse_loss(output, targets) if through == "forward" else output
+            loss.backward()
             return output.detach()
 
         def in_one(inputs: Tensor, targets: Tensor, whole: nn.Sequential = whole, chunks: int = chunks) -> Tensor:
+            if through == "loss":
+                return whole_loss(whole, inputs, targets, nn.MSELoss(), chunks)
             output = whole_forward(whole, inputs, chunks)
             nn.functional.mse_loss(output, targets).backward()
             return output.detach()
-
-        assert same(trained(pipe, in_pipe)[0], trained(whole, in_one)[0]), (chunks, partitions)
-        assert different(pipe, whole) == [], (chunks, partitions)
-        pipe.close()
-
-
-@pytest.mark.parametrize("checkpoint", sampled(CHECKPOINT, lambda mode: mode == "except_last"))
-@pytest.mark.parametrize("name", MODELS)
-def test_ten_steps_of_loss_equal_the_sequentials_on_the_same_micro_batches(
-    name: str, checkpoint: Any, request: pytest.FixtureRequest
-) -> None:
-    for chunks, partitions in combinations(request.config, name):
-        pipe = Pipe(MODELS[name](), chunks, checkpoint, ["cpu"] * partitions)
-        whole = MODELS[name]()
-
-        def in_pipe(inputs: Tensor, targets: Tensor, pipe: Pipe = pipe) -> Tensor:
-            loss = pipe.loss(inputs, targets, nn.MSELoss())
-            loss.backward()
-            return loss.detach()
-
-        def in_one(inputs: Tensor, targets: Tensor, whole: nn.Sequential = whole, chunks: int = chunks) -> Tensor:
-            return whole_loss(whole, inputs, targets, nn.MSELoss(), chunks)
 
         assert same(trained(pipe, in_pipe)[0], trained(whole, in_one)[0]), (chunks, partitions)
         assert different(pipe, whole) == [], (chunks, partitions)
@@ -164,23 +146,6 @@ def test_a_loss_is_scaled_and_accumulated_like_any_other() -> None:
     for inputs, targets in batches:
         (pipe.loss(inputs, targets, nn.MSELoss()) / 2 * 1024).backward()
     assert whole_gradients(MODELS["plain"](), backward).differences(gradients(pipe)) == []
-    pipe.close()
-
-
-def test_a_sum_is_not_weighted() -> None:
-    pipe = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2)
-    inputs, targets = batch(8)
-    expected = whole_gradients(
-        MODELS["plain"](), lambda whole: nn.functional.mse_loss(whole(inputs), targets, reduction="sum").backward()
-    )
-    losses: list[tuple[Any, Literal["sum"] | None]] = [
-        (nn.MSELoss(reduction="sum"), None),
-        (lambda output, target: (output - target).square().sum(), "sum"),
-    ]
-    for loss_fn, reduction in losses:
-        pipe.zero_grad()
-        pipe.loss(inputs, targets, loss_fn, reduction=reduction).backward()
-        assert expected.differences(gradients(pipe)) == []
     pipe.close()
 
 

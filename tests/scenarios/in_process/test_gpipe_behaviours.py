@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.pipe import Pipe
 
-CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
 Make = Callable[..., Pipe]
 
 
@@ -61,36 +60,7 @@ def logging(note: Callable[[str, Any], None]) -> nn.Module:
     return Calls(lambda input: Log.apply(input, note))
 
 
-# ---------------------------------------------------------------------- what it is
-
-
 # ---------------------------------------------------------------------- what it takes and gives
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_every_tensor_of_a_tuple_has_its_gradient(make: Make, checkpoint: Any) -> None:
-    def spread(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return pair[0] * 1, pair[1] * 2, pair[1] * 3
-
-    pipe = make([Calls(spread), Calls(sum)], 8, checkpoint, ["cpu"] * 2)
-    one, other = torch.rand(32, 3, requires_grad=True), torch.rand(32, 3, requires_grad=True)
-    output = pipe((one, other))
-    assert torch.equal(output, one + other * 2 + other * 3)
-    output.sum().backward()
-    assert one.grad is not None
-    assert other.grad is not None
-    assert torch.equal(one.grad, torch.ones(32, 3))
-    assert torch.equal(other.grad, torch.full((32, 3), 5.0))
-
-
-def test_a_tuple_of_one_stays_a_tuple(make: Make) -> None:
-    pipe = make([Calls(lambda only: (only[0] * 2,)), Calls(lambda only: (only[0] * 3,))], 2, devices=["cpu"] * 2)
-    input = torch.rand(4, 1, requires_grad=True)
-    given = pipe((input,))
-    assert isinstance(given, tuple)
-    given[0].sum().backward()
-    assert input.grad is not None
-    assert torch.equal(input.grad, torch.full((4, 1), 6.0))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -142,19 +112,6 @@ def test_a_function_may_return_its_input(make: Make, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_what_is_changed_in_place_and_has_no_gradient_is_changed_once(make: Make, checkpoint: Any) -> None:
-    def call(pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1].add_(1)
-
-    pipe = make([nn.Identity(), Calls(call)], 2, checkpoint, ["cpu"] * 2)
-    for _ in range(2):
-        input = torch.ones(4, 1, requires_grad=True)
-        pipe((input, torch.ones(4, 1))).sum().backward()
-        assert input.grad is not None
-        assert torch.equal(input.grad, torch.full((4, 1), 2.0))
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_graphs_are_freed_with_backward_or_with_the_outputs(make: Make, checkpoint: Any) -> None:
     graphs: list[weakref.ref[Any]] = []
     layers = [logging(lambda what, ctx: graphs.append(weakref.ref(ctx))), nn.Linear(1, 1)]
@@ -187,15 +144,3 @@ def test_a_partition_takes_micro_batches_in_order_each_behind_its_neighbour(make
                     assert begin > spans[f"{what}{partition}", numbers[turn - 1]].end_order
                 if place:
                     assert begin > spans[f"{what}{partitions[place - 1]}", number].end_order
-
-
-def test_values_between_partitions_on_one_device_are_not_copied(make: Make) -> None:
-    places: list[list[int]] = [[], []]
-    layers: list[nn.Module] = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    layers[0].register_forward_hook(lambda layer, inputs, output: places[0].append(output.data_ptr()))
-    layers[1].register_forward_pre_hook(lambda layer, inputs: places[1].append(inputs[0].data_ptr()))
-    pipe = make(layers, 2, "never", ["cpu"] * 2)
-    pipe(torch.rand(4, 1))  # the first finds out whether layers change their input
-    pipe(torch.rand(4, 1))
-    assert len(places[0]) == 4
-    assert places[0][2:] == places[1][2:]

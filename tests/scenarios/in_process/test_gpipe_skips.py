@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -16,11 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
-from lightning_pipe.pipe.skip import Skips, skip_routes, using
+from lightning_pipe.pipe.skip import skip_routes
 from tests.pipe.models import AddEarly, Leave, TimesLate
 from tests.pipe.test_skip import pops, stashes
-
-CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +44,8 @@ class PopsAndStashes(nn.Module):
 # ---------------------------------------------------------------------- where they lead
 
 
-def test_routes_are_of_skips_that_change_partition_in_the_order_in_which_they_are_stashed() -> None:
-    def routes(*partitions: list[nn.Module]) -> list[tuple[str, int, int]]:
-        return [(route.key.name, route.source, route.target) for route in skip_routes(partitions)]
-
-    assert routes([nn.Identity()], [nn.Identity()]) == []
-    assert routes([stashes("a")], [pops("a")]) == [("a", 0, 1)]
-    assert routes([stashes("a")], [stashes("b")], [pops("b"), pops("a")]) == [("a", 0, 2), ("b", 1, 2)]
-    assert routes([stashes("a"), stashes("b")], [pops("b"), pops("a")]) == [("a", 0, 1), ("b", 0, 1)]
-    assert routes([stashes("a"), PopsAndStashes()], [pops("b")]) == [("b", 0, 1)]
-
-
 def test_a_name_that_was_popped_is_stashed_again_only_in_another_namespace() -> None:
-    with pytest.raises(SetupError, match="'a' is stashed by layers 0 and 2"):
+    with pytest.raises(SetupError, match="'a' is stashed by layer 0 and 2"):
         skip_routes([[stashes("a")], [pops("a")], [stashes("a")], [pops("a")]])
     one, other = Namespace(), Namespace()
     layers = [isolate(stashes("a"), one), isolate(pops("a"), one), isolate(stashes("a"), other)]
@@ -92,30 +78,6 @@ def test_a_layer_may_end_one_skip_and_begin_another(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_nothing_may_be_stashed_and_comes_as_nothing(checkpoint: Any) -> None:
-    found: list[Any] = []
-
-    @skippable(stash=["nothing"])
-    class Stash(nn.Module):
-        def forward(self, input: Tensor) -> Any:
-            yield stash("nothing", None)
-            return input
-
-    @skippable(pop=["nothing"])
-    class Pop(nn.Module):
-        def forward(self, input: Tensor) -> Any:
-            found.append((yield pop("nothing")))
-            return input
-
-    input = torch.rand(10, requires_grad=True)
-    with pipe_of([Stash(), nn.Identity(), Pop()], 5, checkpoint) as pipe:
-        pipe(input).sum().backward()
-    assert found == [None] * {"always": 10, "except_last": 9, "never": 5}[checkpoint]
-    assert input.grad is not None
-    assert torch.equal(input.grad, torch.ones(10))
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_was_stashed_is_freed_with_backward_or_at_once_without_one(training: bool, checkpoint: Any) -> None:
     stashed: list[StorageWeakRef] = []
@@ -142,23 +104,3 @@ def test_what_was_stashed_is_freed_with_backward_or_at_once_without_one(training
         if training:
             output.sum().backward()
         assert all(one.expired() for one in stashed)
-
-
-# ---------------------------------------------------------------------- outside of a pipe
-
-
-def test_threads_do_not_see_each_others_skips() -> None:
-    raised: list[str] = []
-
-    def elsewhere() -> None:
-        with pytest.raises(SetupError) as error:
-            pops("a")(torch.ones(1))
-        raised.append(str(error.value))
-
-    with using(Skips()):
-        stashes("a")(torch.ones(1))
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        pops("a")(torch.ones(1))
-    assert ["was not stashed" in message for message in raised] == [True]

@@ -417,31 +417,3 @@ def test_a_forward_that_yields_without_being_skippable_is_named(make: Make) -> N
 
     with pytest.raises(SetupError, match=r"forward of layer 1, a Forgotten, returns a generator. .* with @skippable"):
         make([nn.Linear(4, 4), Forgotten()])(torch.randn(4, 4))
-
-
-def test_a_plain_sequential_with_skips_goes_on_after_an_error() -> None:
-    @skippable(stash=["a"])
-    class Leaves(nn.Module):
-        def forward(self, input: Tensor) -> Any:
-            yield stash("a", input)
-            return input
-
-    @skippable(pop=["a"])
-    class Takes(nn.Module):
-        def forward(self, input: Tensor) -> Any:
-            return (yield pop("a")) + input
-
-    class Fails(nn.Module):
-        armed = True
-
-        def forward(self, input: Tensor) -> Tensor:
-            if self.armed:
-                raise ArithmeticError("on purpose")
-            return input
-
-    fails = Fails()
-    layers = nn.Sequential(Leaves(), fails, Takes())
-    with pytest.raises(ArithmeticError):
-        layers(torch.ones(2))
-    fails.armed = False
-    assert torch.equal(layers(torch.full((2,), 3.0)), torch.full((2,), 6.0))

@@ -22,11 +22,7 @@ LOGITS = (ROWS // CHUNKS) * CLASSES * 4
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations made under it, in any thread, and that are alive.
-
-    Args:
-        before: what was there, whose views do not count.
-    """
+    """Counts the bytes of tensors that operations made under it, in any thread, and that are alive."""
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
