@@ -42,20 +42,10 @@ END = 60.0
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = HANG) -> list[T]:
-    """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes joined by Gloo over loopback.
+    """Each rank's value of ``fn(rank, world_size, *args)`` in processes joined by Gloo over loopback.
 
-    Args:
-        fn: a function of a module; the world group is there when it is called, and is destroyed after all returned.
-        world_size: number of processes.
-        args: whatever can be pickled; each rank has its own copy.
-        timeout: seconds for all of it, the start of the processes included.
-
-    Returns:
-        Each rank's value, in rank order; whatever can be pickled.
-
-    Raises:
-        AssertionError: a rank raised, died, left threads behind or did not end in time; says so of every rank. One
-            that had to be killed shows where its threads stood.
+    The function is one of a module. An AssertionError says of every rank whether it raised, died, left threads behind
+    or did not end within *timeout* seconds; one that had to be killed shows where its threads stood.
     """
     deadline = time.monotonic() + timeout
     # Pickled here, once: multiprocessing would have the ranks share the memory of tensors.
@@ -84,13 +74,7 @@ def with_detailed_debugging(rank: int, world_size: int, fn: Callable[[int, int],
     """Calls ``fn(rank, world_size)`` on a rank of `run_ranks` as if started with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 
     PyTorch reads that when it is imported, and a rank is a copy of a process that has done so: the level is set, and
-    the world group made again.
-
-    Args:
-        rank: this one's number.
-        world_size: number of ranks.
-        fn: a function of a module.
-        folder: an empty one, of all ranks.
+    the world group made again. All ranks give the same empty *folder*.
     """
     import torch.distributed as dist
 
@@ -110,9 +94,7 @@ def with_detailed_debugging(rank: int, world_size: int, fn: Callable[[int, int],
 class InParts:
     """What each rank has come to, part by part: a part is run when a test first asks for something of it.
 
-    Args:
-        run: called with a part, returns the results of each rank by key.
-        part_of: the part that a key belongs to.
+    ``run(part)`` returns the results of each rank by key, and ``part_of(key)`` the part that a key belongs to.
     """
 
     def __init__(self, run: Callable[[str], list[dict[Any, Any]]], part_of: Callable[[Any], str]) -> None:
@@ -136,13 +118,9 @@ class _OfRank:
 
 
 def threads_left(before: Collection[threading.Thread], end: float | None = None) -> list[str]:
-    """Names of the threads that are alive now, were not in ``before``, and should have ended.
+    """Names of the threads that are alive after *end* seconds, were not in *before*, and should have ended.
 
     Those are the threads that would keep the process alive, and the pipeline's workers, which are daemons.
-
-    Args:
-        before: threads that may be there.
-        end: how long (seconds) one that was told to end may take.
     """
     new = [thread for thread in threading.enumerate() if thread not in before]
     owed = [thread for thread in new if not thread.daemon or thread.name.startswith("lightning_pipe")]

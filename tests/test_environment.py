@@ -83,18 +83,6 @@ def test_an_import_that_fails_is_explained_with_its_cause(module: str, monkeypat
     assert isinstance(error.value.__cause__, ImportError)
 
 
-def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_to_load(name: str) -> None:
-        try:
-            raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
-        except OSError as cause:
-            raise OSError("Could not load this library: fbgemm_gpu_py.so") from cause
-
-    monkeypatch.setattr(importlib, "import_module", fails_to_load)
-    with pytest.raises(SetupError, match=r"OSError: libnvidia-ml\.so\.1.*fbgemm-gpu-cpu on a machine without"):
-        import_torchrec()
-
-
 @pytest.mark.exhaustive
 def test_importing_the_package_warns_of_versions_that_do_not_fit(tmp_path: Path) -> None:
     folder = tmp_path / "torchrec-1.0.0.dist-info"
@@ -122,10 +110,6 @@ def test_an_older_version_than_a_feature_needs_is_refused(
         require(package, minimum, "stages")
     assert expected in str(error.value)
     assert f"pip install '{package}~={minimum}.0'" in str(error.value)
-
-
-def test_the_environment_that_runs_the_tests_has_a_torchrec_that_loads() -> None:
-    assert import_torchrec().__name__ == "torchrec"
 
 
 def test_the_page_about_versions_lists_those_that_are_checked() -> None:

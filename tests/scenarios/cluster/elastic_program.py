@@ -62,13 +62,7 @@ class Visited(pl.LightningModule):
 
 
 class Watch(Callback):
-    """Notes what is trained, in the checkpoint and in files; waits where a test says so.
-
-    Args:
-        folder: of the job.
-        gates: training waits for a file ``open_N`` before the sample *gates[N]*; samples are counted over all ranks.
-        per_step: samples of a step of all ranks.
-    """
+    """Notes what is trained, in the checkpoint and in files; waits where a test says so."""
 
     def __init__(self, folder: Path, gates: list[int], per_step: int) -> None:
         self.folder, self.gates, self.per_step = folder, gates, per_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,3 @@ def job_pod() -> dict[str, Any]:
 def job_container() -> dict[str, Any]:
     (container,) = job_pod()["containers"]
     return dict(container)
-
-
-def variables(container: dict[str, Any]) -> dict[str, str]:
-    """A container's environment; all values are literal."""
-    return {one["name"]: one["value"] for one in container["env"]}
-
-
-def expanded(word: str, environment: dict[str, str]) -> str:
-    """A word of a command, as the kubelet expands it: ``$(NAME)`` stays if there is no such variable."""
-    return re.sub(r"\$\(([A-Za-z_]\w*)\)", lambda found: environment.get(found[1], found[0]), word)

@@ -24,11 +24,7 @@ def why_not() -> str:
 
 
 class Nodes:
-    """Nodes 0 to *count* - 1, with an address each; they end with the context.
-
-    Args:
-        count: number of nodes.
-    """
+    """Nodes 0 to *count* - 1, with an address each; they end with the context."""
 
     def __init__(self, count: int) -> None:
         self._count = count

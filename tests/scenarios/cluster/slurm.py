@@ -53,11 +53,7 @@ def why_not() -> str:
 
 
 class Slurm:
-    """The daemons, and the commands that use them.
-
-    Args:
-        folder: an empty folder.
-    """
+    """The daemons, and the commands that use them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

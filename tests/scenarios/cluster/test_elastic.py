@@ -28,15 +28,7 @@ Line = dict[str, Any]
 
 
 class Job:
-    """A job on several nodes.
-
-    Args:
-        folder: an empty one, which all nodes share.
-        nodes: the nodes.
-        most: most nodes at a time.
-        arguments: the program's arguments after its folder.
-        environment: more of it.
-    """
+    """A job on several nodes."""
 
     def __init__(self, folder: Path, nodes: Nodes, most: int, arguments: list[int], **environment: str) -> None:
         self.folder, self._nodes, self._most = folder, nodes, most

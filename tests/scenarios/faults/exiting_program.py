@@ -32,14 +32,6 @@ from lightning_pipe.engine.runtime.worker import Worker  # noqa: E402
 from tests.scenarios.faults.training import KINDS, fit, module  # noqa: E402
 
 
-def stage_runner() -> None:
-    from tests.llm.run.test_stage_runner import calls, make
-
-    dist.init_process_group("gloo")
-    runner, _ = make()
-    runner.forward_backward(calls()[0])
-
-
 def sum_over_ranks() -> None:
     dist.all_reduce(torch.ones(3))
 
@@ -54,7 +46,7 @@ if __name__ == "__main__":
     if USE in KINDS:
         fit(USE, 2, module(USE))
     else:
-        {"stage_runner": stage_runner, "worker": worker}[USE]()
+        worker()
     # Without this reference, the destructor of the group would wait for its threads.
     group = dist.group.WORLD
     if RANK == 0 and USE != "worker":

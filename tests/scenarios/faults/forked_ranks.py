@@ -46,13 +46,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank's function raised.
-
-    Attributes:
-        kind: the name of the exception's class.
-        text: its message.
-        notes: added to it.
-    """
+    """What a rank's function raised."""
 
     kind: str
     text: str
@@ -68,21 +62,13 @@ class Raised:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        code: the exit code, or minus the signal; None where it had to be killed in the end.
-        seconds: from the fault to its end, or from its start where none was noted.
-        output: what it wrote.
-        value: what its function returned, or what it raised.
-        left: whether processes that it started were still there when it had ended.
-    """
-
-    code: int | None
-    seconds: float
+    code: int | None  # None where it had to be killed in the end
+    seconds: float  # from the fault to its end, or from its start where none was noted
     output: str
     value: Any
-    left: bool
+    left: bool  # whether processes that it started were still there
 
 
 class Nursery:
@@ -94,15 +80,7 @@ class Nursery:
     def run(
         self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG, absent: int = 0
     ) -> list[Ended]:
-        """Calls ``fn(here, *args)`` in each of *world_size* processes, whose environment is as torchrun would set it.
-
-        Args:
-            fn: a function of a module; ranks are joined by what it does, such as ``Trainer.fit``.
-            world_size: number of processes.
-            args: whatever can be pickled.
-            timeout: seconds for all of it; ranks that are there then are killed, with their stacks in the output.
-            absent: how many ranks, the last ones, are never started.
-        """
+        """Calls ``fn(here, *args)`` in each of *world_size* processes, with an environment as torchrun would set it."""
         self._connection.send((pickle.dumps((fn, args)), world_size, timeout, absent))
         if not self._connection.poll(timeout + 3 * END):
             raise AssertionError(f"the ranks of {fn.__name__} were not collected in time")

@@ -93,14 +93,7 @@ class _Fault(Callback):
 def broken(
     kind: str, place: str, module: Any, note: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Callback, DataLoader[Any]]]:
-    """A callback and data for a training of *module*, which fails at one place.
-
-    Args:
-        kind: of KINDS.
-        place: of PLACES.
-        module: that is trained in the body.
-        note: called where the fault happens, but for one in another process.
-    """
+    """A callback and data for a training of *module*, which fails at one place."""
     fault = _Fault(place, note)
     patch: Any = nullcontext()
     if place == "transfer hook":

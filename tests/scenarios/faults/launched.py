@@ -12,15 +12,7 @@ from contextlib import suppress
 
 
 class Launched:
-    """torchrun, at work.
-
-    Args:
-        options: torchrun's.
-        module: the program.
-        arguments: the program's.
-        environment: more of it.
-        before: a command that runs the rest, such as ``ip netns exec NAME``.
-    """
+    """torchrun, at work."""
 
     def __init__(
         self,
@@ -44,11 +36,7 @@ class Launched:
         )
 
     def wait(self, timeout: float) -> tuple[int, str]:
-        """Its exit code and all that its processes wrote.
-
-        Raises:
-            AssertionError: it had not ended after *timeout* seconds, and was ended.
-        """
+        """Its exit code and all that its processes wrote."""
         try:
             code = self._process.wait(timeout)
             return code, self.output()

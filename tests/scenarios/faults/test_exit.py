@@ -12,7 +12,7 @@ from tests.scenarios.faults.launched import Launched
 PROGRAM = "tests.scenarios.faults.exiting_program"
 
 
-@pytest.mark.parametrize(("use", "end"), [("pipeline", "well"), ("stage_runner", "error"), ("worker", "well")])
+@pytest.mark.parametrize(("use", "end"), [("pipeline", "error"), ("worker", "well")])
 def test_a_collective_that_ends_while_the_interpreter_exits_does_not_abort_it(
     use: str, end: str, tmp_path: Path
 ) -> None:

@@ -31,14 +31,7 @@ WHERE = r"(task '\w+( iterator)?' of iteration \d+ \(stage \d\)|batch \d+ of epo
 
 @dataclass(frozen=True)
 class Kind:
-    """One strategy.
-
-    Attributes:
-        module: makes the module.
-        strategy: makes the strategy, with options.
-        data: of a loader, twelve rows, or six batches.
-        tasks: of an iteration, in serial order.
-    """
+    """One strategy."""
 
     module: Callable[[], pl.LightningModule]
     strategy: Callable[..., Any]
