@@ -241,12 +241,11 @@ class PipelinePlan:
                 continue
             upstream, downstream, distance = dependency.upstream, dependency.downstream, dependency.distance
             up, down = self.schedule[upstream].stage, self.schedule[downstream].stage
-            is_required = dependency in self.required
+            stale = f", or declare ({upstream}, {downstream}, {distance}) in stale"
             raise PlanError(
-                f"plan {self.name!r} drops a {'required' if is_required else 'listed'} dependency: {dependency}, but"
-                f" {downstream} is in stage {down} and {upstream} in stage {up}; lower the former to {up + distance} or"
-                f" less, or raise the latter to {down - distance} or more"
-                + (f", or declare ({upstream}, {downstream}, {distance}) in stale" if is_required else "")
+                f"plan {self.name!r} drops a required dependency: {dependency}, but {downstream} is in stage {down} and"
+                f" {upstream} in stage {up}; lower the former to {up + distance} or less, or raise the latter to"
+                f" {down - distance} or more{stale if dependency in self.required else ''}"
             )
 
 

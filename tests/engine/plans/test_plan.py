@@ -89,7 +89,7 @@ def test_a_required_dependency_on_a_task_of_a_lower_stage_is_refused_with_the_wa
 
 
 def test_an_added_dependency_on_a_task_of_a_lower_stage_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a listed dependency: Copy after Backward of 1 iteration.*to 1 or more"):
+    with pytest.raises(PlanError, match=r"required dependency: Copy after Backward of 1 iteration.*to 1 or more"):
         plan((2, 0, 0), cross_iter_deps=[("Backward", "Copy")])
 
 

@@ -137,9 +137,9 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], kind: typ
     ("text", "said"),
     [
         ("name: [", "not valid YAML"),
-        ("- a", "a plan must be a mapping"),
+        ("- a", "the plan is ['a']; expected a mapping"),
         (GOOD.replace("H2D", "Copy"), "unknown task 'Copy'; the tasks are H2D, TrainBatch"),
-        (GOOD.replace("stage: 1", "stage: -1"), "stages are whole numbers from 0"),
+        (GOOD.replace("stage: 1", "stage: -1"), "expected a whole number from 0"),
         (GOOD.replace("stage: 1", "stage: 1, thread_group: loader"), "'loader', but the task calls the user's"),
         (GOOD.replace("TrainBatch: {}", "TrainBatch: {stream: side}"), "Set the task's schedule to {}"),
         (
