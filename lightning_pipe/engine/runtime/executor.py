@@ -42,13 +42,16 @@ _log = logging.getLogger(__name__)
 Call = tuple[int, Callable[["Slot"], None] | None, "Operation"]
 
 # State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
-Entered = tuple[AbstractContextManager[Any], Begun | None, float, SubmissionTicket | None]
+Entered = tuple[AbstractContextManager[Any] | None, Begun | None, float, SubmissionTicket | None]
 
 
 class Operation:
     """Task of the plan with its schedule and dependencies resolved in advance."""
 
-    __slots__ = ("cpu_waits", "device_waits", "fn", "group", "index", "name", "records", "stage", "stream", "turns")
+    __slots__ = (
+        *("name", "index", "fn", "stage", "group", "stream"),
+        *("turns", "cpu_waits", "device_waits", "waits", "records"),
+    )
 
     def __init__(self, plan: PipelinePlan, name: str, index: int, has_streams: bool, turns: Mapping[str, int]) -> None:
         where = plan.schedule[name]
@@ -78,6 +81,7 @@ class Operation:
             self.records = where.stream is not None or any(
                 d.upstream == name and plan.schedule[d.downstream].stream is not None for d in plan.dependencies
             )
+        self.waits = bool(self.cpu_waits or self.device_waits or self.turns is not None)
 
 
 def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
@@ -117,6 +121,8 @@ class Executor:
     Attributes:
         calls: tasks in the order of the plan.
         serial_calls: tasks in serial order, each in the calling thread, for an iteration that runs alone.
+        trace: records every task (default None). Call :meth:`compile` after a change.
+        meter: adds up the calling thread's time (default None). Call :meth:`compile` after a change.
         failure: first failure of a task.
     """
 
@@ -131,36 +137,16 @@ class Executor:
         self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
         self._sequencers = [SubmissionSequencer() for _ in {op.turns for op in self.operations} - {None}]
         self._base = 0
-        self._trace: Trace | None = None
-        self._meter: Meter | None = None
+        self.trace: Trace | None = None
+        self.meter: Meter | None = None
         self._profiled = False
         self.failure: TaskError | None = None
         self._broken: set[str | int] = set()  # thread groups and sequences of turns in which a task failed
         self.calls: list[Call] = []
         self.serial_calls: list[Call] = []
-        self._compile()
+        self.compile()
 
     # ------------------------------------------------------------------ compilation
-
-    @property
-    def trace(self) -> Trace | None:
-        """Trace that records every task; None if recording is off."""
-        return self._trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._trace = trace
-        self._compile()
-
-    @property
-    def meter(self) -> Meter | None:
-        """Meter of the calling thread's time; None without one."""
-        return self._meter
-
-    @meter.setter
-    def meter(self, meter: Meter | None) -> None:
-        self._meter = meter
-        self._compile()
 
     def look_for_profiler(self) -> None:
         """Compile the tasks with profiler ranges if a profiler has started, and without them if it has ended."""
@@ -168,11 +154,11 @@ class Executor:
         profiled = is_profiler_at_work()
         if profiled != self._profiled:
             self._profiled = profiled
-            self._compile()
+            self.compile()
 
-    def _compile(self) -> None:
-        """Decide how each task runs. In place: a period that is open continues with the new calls."""
-        self._observed = self._profiled or self._trace is not None or self._meter is not None
+    def compile(self) -> None:
+        """Decide how each task runs. An open period continues with the new calls."""
+        self._observed = self._profiled or self.trace is not None or self.meter is not None
         self.calls[:] = [(op.stage, self._compiled(op), op) for op in self._ordered]
         self.serial_calls[:] = [
             (0, partial(self._run_alone, op) if self._observed or op.records else None, op) for op in self.operations
@@ -181,8 +167,7 @@ class Executor:
     def _compiled(self, op: Operation) -> Callable[[Slot], None] | None:
         if op.group != MAIN:
             return partial(self._submit, op)
-        waits = op.cpu_waits or op.device_waits or op.turns is not None
-        bare = not waits and not op.records and op.stream is None and not self._observed
+        bare = not op.waits and not op.records and op.stream is None and not self._observed
         return None if bare else partial(self._run_here, op)
 
     # ------------------------------------------------------------------ iterations
@@ -202,11 +187,13 @@ class Executor:
 
     def retire(self, slot: Slot) -> IterContext:
         """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work."""
-        begun = time.perf_counter()
-        slot.join()
-        if self._meter is not None:
-            self._meter.waited(begun)
-        self.raise_failure()
+        if slot.done:
+            begun = time.perf_counter()
+            slot.join()
+            if self.meter is not None:
+                self.meter.waited(begun)
+        if self.failure is not None:
+            raise self.failure
         if self.streams.available:
             for op in self.operations:
                 if op.stream is not None:
@@ -219,20 +206,24 @@ class Executor:
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
         """Wait for the dependencies and the turn of *op*, whose work the caller does."""
-        ticket = self._ticket(op)
-        try:
-            self._wait_here(op, slot)
-            if ticket is not None:
-                ticket.begin()
-            self.raise_failure()
-        except BaseException:
-            if ticket is not None:
-                ticket.end()
-            raise
+        ticket = None
+        if op.waits:
+            ticket = self._ticket(op)
+            try:
+                self._wait_here(op, slot)
+                if ticket is not None:
+                    ticket.begin()
+                self.raise_failure()
+            except BaseException:
+                if ticket is not None:
+                    ticket.end()
+                raise
         current_tasks[MAIN] = op.name, slot.iteration, False
-        shown = task_range(op.name, self._trace is not None)
+        if not self._observed:
+            return None, None, 0.0, ticket
+        shown = task_range(op.name, self.trace is not None)
         shown.__enter__()
-        return shown, self._trace.begin() if self._trace else None, time.perf_counter(), ticket
+        return shown, self.trace.begin() if self.trace else None, time.perf_counter(), ticket
 
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End a task after :meth:`enter`."""
@@ -242,11 +233,12 @@ class Executor:
             ticket.end()
         if op.records:
             self.streams.record(slot.events[op.index])
-        if self._trace and begun:
-            self._trace.end(op.name, slot.iteration, MAIN, None, begun)
-        if self._meter is not None:
-            self._meter.ran(op.name, metered)
-        shown.__exit__(None, None, None)
+        if self.trace and begun:
+            self.trace.end(op.name, slot.iteration, MAIN, None, begun)
+        if self.meter is not None and metered:
+            self.meter.ran(op.name, metered)
+        if shown is not None:
+            shown.__exit__(None, None, None)
 
     def drop(self, entered: Entered) -> None:
         """Pass on the turn of a task that will not be ended."""
@@ -259,8 +251,8 @@ class Executor:
         begun = time.perf_counter()
         if op.group != MAIN:
             slot.done[op.index].wait()
-        if self._meter is not None:
-            self._meter.waited(begun)
+        if self.meter is not None:
+            self.meter.waited(begun)
         self.raise_failure()
         if op.stream is not None:
             self.streams.current_waits_for(slot.events[op.index])
@@ -269,8 +261,8 @@ class Executor:
         """Run a task of an iteration that runs alone, and record its event."""
         begun = time.perf_counter()
         self._call(op, slot, MAIN, None)
-        if self._meter is not None:
-            self._meter.ran(op.name, begun)
+        if self.meter is not None:
+            self.meter.ran(op.name, begun)
 
     def _run_here(self, op: Operation, slot: Slot) -> None:
         """Run a task of the main thread after its waits, in its turn and on its stream."""
@@ -289,8 +281,8 @@ class Executor:
                 if op.turns is not None:
                     self._broken.add(op.turns)
                 raise
-            if self._meter is not None:
-                self._meter.ran(op.name, begun)
+            if self.meter is not None:
+                self.meter.ran(op.name, begun)
         finally:
             if ticket is not None:
                 ticket.end()
@@ -300,7 +292,7 @@ class Executor:
         ticket = self._ticket(op)
         try:
             slot.done[op.index].clear()
-            submitted = time.perf_counter() if self._trace else None
+            submitted = time.perf_counter() if self.trace else None
             work = partial(self._work, op, slot, capture(), self.streams.current(), ticket, submitted)
             self._workers[op.group].submit(work)
         except BaseException as error:
@@ -347,7 +339,7 @@ class Executor:
             slot.done[op.index].set()
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
-        trace = self._trace
+        trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None
             current_tasks[group] = op.name, slot.iteration, False
@@ -377,8 +369,8 @@ class Executor:
         """Wait in the calling thread, and add the time to the meter if there is one."""
         begun = time.perf_counter()
         self._wait(op, slot)
-        if self._meter is not None:
-            self._meter.waited(begun)
+        if self.meter is not None:
+            self.meter.waited(begun)
 
     def _slot(self, iteration: int) -> Slot:
         return self._slots[iteration % len(self._slots)]

@@ -50,10 +50,8 @@ def ends_on_interrupt(
     def guarded(self: SWPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
-        except Exception:
-            raise
         except BaseException as error:
-            self._executor.failed(error, "between tasks", self._trained, 0)
+            self._end_on_interrupt(error)
             raise
 
     return guarded
@@ -96,10 +94,16 @@ class SWPipeline:
         self._open = False  # True while a period is open
         self._trained = 0  # iteration that the open period trains
         self._serial = False  # True if that iteration runs alone, in serial order
+        self._calls: list[Call] = self._executor.calls  # the tasks of the open period
         self._cursor = 0  # index of the next task of the open period
         self._begun: tuple[Operation, Entered] | None = None  # task that the caller is running
 
     # ------------------------------------------------------------------ whole periods
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no iteration is in flight."""
+        return not self._in_flight
 
     @property
     def in_flight(self) -> tuple[IterContext, ...]:
@@ -121,7 +125,6 @@ class SWPipeline:
         """True if a task has raised, which ends the pipeline."""
         return self._executor.failure is not None
 
-    @ends_on_interrupt
     def progress(self, data_iter: Iterator[Any]) -> IterContext:
         """Train one batch by running a whole period. An empty pipeline is filled first.
 
@@ -137,8 +140,8 @@ class SWPipeline:
             StopIteration: every batch has been trained.
             TaskError: a task or *data_iter* raised.
         """
-        self._begin(data_iter)
-        return self._finish()
+        self.begin(data_iter)
+        return self.finish()
 
     def drain(self) -> list[IterContext]:
         """Train all batches in flight without fetching new ones; returns their contexts in order."""
@@ -186,10 +189,11 @@ class SWPipeline:
         if idx is not None:
             self._fetched = idx
         self._restart()
-        self._agree()
+        if not self._agreed:
+            self._agree()
         self._start(batch)
         self._begin_period(serial=True)
-        return self._finish()
+        return self.finish()
 
     # ------------------------------------------------------------------ a period in steps, for a caller with hooks
 
@@ -200,12 +204,24 @@ class SWPipeline:
         Does nothing if iterations are in flight.
         """
         self._check_usable()
-        self._fill(data_iter)
+        if not self._in_flight:
+            self._fill(data_iter)
 
-    @ends_on_interrupt
     def begin(self, data_iter: Iterator[Any]) -> IterContext:
         """Open the next period: fill the pipeline if it is empty, and start one new iteration."""
-        return self._begin(data_iter)
+        try:
+            self._check_usable()
+            if not self._in_flight:
+                self._fill(data_iter)
+            # After the end of the data there is a gap; an iteration started after it would miss its first stages.
+            if self._fetched - self._trained == self.plan.max_stage:
+                self._fetch(data_iter)
+            if not self._in_flight:
+                raise StopIteration
+            return self._begin_period(serial=False)
+        except BaseException as error:
+            self._end_on_interrupt(error)
+            raise
 
     @ends_on_interrupt
     def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
@@ -278,11 +294,19 @@ class SWPipeline:
         self._cursor += 1
         self._executor.leave(op, self._in_flight[self._trained], entered)
 
-    @ends_on_interrupt
     def finish(self) -> IterContext:
         """Run the remaining tasks of the open period and retire the iteration that it trained."""
         self._check_running()
-        return self._finish()
+        self._run_to(len(self._calls))
+        try:
+            ctx = self._executor.retire(self._in_flight[self._trained])
+            del self._in_flight[self._trained]
+            self._trained += 1
+            self._open = False
+            return ctx
+        except BaseException as error:
+            self._end_on_interrupt(error)
+            raise
 
     # ------------------------------------------------------------------ shortcuts
 
@@ -389,6 +413,7 @@ class SWPipeline:
     @meter.setter
     def meter(self, meter: Meter | None) -> None:
         self._executor.meter = meter
+        self._executor.compile()
 
     @property
     def trace(self) -> Trace | None:
@@ -403,10 +428,12 @@ class SWPipeline:
         """
         has_streams = self._executor.streams.available
         self._executor.trace = Trace(keep, DeviceClock(self._device) if has_streams else None)
+        self._executor.compile()
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording; returns the ended spans in the order of their ends. Open spans are dropped."""
         trace, self._executor.trace = self._executor.trace, None
+        self._executor.compile()
         return trace.spans() if trace else []
 
     def close(self) -> None:
@@ -425,25 +452,9 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ state between two calls
 
-    @property
-    def _calls(self) -> list[Call]:
-        return self._executor.serial_calls if self._serial else self._executor.calls
-
-    def _begin(self, data_iter: Iterator[Any]) -> IterContext:
-        self._check_usable()
-        self._fill(data_iter)
-        # After the end of the data there is a gap; an iteration started after it would miss its first stages.
-        if self._fetched - self._trained == self.plan.max_stage:
-            self._fetch(data_iter)
-        if not self._in_flight:
-            raise StopIteration
-        return self._begin_period(serial=False)
-
     def _fill(self, data_iter: Iterator[Any]) -> None:
-        if self._in_flight:
-            return
         self._restart()
-        self._serial = False
+        self._serial, self._calls = False, self._executor.calls
         trained = self._trained
         try:
             for period in range(trained - self.plan.max_stage, trained):
@@ -461,12 +472,12 @@ class SWPipeline:
 
     def _agree(self) -> None:
         # Before the first fetch, because a rank without data must also take part in the comparison.
-        if not self._agreed:
-            check_agreement(self.plan.description(), "plan", self._group)
-            self._agreed = True
+        check_agreement(self.plan.description(), "plan", self._group)
+        self._agreed = True
 
     def _fetch(self, data_iter: Iterator[Any]) -> bool:
-        self._agree()
+        if not self._agreed:
+            self._agree()
         if data_iter is not self._source:
             self._source, self._exhausted = data_iter, False
         if self._exhausted:
@@ -491,17 +502,10 @@ class SWPipeline:
 
     def _begin_period(self, serial: bool) -> IterContext:
         self._executor.look_for_profiler()
+        self._calls = self._executor.serial_calls if serial else self._executor.calls
         self._serial, self._cursor, self._open = serial, 0, True
         ctx = self._in_flight[self._trained].ctx
         assert ctx is not None
-        return ctx
-
-    def _finish(self) -> IterContext:
-        self._run_to(len(self._calls))
-        ctx = self._executor.retire(self._in_flight[self._trained])
-        del self._in_flight[self._trained]
-        self._trained += 1
-        self._open = False
         return ctx
 
     def _run_to(self, end: int) -> None:
@@ -542,20 +546,22 @@ class SWPipeline:
 
     def _check_usable(self) -> None:
         """Raise an error unless a new period can begin."""
-        self._check_alive()
+        if self._closed or self._executor.failure is not None:
+            self._refuse()
         if self._open:
             raise PlanError(f"the period of iteration {self._trained} is open; call finish() or abandon() first")
 
     def _check_running(self) -> None:
         """Raise an error unless the open period can continue."""
-        self._check_alive()
+        if self._closed or self._executor.failure is not None:
+            self._refuse()
         if not self._open:
             raise PlanError("no period is open; call begin(data_iter) first")
         if self._begun is not None:
             name = self._begun[0].name
             raise PlanError(f"task {name!r} of iteration {self._trained} has begun; call end_task({name!r}) first")
 
-    def _check_alive(self) -> None:
+    def _refuse(self) -> None:
         if self._closed:
             raise PlanError(f"pipeline {self.plan.name!r} is closed; build a new one")
         self._executor.raise_failure()
@@ -566,6 +572,11 @@ class SWPipeline:
                 f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight, but a serial iteration must"
                 " run alone; call drain() first"
             )
+
+    def _end_on_interrupt(self, error: BaseException) -> None:
+        """Record an interrupt as the failure that ends the pipeline."""
+        if not isinstance(error, Exception):
+            self._executor.failed(error, "between tasks", self._trained, 0)
 
     def _drop_begun(self) -> None:
         """Forget a task that the caller has begun, so that workers do not wait for its turn to end."""
