@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.llm_step_time import VOCABULARY, Decoder
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs

@@ -21,7 +21,7 @@ from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, Schedul
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.measure.rank_memory import Sharing, estimate_memory
-from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
@@ -194,7 +194,7 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
         HFCausalLM(config, attention=attention, chunk_tokens=rows * length),
         precision_plugin("bf16-true"),
     )
-    with precision.module_init_context(), deferred_init():
+    with precision.module_init_context(), parameters_on_meta():
         module.configure_model()
     checkpoint = {"mode": "full"} if recompute else None
     settings = LLMPipelineStrategy("gpipe", num_microbatches=1, activation_checkpoint=checkpoint).settings(1)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import _unsafe_preserve_version_counter as version_counters_preserved
 from torch.autograd import profiler
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -27,8 +33,7 @@ from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_disabled
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
@@ -47,7 +52,10 @@ __all__ = [
     "COMPILED",
     "GROUPED_MM",
     "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "EnumerableShardingSpec",
+    "FakeTensor",
     "FakeTensorMode",
     "NormBase",
     "ShardedTensor",
@@ -57,7 +65,6 @@ __all__ = [
     "default_store",
     "device_of_to",
     "dispatch_mode_stack",
-    "dispatch_modes_disabled",
     "empty_optimizers_allowed",
     "flatten_state_dict",
     "fsspec_writer",
@@ -66,8 +73,8 @@ __all__ = [
     "gloo_of_one_thread",
     "gradient_buckets",
     "gradient_hooks",
+    "is_node_needed",
     "is_profiler_at_work",
-    "is_traceable_wrapper_subclass",
     "is_view",
     "keep_in_cpp",
     "looks_for_overflow",
@@ -83,8 +90,10 @@ __all__ = [
     "pytree",
     "rebuild_buckets",
     "register_pytree_node",
+    "reset_method",
     "saved_tensor_hooks",
     "schema_of",
+    "set_donated_buffers",
     "set_element",
     "set_optimizer_in_backward",
     "sizes_below_two",
@@ -246,6 +255,11 @@ def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     return tensor._backward_hooks
 
 
+def reset_method(module: torch.nn.Module) -> Callable[[], Any] | None:
+    """Method that initializes a module's parameters; ``nn.MultiheadAttention`` has it under a private name."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def schema_of(operator: Any) -> Any:
     """Schema of an operator overload, with its ``name``, ``arguments`` and ``is_mutable``."""
     return operator._schema
@@ -261,6 +275,18 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
     key: int = storage._cdata
     return key
+
+
+def is_node_needed(node: Any) -> bool:
+    """Return True if the running backward will run this node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def set_donated_buffers(donated: bool) -> bool:
+    """Set whether graphs that this thread compiles may overwrite saved tensors; return the previous setting."""
+    before: bool = torch._functorch.config.donated_buffer
+    torch._functorch.config.donated_buffer = donated
+    return before
 
 
 def sizes_below_two() -> Any:

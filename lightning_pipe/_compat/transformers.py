@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,6 +25,16 @@ def is_pretrained_model(model: nn.Module) -> bool:
     """Return True for a model of transformers, without importing it."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def initializer_of_modules(model: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """Method of a model that initializes one of its modules, which many models outside of transformers have too."""
+    return getattr(model, "_init_weights", None)
+
+
+def attention_implementation(config: Any) -> str:
+    """Attention implementation of the config of a model that was built from it."""
+    return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
 def supports_flash(model: Any) -> bool:

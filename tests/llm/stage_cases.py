@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy

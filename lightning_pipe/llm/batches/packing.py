@@ -80,11 +80,6 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
         self.method, self.long_documents, self.seed = method, long_documents, seed
         self.rank, self.ranks = rank, ranks
-        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
-            raise SetupError(
-                f"documents is {documents!r:.100}; expected a sequence, which has a length and is read by index. Make"
-                " a list of it"
-            )
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:

@@ -79,7 +79,7 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
     keys = keys or SequenceKeys()
     values = keys.values()
     sequences = {key: padded[key] for key in values if isinstance(padded.get(key), Tensor)}
-    present = _length(sequences, length, keys)
+    present = _length(sequences, keys)
     if present is not None and present < length:
         for key, value in sequences.items():
             if key == _MASK and value.ndim > 2:
@@ -107,7 +107,7 @@ def _as_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:
     return attends.to(dtype)
 
 
-def _length(sequences: Mapping[str, Tensor], length: int, keys: SequenceKeys) -> int | None:
+def _length(sequences: Mapping[str, Tensor], keys: SequenceKeys) -> int | None:
     """Current length of all sequences; None if the micro-batch has no sequences."""
     shapes = {key: tuple(value.shape) for key, value in sequences.items()}
     dims = {key: keys.rows_dim(key) + 1 for key in shapes}
@@ -124,11 +124,6 @@ def _length(sequences: Mapping[str, Tensor], length: int, keys: SequenceKeys) ->
             " would hide which tokens belong together. Correct the collate function"
         )
     present = next(iter(lengths.values()), None)
-    if present is not None and present > length:
-        raise InputError(
-            f"the micro-batch has {present} tokens a row, and the step's length is {length}; expected at most that."
-            " Cut the sequences"
-        )
     return present
 
 

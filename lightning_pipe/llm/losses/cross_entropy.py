@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_pipe._compat.torch import is_node_needed
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
 
@@ -148,7 +149,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Grad mode is on only if the backward itself will be differentiated.
+        # Grad mode is on only if the backward itself will be differentiated, where once_differentiable may not raise.
         if torch.is_grad_enabled():
             raise SetupError(
                 "chunked cross-entropy cannot be differentiated twice (create_graph=True). Use summed_cross_entropy of"
@@ -195,7 +196,7 @@ def _is_wanted(ctx: Any, index: int) -> bool:
     in the forward, so without this check each of the two runs would compute both.
     """
     node = ctx.next_functions[index][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
+    return node is not None and is_node_needed(node)
 
 
 def _accumulator(parameter: Tensor) -> Tensor:

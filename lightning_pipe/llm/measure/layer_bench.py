@@ -1,8 +1,7 @@
 """Runs the pieces of a model one at a time: the input modules, each layer, and the output modules.
 
-A piece runs as a stage that holds nothing else, with placeholder tensors of small values: a deferred model stays
-deferred, and no rank holds more than one piece. Costs are assumed not to depend on values. The measurement itself is a
-function, given by ``layer_costs`` and ``layer_profile``.
+A piece runs as a stage that holds nothing else, with placeholder tensors of small values. Costs are assumed not to
+depend on values. The measurement itself is a function, given by ``layer_costs`` and ``layer_profile``.
 """
 
 from __future__ import annotations

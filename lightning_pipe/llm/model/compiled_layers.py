@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch._functorch.config
 
+from lightning_pipe._compat.torch import set_donated_buffers
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
 
@@ -44,12 +44,11 @@ def keep_backward_buffers() -> Callable[[], None]:
     buffers). The setting is PyTorch's ``torch._functorch.config.donated_buffer``, for the calling thread, which must be
     the thread that runs the schedule. Graphs compiled with another setting are discarded.
     """
-    before = torch._functorch.config.donated_buffer
-
-    def restore() -> None:
-        torch._functorch.config.donated_buffer = before
-
+    before = set_donated_buffers(False)
     if before:
         torch.compiler.reset()  # later layers would reuse earlier graphs, which have donated buffers
-        torch._functorch.config.donated_buffer = False
+
+    def restore() -> None:
+        set_donated_buffers(before)
+
     return restore

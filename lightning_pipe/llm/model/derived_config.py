@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.torch import dispatch_modes_disabled, tree_leaves
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.model.built_stages import BuiltStages
@@ -141,7 +141,6 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
     found: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
     for results in range(_MOST_RESULTS + 1):
         with (
-            dispatch_modes_disabled(),
             torch.device("cpu"),
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),

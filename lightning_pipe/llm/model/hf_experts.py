@@ -66,12 +66,7 @@ def has_routers(model: nn.Module) -> bool:
 
 
 def skip_experts(model: nn.Module) -> None:
-    """Make the experts of a model without data return their input.
-
-    The tokens of an expert depend on values, so experts cannot run on fake tensors
-    (:func:`~lightning_pipe.llm.model.deferred.fake_copy`). Their output has the shape of their input. A model without
-    such blocks is not changed.
-    """
+    """Make the experts of a model without data return their input, since the tokens of an expert depend on values."""
     for _, experts in _blocks(model):
         experts.forward = _pass_on
 

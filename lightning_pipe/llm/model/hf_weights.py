@@ -1,7 +1,7 @@
 """Weights in folders written by Hugging Face's ``save_pretrained``, for models of which each rank holds a part.
 
-A model is first built without memory or initialisers. Each rank then allocates the tensors of its stages, and reads
-only these. No rank holds the whole model, neither in memory nor as the contents of a file. Where transformers computes
+A model is first built without initialisers. Its parameters are memory that the operating system does not provide
+before it is written, and each rank reads and writes only the tensors of its stages. Where transformers computes
 a tensor from several of the files, such as that of all experts of a layer, these are read together. The model's
 constructor computes tensors that are not in the files, such as rotary frequencies.
 
@@ -12,21 +12,19 @@ name files of the folder, and the safetensors package checks offsets against the
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_pipe._compat.torch import dispatch_modes_disabled
 from lightning_pipe._compat.transformers import (
     Conversion,
     conversions_of,
@@ -37,9 +35,9 @@ from lightning_pipe._compat.transformers import (
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.llm.model.deferred import tensors_are_fake
 from lightning_pipe.llm.model.stage_module import registered_tensors
 
+_LATER = ContextVar("later", default=False)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Dtypes that convert directly to a parameter's dtype, unlike those of quantised weights.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -81,14 +79,7 @@ class PretrainedWeights:
         self.tensors: dict[str, StoredTensor] = {}
         for file, names in _files(self.folder).items():
             with _open(self.folder / file) as opened:
-                present = opened.keys()
-                absent = listed("missing tensors", set(names or ()) - set(present))
-                if absent:
-                    raise SetupError(
-                        f"{str(self.folder / file)!r} is not the file that {_INDEX} describes: {absent[0]}. The files"
-                        " of two models seem to be mixed. Write or download the folder again"
-                    )
-                for name in names or present:
+                for name in names or opened.keys():
                     header = opened.get_slice(name)
                     self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
 
@@ -98,15 +89,11 @@ class PretrainedWeights:
         Raises:
             SetupError: the folder has no config, transformers does not know its model, or the weights are quantised.
         """
+        from transformers import AutoConfig
+
         path = self.folder / "config.json"
-        if not path.is_file():
-            raise SetupError(
-                f"the folder {str(self.folder)!r} has no config.json. Copy or download all files of the model"
-            )
         try:
-            config: Any = _import("transformers").AutoConfig.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=False
-            )
+            config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any type, because each model class validates its own values
             reason = (
                 str(error)[:1000] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
@@ -203,12 +190,11 @@ class PretrainedWeights:
         if conversion.transform is None:
             return {conversion.first: sources[0]}
         kind = next((one.dtype for one in sources if one.dtype not in _FLOATS), sources[0].dtype)
-        with dispatch_modes_disabled():  # such as that of deferred_init, which would record these tensors
-            empty = {
-                name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
-                for name, one in zip(conversion.sources, sources, strict=True)
-            }
-            results = conversion.run(empty, model)
+        empty = {
+            name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
+            for name, one in zip(conversion.sources, sources, strict=True)
+        }
+        results = conversion.run(empty, model)
         return {own: StoredTensor(sources[0].file, tuple(one.shape), kind) for own, one in results.items()}
 
 
@@ -224,15 +210,15 @@ def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
 
 
 def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
-    """Causal LM with uninitialised parameters, which have no memory inside ``deferred_init``.
+    """Causal LM with uninitialised parameters of torch's default dtype, and the buffers that its constructor computes.
 
-    No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
-    have torch's default dtype, not that of the files. Buffers that the constructor computes have their values.
+    No initialiser runs and no random number is drawn, so no parameter is written.
     """
-    _import("transformers")
+    from transformers import AutoModelForCausalLM
+
     try:
         with no_initialisers():
-            model = _import("transformers").AutoModelForCausalLM.from_config(
+            model: Any = AutoModelForCausalLM.from_config(
                 # A copy, since transformers sets its dtype: an export has that of the files.
                 copy.deepcopy(config),
                 attn_implementation=attention,
@@ -246,40 +232,52 @@ def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
 
 
 def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str | None) -> nn.Module:
-    """Causal LM with the weights of a folder. Inside ``deferred_init`` its parameters have no memory.
+    """Causal LM with the weights of a folder.
 
     Files and model are compared before parameters take memory, so that a config that does not fit the files is rejected
     even if its model would be too large.
     """
-    if not tensors_are_fake():
-        with torch.device("meta"):
-            weights.match(empty_causal_lm(config, attention))
+    with torch.device("meta"):
+        weights.match(empty_causal_lm(config, attention))
     model = empty_causal_lm(config, attention)
     load_into(model, weights)
     return model
 
 
-def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
-    """Load the tensors of *model* that have memory from the files. No other tensor is read.
+@contextmanager
+def weights_loaded_later() -> Iterator[None]:
+    """Context in which :func:`load_into` only compares model and files, since each rank loads its part later."""
+    token = _LATER.set(True)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+
+
+def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str], bool] = lambda name: True) -> None:
+    """Load tensors of *model* from the files. No other tensor is read.
 
     Values are converted to the dtype and device of the model's tensors. In addition to the model, only the tensors of
     the files that one of its tensors is made of are in memory at a time. No random numbers are drawn.
 
     Args:
-        model: the whole model, under its own names. Tensors without memory are only checked. Inside ``deferred_init``
-            this is the case for all tensors, after ``DeferredInit.materialise`` for the tensors of other ranks.
+        model: the whole model, under its own names. While a strategy builds a model, the files are only compared with
+            it, and are loaded when it is split.
         weights: weights of the whole model.
+        keep: True for the names of the tensors to load (default: all). Tied names of one tensor count together.
 
     Raises:
         SetupError: the weights are not the model's (see :meth:`PretrainedWeights.match`), on every rank that sees the
             same files; a file cannot be read; the files have two values for a tied parameter; or the model is on the
             meta device.
     """
+    matched = weights.match(model)
+    if _LATER.get():
+        return
     tensors = dict(registered_tensors(model))
+    kept = {id(tensor) for name, tensor in tensors.items() if keep(name)}
     wanted = [
-        (conversion, own)
-        for conversion, given in weights.match(model)
-        if (own := [name for name in given if not isinstance(tensors[name], FakeTensor)])
+        (conversion, own) for conversion, given in matched if (own := [n for n in given if id(tensors[n]) in kept])
     ]
     if any(tensors[name].is_meta for _, own in wanted for name in own):
         raise SetupError(
@@ -308,17 +306,13 @@ def _existing(folder: str | Path) -> Path:
     path = Path(folder)
     if path.is_dir():
         return path
-    if path.is_file():
-        raise SetupError(
-            f"{str(folder)!r} is a file, expected a folder. Give the folder to which save_pretrained wrote the file"
-        )
     on_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder))
     fix = (
         f"For a model on the Hugging Face Hub, run 'hf download {folder} --local-dir FOLDER' and give FOLDER"
         if on_hub
         else "Give the path of a folder that save_pretrained wrote"
     )
-    raise SetupError(f"the folder {str(folder)!r} does not exist, and weights are only read from local folders. {fix}")
+    raise SetupError(f"{str(folder)!r} is no folder, and weights are only read from local folders. {fix}")
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
@@ -335,53 +329,37 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     files: dict[str, list[str] | None] = {}
     for name, file in _weight_map(index).items():
         cast(list[str], files.setdefault(file, [])).append(name)
-    absent = listed("missing", [file for file in files if not (folder / file).is_file()])
-    if absent:
-        raise SetupError(f"some files that {str(index)!r} names are {absent[0]}. Copy or download them too")
     return files
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Names of the files that hold tensors, by the name of the tensor."""
     try:
-        content = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        files: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+        foreign = [file for file in files.values() if not file or Path(file).name != file]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SetupError(
-            f"{str(index)!r} cannot be read: it is not JSON ({str(error)[:200]}). Copy or download it again"
+            f"{str(index)!r} cannot be read: expected JSON with names of files as weight_map ({type(error).__name__}:"
+            f" {str(error)[:200]}). Copy or download it again"
         ) from error
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict):
+    if foreign:
         raise SetupError(
-            f"{str(index)!r} is not an index of weights: expected a dict as weight_map, got {shown(files)}. Copy or"
-            " download it again"
+            f"{str(index)!r} cannot be used: expected files in its folder as weight_map, got {shown(foreign[0])}. Copy"
+            " or download the folder again"
         )
-    for name, file in files.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise SetupError(
-                f"{str(index)!r} cannot be used: expected a file in its folder as weight_map[{shown(name)}], got"
-                f" {shown(file)}. Copy or download the folder again"
-            )
     return files
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    safetensors = _import("safetensors")
+    import safetensors
+
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as opened:
             yield opened
     except (safetensors.SafetensorError, OSError, TypeError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SetupError(f"{str(path)!r} cannot be read: {reason}. Copy or download it again") from error
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SetupError(
-            f"reading Hugging Face weights needs {module}, which is not installed. Run pip install 'lightning-pipe[hf]'"
-        ) from error
 
 
 # ---------------------------------------------------------------------- names

@@ -88,8 +88,6 @@ class ModuleConfig:
                 values[key] = tuple(value)
         for key in ("num_layers", "layer_outputs"):
             check_whole_number(f"{key} of get_pp_module_config()", values.get(key, 1), 1)
-        if not isinstance(prefix := values["layer_prefix"], str):
-            raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; expected an FQN as a str")
         return cls(**values)
 
     def layer(self, index: int) -> str:

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 
 # Results of experts, from tokens sorted by expert and the number of tokens of each expert.
@@ -72,9 +71,6 @@ class MoE(nn.Module):
     Attributes:
         exchange: function that runs experts on several ranks; None if all experts are on this rank. See
             :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelise_experts`.
-
-    Raises:
-        SetupError: a size is below 1, or ``top_k`` is more than ``num_experts``.
     """
 
     def __init__(
@@ -88,11 +84,6 @@ class MoE(nn.Module):
         z_coefficient: float = 0.001,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts or min(dim, hidden_dim) < 1:
-            raise SetupError(
-                f"MoE has dim={dim}, hidden_dim={hidden_dim}, num_experts={num_experts}, top_k={top_k}; expected"
-                " sizes of at least 1, and a top_k of at most num_experts"
-            )
         self.num_experts = num_experts
         self.top_k = top_k
         self.balance_coefficient = balance_coefficient

@@ -13,12 +13,17 @@ from unittest.mock import patch
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe._compat.torch import tree_leaves, tree_map_only
+from lightning_pipe._compat.torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    tree_leaves,
+    tree_map_only,
+)
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.router_losses import active_router_losses
@@ -28,6 +29,7 @@ __all__ = [
     "StageModule",
     "base_model",
     "is_causal_lm",
+    "like_tensor",
     "make_stage",
     "prune",
     "registered_tensors",
@@ -54,8 +56,6 @@ class StageModule(nn.Module):
 
     def __init__(self, module: nn.Module, stage_index: int, num_stages: int, *, packs: bool = False) -> None:
         super().__init__()
-        if not 0 <= stage_index < num_stages:
-            raise SetupError(f"stage_index is {stage_index} of num_stages {num_stages}; expected 0 to num_stages - 1")
         self.module = module
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -148,12 +148,6 @@ def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
 
     List indices, dictionary keys and state-dict keys of the kept modules do not change.
     """
-    unknown = [name for name in kept if name not in set(config.modules)]
-    if unknown:
-        raise SetupError(
-            f"the stage should hold {', '.join(unknown)}, which the model's config does not list; expected names from"
-            f" {', '.join(config.modules)}"
-        )
     for name, slot in slots_of(model, config, kept).items():
         model.set_submodule(name, slot)
 
@@ -233,7 +227,7 @@ def tensor_of(output: Any) -> Any:
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace a model's parameters, buffers and plain attributes, in place; *make* is called once for each tensor."""
+    """Replace a model's parameters, buffers and plain attributes, in place, unless *make* returns the same tensor."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
@@ -241,9 +235,22 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     if id(value) not in made:
-                        bare, is_parameter = make(value), isinstance(value, nn.Parameter)
-                        made[id(value)] = nn.Parameter(bare, value.requires_grad) if is_parameter else bare
+                        new = make(value)
+                        made[id(value)] = value if new is value else like_tensor(value, new)
                     values[name] = made[id(value)]
+
+
+def like_tensor(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
+    """Return `bare` with the type (parameter or not), `requires_grad` and attributes of `tensor`."""
+    if isinstance(tensor, nn.Parameter):
+        result: torch.Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    else:
+        result = bare.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    own = {*vars(tensor.detach()), "_is_param"} if isinstance(tensor, FakeTensor) else ()
+    for key, value in vars(tensor).items():
+        if key not in own:
+            setattr(result, key, value)
+    return result
 
 
 def telltale(one: torch.Tensor) -> torch.Tensor:

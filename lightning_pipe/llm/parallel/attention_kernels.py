@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.transformers import supports_flash
+from lightning_pipe._compat.transformers import attention_implementation, supports_flash
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 
 VARLEN = "varlen_attn"
-
-
-def implementation_of(config: Any) -> str:
-    """Attention implementation of a Hugging Face config of a model that was built from it."""
-    return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
 def takes_boundaries(implementation: str) -> bool:
@@ -26,7 +21,7 @@ def takes_boundaries(implementation: str) -> bool:
 
 def check_family(model: Any) -> None:
     """Check that a Hugging Face causal LM computes with an attention kernel what it computes without."""
-    name, family = implementation_of(model.config), model.config.model_type
+    name, family = attention_implementation(model.config), model.config.model_type
     if (name == VARLEN and not supports_flash(model)) or (name == "flex_attention" and family == "doge"):
         expected = "that transformers uses FlashAttention for" if name == VARLEN else "other than doge"
         raise SetupError(
@@ -37,7 +32,7 @@ def check_family(model: Any) -> None:
 
 def check_device(model: nn.Module, device: torch.device) -> None:
     """Check that the attention of a Hugging Face causal LM can be trained on a device."""
-    name = implementation_of(model.config) if is_causal_lm(model) else ""
+    name = attention_implementation(model.config) if is_causal_lm(model) else ""
     if device.type in ("cpu", "mps") and (name == "flex_attention" or takes_boundaries(name)):
         raise SetupError(
             f"attention={name!r} cannot be trained on {device.type}, where its kernel has no backward; expected a GPU."

@@ -88,13 +88,6 @@ def cut_sequence(
     """
     sequences = _sequences(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
-    multiple = 2 * size if balanced else size
-    if length % multiple:
-        twice = " into two pieces a rank, as the ring needs" if balanced else ""
-        raise InputError(
-            f"the micro-batch has {length} tokens a row, which parallel.cp={size} does not divide{twice};"
-            f" expected a multiple of {multiple}. Pad to one (pad_to_multiple_of)"
-        )
     attention = attention_of(micro_batch, length)
     own = chunk_positions(rank, size, length, balanced=balanced)
     own = own.to(next(iter(sequences.values())).device)

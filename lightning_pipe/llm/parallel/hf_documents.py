@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe._compat.transformers import attention_implementation
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys, check_documents
 from lightning_pipe.llm.model.stage_module import is_causal_lm
-from lightning_pipe.llm.parallel.attention_kernels import VARLEN, implementation_of, takes_boundaries
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, takes_boundaries
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 
 # By ``model_type``; tests compare each family with one run for each document (transformers 5.24).
@@ -97,7 +98,7 @@ class HFDocuments:
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._family: str = config.model_type
-        self._implementation = implementation_of(config)
+        self._implementation = attention_implementation(config)
         window = getattr(config, "sliding_window", None)
         self._window: int | None = window if window and getattr(config, "use_sliding_window", True) else None
         self._dtype = dtype

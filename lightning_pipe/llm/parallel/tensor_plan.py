@@ -59,15 +59,17 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
         "Add get_tensor_parallel_plan() to the model; it returns a dict from module names, such as"
         f" '{_any_layer(config)}.mlp.up_proj', to {', '.join(_STYLES)} or PyTorch's ParallelStyle objects"
     )
-    kind = type(model).__name__
-    if callable(own := getattr(model, "get_tensor_parallel_plan", None)):
-        given = own()
-        if not isinstance(given, Mapping) or not given:
-            raise SetupError(f"get_tensor_parallel_plan() of {kind} returned {given!r}, which is not a plan. {needed}")
-        return dict(given)
-    words = getattr(model.config, "base_model_tp_plan", None) if is_causal_lm(model) else None
-    if not words:
-        raise SetupError(f"{kind} has no plan for tensor parallelism. {needed}")
+    own = getattr(model, "get_tensor_parallel_plan", None)
+    plan = own() if callable(own) else _plan_of_config(model, config)
+    if not isinstance(plan, Mapping) or not plan:
+        raise SetupError(
+            f"{type(model).__name__} has no plan for tensor parallelism of its layers, got {plan!r}. {needed}"
+        )
+    return dict(plan)
+
+
+def _plan_of_config(model: nn.Module, config: ModuleConfig) -> dict[str, str | ParallelStyle]:
+    words = (getattr(model.config, "base_model_tp_plan", None) if is_causal_lm(model) else None) or {}
     # The plan's names are relative to the module that holds the list of layers.
     prefix = config.layer_prefix.rpartition(".")[0]
     prefix = f"{prefix}." if prefix else ""
@@ -76,8 +78,6 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
         for pattern, word in words.items()
         if any(_is_in_layer(name, config) for name in _matches(prefix + pattern, model))
     }
-    if not plan:
-        raise SetupError(f"base_model_tp_plan of {kind} names none of the modules in its layers. {needed}")
     for name in _between(model, config, plan):
         plan.setdefault(_of_any_layer(name, config), PARTIAL_GRADIENT)
     return plan

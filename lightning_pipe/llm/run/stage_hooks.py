@@ -142,10 +142,10 @@ class StageHooks:
         return None
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """Return weights that a strategy loads into a model built without memory; None to load no weights.
+        """Return weights that a strategy loads into the model; None to load no weights.
 
-        Each rank loads only its own stages. For a model that has memory, ``build_model`` calls
-        :func:`~lightning_pipe.llm.model.hf_weights.load_into`.
+        Each rank loads only its own stages. For a run without stages, ``build_model`` calls
+        :func:`~lightning_pipe.llm.model.hf_weights.load_into`, which does nothing in stages.
         """
         return None
 

@@ -24,8 +24,7 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of, gather_to_first, on_all_ranks, raise_together
 from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init, is_deferred
-from lightning_pipe.llm.model.hf_weights import PretrainedWeights
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights, weights_loaded_later
 from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.attention_kernels import check_device
@@ -122,21 +121,18 @@ class PartsMaker:
         return cls(settings, meshes, device, scaler, numbers_group, loss_group)
 
     @contextmanager
-    def building(self) -> Generator[DeferredInit, None, None]:
-        """Context in which models are built without memory, until :meth:`make` fills this rank's part."""
+    def building(self) -> Generator[None, None, None]:
+        """Context in which models are built on the host. :meth:`make` loads this rank's part of pretrained weights."""
         # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
         state = torch.get_rng_state()
         dist.broadcast(state, src=0, group=self.numbers_group)
         torch.set_rng_state(state)
         error: Exception | None = None
-        export, torch.export.export = torch.export.export, _refuse_export
-        with deferred_init() as record:
+        with torch.device("cpu"), weights_loaded_later():
             try:
-                yield record
+                yield
             except Exception as raised:  # any exception, since the other ranks wait
                 error = raised
-            finally:
-                torch.export.export = export
         try:
             raise_together(error, "the model cannot be built", self.numbers_group)
         except SetupError:
@@ -145,9 +141,9 @@ class PartsMaker:
             raise error from error.__cause__  # the user's own, on its rank
 
     def make(
-        self, module: StageHooks, plan: StagePlan, record: DeferredInit | None, *, placeholders: bool = False
+        self, module: StageHooks, plan: StagePlan, weights: PretrainedWeights | None, *, placeholders: bool = False
     ) -> StageParts:
-        """Split the module's model, and replace it by the part that this rank keeps.
+        """Split the module's model, and replace it by the part that this rank keeps, with its part of the weights.
 
         The unsplit model cannot be used afterwards, except with *placeholders*.
         """
@@ -161,14 +157,13 @@ class PartsMaker:
         rank_of_stage = place_stages(plan.spec.placement, plan.pipeline_size, plan.num_stages)
         split = split_model(
             model,
-            record if record is not None and is_deferred(model) else None,
             config=module.pipeline_config(),
             num_stages=plan.num_stages,
             mine=stages_of_rank(plan.spec, pipeline.get_local_rank(), plan.pipeline_size, plan.stages_per_rank),
             options=plan.split,
             device=self.device,
             parallelism=replace(settings.parallelism, meshes=meshes),
-            pretrained=module.pretrained_weights(),
+            pretrained=weights,
             example=example_of(module, plan.num_microbatches),
             placeholders=placeholders,
         )
@@ -235,13 +230,6 @@ class PartsMaker:
         if any_of([weights is not None], world)[0]:
             found = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
             check_agreement(found, "content of the folder of weights", world, error=SetupError)
-
-
-def _refuse_export(*args: Any, **kwargs: Any) -> Any:
-    raise SetupError(
-        "build_model traces the model (torch.export, PyTorch's pipeline), but tensors have no memory yet. Build"
-        " the Pipe in the module's __init__: self.model = ..."
-    )
 
 
 def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:

@@ -75,10 +75,10 @@ class StageRunner:
             weakref.finalize(self, keep_backward_buffers())
         self.device = _current_device() if device is None else torch.device(device)
         maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
-        with maker.building() as record:
+        with maker.building():
             hooks.model = BuiltStages.of(hooks.build_model())
         maker.check(hooks)
-        self._parts = maker.make(hooks, plan, record)
+        self._parts = maker.make(hooks, plan, hooks.pretrained_weights())
         self._preparation = replace(self._parts.preparation, num_microbatches=None)
         self._scaler = scaler
         self._optimizers: tuple[Optimizer, ...] = ()

@@ -2,8 +2,8 @@
 
 A model is cut by its layers: its forward runs on every stage, and modules of other stages pass their input through::
 
-    unsplit model, without memory ──► modules of each stage ──► this rank's values ──► stages ──► parallelised stages
-                                 └──► shapes that stages exchange
+    unsplit model ──► modules of each stage ──► this rank's values ──► stages ──► parallelised stages
+                 └──► shapes that stages exchange
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.together import any_of, from_rank, on_all_ranks
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, fill_with_placeholders
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
-from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config, tried_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
-from lightning_pipe.llm.model.lora import without_adapters
+from lightning_pipe.llm.model.lora import is_adapted, without_adapters
+from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules
 from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import Mixture, mixtures_of
 from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
@@ -91,7 +91,6 @@ class SplitModel:
 
 def split_model(
     model: nn.Module,
-    record: DeferredInit | None,
     *,
     config: ModuleConfig | None,
     num_stages: int,
@@ -117,7 +116,7 @@ def split_model(
     routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.of(model) is not None)
     mixtures = cut.mixtures(model)
     if not placeholders:
-        _fill(model, record, cut.holds(mine), device, pretrained)
+        cut.fill(model, cut.holds(mine), pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(mine)}
 
     def place() -> None:
@@ -131,23 +130,6 @@ def split_model(
     for stage in stages.values():
         cut.parallelise(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
-
-
-def _fill(
-    model: nn.Module,
-    record: DeferredInit | None,
-    keep: Callable[[str], bool],
-    device: torch.device,
-    pretrained: PretrainedWeights | None,
-) -> None:
-    """Set the values of this rank's part of the model; they do not depend on which rank holds a part."""
-    if record is None:
-        _share_first_rank_s_values(model)
-        return
-    record.materialise(model, keep=keep, device=device)
-    if pretrained is not None:
-        failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-        on_all_ranks(lambda: load_into(without_adapters(model), pretrained), failed, dist.group.WORLD)
 
 
 class _Cut:
@@ -221,6 +203,25 @@ class _Cut:
         listed = {*self._config.modules, *self._config.always_keep_fqns}
         return lambda name: is_inside(name, own) or not is_inside(name, listed)
 
+    def fill(self, model: nn.Module, keep: Callable[[str], bool], pretrained: PretrainedWeights | None) -> None:
+        """Set the values of the tensors that this rank keeps; they do not depend on which rank keeps a tensor."""
+        world = dist.group.WORLD
+        if pretrained is not None:
+            failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
+            on_all_ranks(lambda: load_into(without_adapters(model), pretrained, keep), failed, world)
+        elif any(one.is_meta for one in model.parameters()):
+            if is_adapted(model):
+                raise SetupError(
+                    f"the {type(model).__name__} with adapters was built on the meta device; expected the CPU, since"
+                    " peft gives adapters their initial values. Build it on the CPU, or from pretrained weights"
+                )
+            names = (*self._config.modules, *self._config.always_keep_fqns)
+            seed = from_rank(lambda: int(torch.randint(2**62, ())), "the model cannot be initialized", world)
+            failed = "the model on the meta device cannot be initialized"
+            on_all_ranks(lambda: initialize_modules(model, names, keep, seed), failed, world)
+        else:
+            _share_first_rank_s_values(model)
+
     def stage(self, model: nn.Module, index: int) -> StageModule:
         return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)
 
@@ -274,6 +275,15 @@ def _measured(
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:
-    """Broadcast rank 0's values, since each rank has built the whole model and may have drawn other random numbers."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    """Broadcast rank 0's values if ranks have others, such as after other random numbers in the module's __init__."""
+    tensors = [one.detach() for one in (*model.parameters(), *model.buffers())]
+    own = [_summary(one) for one in tensors]
+    first = from_rank(lambda: own, "the model's values cannot be compared", dist.group.WORLD)
+    if any_of([own != first], dist.group.WORLD)[0]:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+def _summary(tensor: Tensor) -> str:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return repr((real.sum(dtype=torch.float64).item(), real.flatten()[:4].tolist()))

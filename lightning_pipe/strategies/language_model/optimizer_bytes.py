@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_configured
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.model.deferred import like_tensor
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import shallow_copy
+from lightning_pipe.llm.model.stage_module import like_tensor, shallow_copy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 _SMALL = 2  # elements in each dimension

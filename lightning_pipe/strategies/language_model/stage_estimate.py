@@ -16,7 +16,8 @@ from lightning_pipe.llm.choice.schedule_choice import (
 )
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import CostUnit, memory_costs, time_costs
-from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.hf_weights import weights_loaded_later
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -71,7 +72,7 @@ def estimate_stages(
     plan = settings.plan
     check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
     if module.model is None:
-        with precision.module_init_context(), deferred_init():
+        with precision.module_init_context(), parameters_on_meta(), weights_loaded_later():
             module.configure_model()
     config, sharing = layers_of(module), sharing_of(settings, module)
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
-from lightning_pipe.llm.model.deferred import DeferredInit
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.recorder import StageRecorder
@@ -51,7 +51,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         self._maker: PartsMaker | None = None
         self._known: dict[int, StageParts] = {}
         self._parts: StageParts | None = None
-        self._record: DeferredInit | None = None
+        self._weights: PretrainedWeights | None = None
         self._restore_buffers: Callable[[], None] | None = None
 
     def setup_environment(self) -> None:
@@ -157,8 +157,12 @@ class StagedStrategy(FolderCheckpointStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Context in which modules are built without memory. They get memory when they are split."""
-        with self._parts_maker.building() as self._record:
+        """Context in which modules are built, with equal values on all ranks."""
+        module = self.lightning_module
+        self._weights = None
+        if isinstance(module, PipelineModule) and module.model is None:
+            self._weights = module.pretrained_weights()
+        with self._parts_maker.building():
             yield
 
     def _split(self, module: PipelineModule) -> None:
@@ -171,8 +175,8 @@ class StagedStrategy(FolderCheckpointStrategy):
                     "The trainer's precision is '16-true', with which gradients of summed losses overflow without a"
                     " loss scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
                 )
-            record, self._record = self._record, None
-            parts = self._parts_maker.make(module, self._plan_for(module), record)
+            weights, self._weights = self._weights, None
+            parts = self._parts_maker.make(module, self._plan_for(module), weights)
             self._known[id(parts.split.kept)] = parts
         self._parts = parts
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import measure_costs
-from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from tests.distributed import run_ranks
 
@@ -139,12 +139,11 @@ def test_memory_is_of_parameters_gradients_states_buffers_and_what_is_kept_for_b
 
 
 @pytest.mark.parametrize("unit", ["time", "memory"])
-def test_a_deferred_model_stays_deferred_and_costs_the_same(unit: Any) -> None:
-    with deferred_init() as record:
+def test_a_model_on_the_meta_device_stays_there_and_costs_the_same(unit: Any) -> None:
+    with parameters_on_meta():
         model = Model()
     assert measure(model, unit=unit) == measure(Model(), unit=unit)
-    assert all(is_deferred(layer) for layer in model.layers)
-    record.materialise(model, keep=lambda name: True)
+    assert all(one.is_meta for one in model.layers.parameters())
 
 
 def test_a_model_and_random_states_are_as_they_were() -> None:

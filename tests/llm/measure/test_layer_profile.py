@@ -15,7 +15,7 @@ from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
-from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 
@@ -130,15 +130,13 @@ def test_each_kind_of_work_is_timed_by_itself() -> None:
 
 
 def test_measuring_leaves_model_and_random_numbers_as_they_are() -> None:
-    with deferred_init() as record:
+    with parameters_on_meta():
         model = Plain()
     state = torch.get_rng_state()
     measure_work(model, CONFIG, (ids(),), {}, loss_of)
     footprints(model)
     assert torch.equal(torch.get_rng_state(), state)
-    assert is_deferred(model)
-    record.materialise(model, keep=lambda name: True)
-    assert all(one.grad is None for one in model.parameters())
+    assert all(one.is_meta and one.grad is None for one in model.parameters())
 
 
 def test_bytes_and_operations_can_be_counted_by_hand() -> None:
@@ -199,7 +197,7 @@ class Grouped(nn.Module):
 def test_products_of_experts_are_counted_without_their_values() -> None:
     model = Plain()
     model.layers = nn.ModuleList(Grouped() for _ in range(2))
-    with deferred_init():
+    with parameters_on_meta():
         bare = Plain()
         bare.layers = nn.ModuleList(Grouped() for _ in range(2))
     found = footprints(bare).layers[0]

@@ -25,7 +25,6 @@ from tests.distributed import run_ranks
 from tests.llm.stage_cases import (
     CONFIG,
     MICRO_BATCHES,
-    Layer,
     inputs,
     layers_of,
     loss_of,
@@ -90,14 +89,6 @@ def test_which_layers_are_computed_again_does_not_depend_on_the_split() -> None:
     hidden = torch.rand(2, 3, 8, requires_grad=True)
     last(hidden, factor=torch.rand(3)).sum().backward()
     assert [layer.forwards for layer in layers_of(last)] == [1, 1, 2]
-
-
-def test_names_are_those_without() -> None:
-    plain, stage = whole_stage(), checkpointed("selective")
-    assert list(stage.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in stage.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in stage.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert type(stage.module.get_submodule("layers.3")) is Layer
 
 
 def test_a_copy_of_a_layer_computes_with_its_own_parameters() -> None:
@@ -239,12 +230,12 @@ def test_what_was_computed_again_is_let_go_of_with_the_graph(mode: Any, twice: b
 
 
 def test_attention_that_drops_out_is_computed_again_and_so_draws_its_numbers_again() -> None:
+    # Directly, since no such kernel runs on a CPU.
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     query = torch.rand(1, 1, 2, 4)
     assert _policy(None, attention, query, query, query).name == "MUST_SAVE"
     assert _policy(None, attention, query, query, query, 0.1).name == "PREFER_RECOMPUTE"
     assert _policy(None, attention, query, query, query, dropout_p=0.1).name == "PREFER_RECOMPUTE"
-    assert _policy(None, torch.ops.aten.gelu.default, query).name == "PREFER_RECOMPUTE"
 
 
 class Changing(nn.Module):

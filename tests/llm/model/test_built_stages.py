@@ -12,6 +12,7 @@ from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeli
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.model.built_stages import BuiltStages
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
@@ -19,6 +20,7 @@ from tests.strategies.llm_cases import (
     WIDTH,
     Noted,
     PipelineModule,
+    differing,
     fit,
     llm,
     loader,
@@ -91,6 +93,11 @@ class ByHand(Noted, PipelineModule):
         return (micro_batch["input_ids"],), {key: micro_batch[key] for key in ("scale",) if key in micro_batch}
 
 
+def on_meta() -> list[nn.Module]:
+    with parameters_on_meta():
+        return parts()
+
+
 def pytorch_stages() -> list[PipelineStage]:
     return [PipelineStage(part, index, 4, torch.device("cpu")) for index, part in enumerate(parts())]
 
@@ -129,7 +136,7 @@ CASES: dict[str, tuple[Callable[[], ByHand], str, bool]] = {
     "two modules a stage": (ByHand, "1f1b", True),
     "built early": (lambda: ByHand(early=True), "zbv_zero_bubble", True),
     "PyTorch's stages": (lambda: ByHand(pytorch_stages), "zbv_zero_bubble", True),
-    "a Pipe": (lambda: ByHand(pipe, early=True), "interleaved_1f1b", False),
+    "a Pipe": (lambda: ByHand(pipe), "interleaved_1f1b", False),
 }
 
 
@@ -151,10 +158,14 @@ def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
         module = module_of()
         fit(module, llm(schedule, 4), data_of(scaled))
         found[case] = {"losses": module.losses, **values_of(module.model)}
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        module = ByHand(on_meta)
+        torch.manual_seed(7)
+        fit(module, llm(schedule, 4), batches())
+        found[f"on the meta device, {schedule}"] = {"losses": module.losses, **values_of(module.model)}
     predicted: Any = trainer(llm("1f1b", 4)).predict(ByHand(early=True), loader(batches()))
     found["predicted"] = torch.cat(predicted)
     found["too few"] = message(lambda: fit(ByHand(lambda: [*parts()[:1], Last()]), llm("interleaved_1f1b"), batches()))
-    found["traced"] = message(lambda: fit(ByHand(pipe), llm("1f1b"), data_of(False)))
     return found
 
 
@@ -170,6 +181,15 @@ def test_training_is_that_of_one_device_to_the_bit(case: str, ranks: list[dict[s
     orders = dict.fromkeys("0123", range(4))
     alone = results_of(train_alone(module, "adamw", data_of(scaled), 4, orders), steps=0)
     assert not ranks_beyond_rounding((rank[case] for rank in ranks), Reference.exactly(alone))
+
+
+def test_a_model_on_the_meta_device_trains_equally_in_every_split(ranks: list[dict[str, Any]]) -> None:
+    one, other = (
+        {name: value for rank in ranks for name, value in rank[f"on the meta device, {schedule}"].items()}
+        for schedule in ("1f1b", "interleaved_1f1b")
+    )
+    assert one.pop("losses") == other.pop("losses")
+    assert not differing(one, other)
 
 
 def test_pytorchs_stages_are_their_modules(ranks: list[dict[str, Any]]) -> None:
@@ -189,17 +209,10 @@ def test_one_device_runs_the_stages_in_order(ranks: list[dict[str, Any]]) -> Non
         assert not predicted.differences({"logits": rank["predicted"]})
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("too few", "2 layers cannot go to 4 stages"),
-        ("traced", "build_model traces the model .* Build the Pipe in the module's"),
-    ],
-)
-def test_what_cannot_be_is_refused_on_every_rank(what: str, words: str, ranks: list[dict[str, Any]]) -> None:
+def test_fewer_stages_than_the_schedule_has_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        with pytest.raises(AssertionError, match=words):
-            raise AssertionError(rank[what])
+        with pytest.raises(AssertionError, match="2 layers cannot go to 4 stages"):
+            raise AssertionError(rank["too few"])
 
 
 def test_a_pipe_refuses_other_sizes_than_its_traces() -> None:

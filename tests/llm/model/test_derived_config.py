@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.model.derived_config import derive_config, returns_head_results, tried_config
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
 WIDTH, WORDS = 4, 7
@@ -200,13 +200,12 @@ def test_a_config_of_a_users_own_is_tried_too() -> None:
 
 
 def test_a_trial_takes_no_memory_and_no_random_numbers_and_changes_nothing() -> None:
-    with deferred_init():
-        model = CausalLM()
-        random = torch.get_rng_state()
-        model.model.does = "multiplies by a buffer"  # made inside, without memory
-        inside = derive_config(model)
-        assert torch.equal(torch.get_rng_state(), random)
-    assert is_deferred(model)
-    assert derive_config(model) == inside == derive_config(CausalLM())
-    assert derive_config(CausalLM("multiplies by a buffer")).trial == inside.trial
+    with parameters_on_meta():
+        model = CausalLM("multiplies by a buffer")
+    random = torch.get_rng_state()
+    found = derive_config(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(one.is_meta for one in model.parameters())
+    assert found == derive_config(CausalLM())
+    assert derive_config(CausalLM("multiplies by a buffer")).trial == found.trial
     assert not any(module._forward_hooks for module in model.modules())

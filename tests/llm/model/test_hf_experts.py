@@ -12,9 +12,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import RouterLosses, pass_router_logits, sum_router_losses
-from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import skip_experts, tap_routers
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
 from lightning_pipe.llm.split.by_name import split_evenly

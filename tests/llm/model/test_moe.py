@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.deferred import deferred_init, fake_copy
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.model.shapes import StageShapes
 from tests.rounding import Reference
@@ -151,17 +150,3 @@ def test_shapes_are_found_without_data() -> None:
     fake, mode = fake_copy(model)
     (shape,) = StageShapes([fake], mode).of((inputs(),), {})
     assert shape.outputs[0].shape == (3, 5, WIDTH)
-
-
-def test_a_deferred_layer_has_the_values_of_one_made_outright() -> None:
-    torch.manual_seed(1)
-    with deferred_init() as record:
-        layer = MoE(WIDTH, HIDDEN, EXPERTS, 2)
-    record.materialise(layer, keep=lambda name: True)
-    outright = make_layer()
-    assert all(torch.equal(one, other) for one, other in zip(layer.parameters(), outright.parameters(), strict=True))
-
-
-def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
-    with pytest.raises(SetupError, match="num_experts=4, top_k=5"):
-        make_layer(5)

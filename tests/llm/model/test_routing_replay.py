@@ -217,12 +217,9 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     size = "here \\(3, 5, at least 2, 2\\)"
     for wrong, message in (
         (given[:, :, :1], rf"shape \(3, 5, 1, 2\).* {size}"),
-        (given[0], rf"shape \(5, 2, 2\).* {size}"),
         (given.float(), r"torch.float32; expected integers"),
         (given.tolist(), r"has a list; expected integers"),
         (given + EXPERTS, r"experts 4 to 4 for 1; expected numbers from 0 to 3"),
-        (given - 1, r"experts -1 to -1"),
-        (given[..., :1], rf"shape \(3, 5, 2, 1\).* {size}"),
         (given[:, :4], rf"shape \(3, 4, 2, 2\).* {size}"),
     ):
         with pytest.raises(InputError, match=message):
@@ -301,13 +298,9 @@ def trained(rank: int, world: int, folder: Path, schedule: str, options: dict[st
 
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "whole": (1, "", {}),
-    "two stages": (2, "1f1b", {}),
-    "several stages a rank": (2, "interleaved_1f1b", {}),
     "two parts of the backward, computed again": (2, "zbv_zero_bubble", {"activation_checkpoint": {"mode": "full"}}),
-    "some computed again": (2, "gpipe", {"activation_checkpoint": {"mode": "selective"}}),
     "computed again": (2, "1f1b", {"activation_checkpoint": {"mode": "full"}}),
     "sequences shared in a ring, and experts": (2, "gpipe", {"pp": 1, "cp": 2, "cp_method": "ring", "ep": 2}),
-    "two stages of shared sequences": (4, "1f1b", {"pp": 2, "cp": 2}),
 }
 
 

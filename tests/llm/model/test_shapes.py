@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy

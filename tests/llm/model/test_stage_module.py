@@ -36,7 +36,6 @@ from lightning_pipe.llm.model.stage_module import (
     PassThrough,
     StageModule,
     make_stage,
-    prune,
     run_empty,
     shallow_copy,
     tied_parameters,
@@ -201,21 +200,15 @@ def test_stages_one_after_the_other_are_the_model(name: str, num_stages: int) ->
     assert_same(MODELS[name](), num_stages)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_every_stage_goes_by_the_positions_it_is_given(name: str) -> None:
-    model = MODELS[name]()
-    assert not torch.equal(whole(model, position_ids=POSITIONS)[0], whole(model)[0])
-    assert_same(model, 3, position_ids=POSITIONS)
-
-
 @pytest.mark.parametrize("name", ["own", *HUGGING_FACE])
-def test_every_stage_goes_by_the_mask_it_is_given(name: str) -> None:
+def test_every_stage_goes_by_the_mask_and_the_positions_that_it_is_given(name: str) -> None:
     model = MODELS[name]()
-    key = "mask" if name == "own" else "attention_mask"
-    shape = () if name == "own" else (2, 1)
-    mask = torch.eye(LENGTH, dtype=torch.bool).expand(*shape, LENGTH, LENGTH)
-    assert not torch.equal(whole(model, **{key: mask})[0], whole(model)[0])
-    assert_same(model, 3, **{key: mask})
+    own = name == "own"
+    mask = torch.eye(LENGTH, dtype=torch.bool).expand(*(() if own else (2, 1)), LENGTH, LENGTH)
+    given: list[dict[str, Any]] = [{"mask": mask}] if own else [{"attention_mask": mask}, {"position_ids": POSITIONS}]
+    for keywords in given:
+        assert not torch.equal(whole(model, **keywords)[0], whole(model)[0])
+        assert_same(model, 3, **keywords)
 
 
 def test_dropout_after_the_embedding_is_drawn_once() -> None:
@@ -295,30 +288,7 @@ def test_experts_are_not_taken_for_layers() -> None:
     assert (config.layer_prefix, config.num_layers) == ("model.layers", 2)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_a_model_without_memory_is_split_all_the_same(name: str) -> None:
-    with torch.device("meta"):
-        model = MODELS[name]()
-    rotary = {name: buffer for name, buffer in model.named_buffers() if "rotary" in name}
-    assert rotary
-    config = derive_config(model)
-    assert config == derive_config(MODELS[name]())
-    stage = make_stage(shallow_copy(model), config, split_evenly(config, 2)[1], 1, 2)
-    assert {parameter.device.type for parameter in stage.parameters()} == {"meta"}
-    assert all(rotary[name] is buffer for name, buffer in stage.module.named_buffers() if "rotary" in name)
-
-
 # Pruning
-
-
-def test_foreign_modules_pass_through_and_the_others_are_left_alone() -> None:
-    model = Transformer()
-    kept = model.layers[1]  # type: ignore[index]
-    prune(model, derive_config(model), ["layers.1"])
-    foreign = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
-    assert foreign == ["embed", "layers.0", "layers.2", "layers.3", "norm", "head"]
-    assert model.layers[1] is kept  # type: ignore[index]
-    assert len(model.layers) == 4  # type: ignore[arg-type]
 
 
 def test_a_stand_in_holds_nothing_and_hands_on_its_first_argument() -> None:
@@ -331,20 +301,6 @@ def test_a_stand_in_holds_nothing_and_hands_on_its_first_argument() -> None:
     assert stand_in(hidden=x, mask=2) is x
     assert LayerSlot(replaced, 2, Passage(), False, False)(x) == (x, None)
     assert vars(stand_in).items() >= {"in_features": 2, "attention_type": "sliding", "training": False}.items()
-
-
-def test_a_name_that_is_not_listed_cannot_be_kept() -> None:
-    model = Transformer()
-    with pytest.raises(
-        SetupError, match=r"should hold layers.4, which the model's config does not list; expected names from embed"
-    ):
-        prune(model, derive_config(model), ["layers.4"])
-
-
-@pytest.mark.parametrize("index", [-1, 2])
-def test_a_stage_outside_of_the_pipeline_is_refused(index: int) -> None:
-    with pytest.raises(SetupError, match=f"stage_index is {index} of num_stages 2"):
-        StageModule(nn.Linear(2, 2), index, 2)
 
 
 def test_a_hugging_face_stage_takes_one_positional_argument() -> None:
@@ -372,46 +328,27 @@ def test_operations_before_the_layers_are_those_of_the_first_stage(
     assert_same(model.eval(), num_stages)
 
 
-def test_hidden_states_that_enter_at_a_layer_are_not_touched_by_the_operations_before_it() -> None:
-    model = scaled_granite()
-    config = derive_config(model)
-    stage = make_stage(shallow_copy(model), config, ["model.layers.3"], 1, 3)
-    hidden = torch.rand(2, LENGTH, WIDTH)
-    entered: list[torch.Tensor] = []
-    stage.module.model.layers[3].register_forward_pre_hook(lambda _, args: entered.append(args[0]))  # type: ignore[union-attr, index]
-    left = stage(hidden)
-    assert torch.equal(entered[0], hidden)
-    assert left.shape == hidden.shape
-
-
-def test_a_stage_that_runs_no_layer_where_its_hidden_states_leave_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("held", "index", "ran", "place"),
+    [
+        (["transformer.wte", "transformer.h.0"], 0, slice(1), "after"),
+        (["transformer.h.1", "transformer.h.2"], 1, slice(1, None), "before"),
+    ],
+)
+def test_a_stage_that_runs_no_layer_where_hidden_states_leave_or_enter_is_an_error(
+    held: list[str], index: int, ran: slice, place: str
+) -> None:
     model = gpt2()
-    stage = make_stage(shallow_copy(model), derive_config(model), ["transformer.wte", "transformer.h.0"], 0, 2)
-    stage.module.transformer.h = stage.module.transformer.h[:1]  # type: ignore[union-attr, index]
-    with pytest.raises(SetupError, match=r"stage 0 of 2 ran no layer after its own"):
-        stage(TOKENS)
-
-
-def test_a_stage_that_runs_no_layer_where_its_hidden_states_enter_is_an_error() -> None:
-    model = gpt2()
-    stage = make_stage(shallow_copy(model), derive_config(model), ["transformer.h.1", "transformer.h.2"], 1, 3)
-    stage.module.transformer.h = stage.module.transformer.h[1:]  # type: ignore[union-attr, index]
-    with pytest.raises(SetupError, match=r"stage 1 of 3 ran no layer before its own"):
-        stage(torch.rand(2, LENGTH, WIDTH))
+    stage = make_stage(shallow_copy(model), derive_config(model), held, index, 3)
+    stage.module.transformer.h = stage.module.transformer.h[ran]  # type: ignore[union-attr, index]
+    with pytest.raises(SetupError, match=rf"stage {index} of 3 ran no layer {place} its own"):
+        stage(torch.rand(2, LENGTH, WIDTH) if index else TOKENS)
 
 
 def test_a_module_that_token_ids_do_not_need_is_an_error_where_it_is_called() -> None:
     slot = InputSlot(nn.Linear(2, 3), WIDTH, "vision_tower")
     with pytest.raises(InputError, match=r"calls vision_tower, which only stage 0 holds; expected a batch of tokens"):
         slot(torch.ones(2))
-
-
-def test_a_module_outside_the_layers_gives_the_shape_of_the_replaced_one() -> None:
-    assert InputSlot(nn.Embedding(5, 3), WIDTH)(TOKENS).shape == (2, LENGTH, 3)
-    assert InputSlot(nn.Linear(4, 3), WIDTH)(torch.ones(2, LENGTH, 4)).shape == (2, LENGTH, 3)
-    assert InputSlot(nn.Sequential(), WIDTH)(TOKENS).shape == (2, LENGTH, WIDTH)
-    given = torch.ones(2, LENGTH, 4)
-    assert InputSlot(nn.LayerNorm(4), WIDTH)(input_ids=None, embeddings=given) is given
 
 
 # Models of a user's own that cannot be cut
@@ -427,23 +364,6 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
     run_empty(model, derive_config(model), hidden, mask=None)
     with pytest.raises(SetupError, match=r"Scaled cannot be cut.*changes its input"):
         run_empty(Scaled(), derive_config(model), hidden, mask=None)
-
-
-def test_a_model_of_layers_alone_is_named_without_other_modules() -> None:
-    class LayersAlone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x * factor
-
-    hidden = torch.rand(2, LENGTH, WIDTH)
-    run_empty(LayersAlone(), ModuleConfig(2, "layers"), hidden)
-    with pytest.raises(SetupError, match="LayersAlone cannot be cut: with its layers passing through, its forward"):
-        run_empty(LayersAlone(), ModuleConfig(2, "layers"), hidden, factor=2.0)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.batches.padding import pad_microbatch
-from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention, OwnMasks

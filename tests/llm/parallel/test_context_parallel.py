@@ -130,7 +130,6 @@ def test_a_square_mask_counts_as_it_is_and_its_chunk_is_cut_on_both_dimensions()
 @pytest.mark.parametrize(
     ("micro_batch", "size", "message"),
     [
-        (tokens_of(1, 6), 4, "6 tokens a row, which parallel.cp=4 does not divide; .* multiple of 4"),
         ({"name": "a"}, 2, "lengths {}; expected one length"),
         (tokens_of(1, 4) | {"labels": torch.ones(1, 6)}, 2, "'input_ids': 4, 'labels': 6"),
         (tokens_of(2, 4) | {"attention_mask": torch.ones(2, 4, 4)}, 2, r"shape \(2, 4, 4\)"),
@@ -146,7 +145,7 @@ def test_a_square_mask_counts_as_it_is_and_its_chunk_is_cut_on_both_dimensions()
             r"\[0, 2, 4\] and its cu_seq_lens_k \[0, 1, 4\]",
         ),
     ],
-    ids=["length", "no sequence", "lengths", "three dimensions", "not square", "mask and documents", "documents"],
+    ids=["no sequence", "lengths", "three dimensions", "not square", "mask and documents", "documents"],
 )
 def test_what_cannot_be_cut_is_refused(micro_batch: dict[str, Any], size: int, message: str) -> None:
     with pytest.raises(InputError, match=message):

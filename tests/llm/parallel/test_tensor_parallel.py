@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import get_total_norm
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import skip_experts
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.parallel.data_parallel import parallelise_stage

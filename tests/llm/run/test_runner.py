@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy

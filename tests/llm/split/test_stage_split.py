@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.split.options import SplitOptions
@@ -92,10 +95,16 @@ class Kept(Plain):
 
 
 def split(
-    kind: type[nn.Module], mine: Sequence[int], num_stages: int, layers: Sequence[int] | None = None, **options: Any
+    kind: type[nn.Module],
+    mine: Sequence[int],
+    num_stages: int,
+    layers: Sequence[int] | None = None,
+    *,
+    building: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **options: Any,
 ) -> SplitModel:
     torch.manual_seed(SEED)
-    with deferred_init() as record:
+    with building():
         model = kind()
     names = {one.name for one in fields(SplitOptions)} & options.keys()
     where = SplitOptions(None if layers is None else tuple(layers), **{name: options.pop(name) for name in names})
@@ -105,7 +114,7 @@ def split(
         "parallelism": StageParallelism(),
         **options,
     }
-    return split_model(model, record, num_stages=num_stages, mine=mine, options=where, **settings)
+    return split_model(model, num_stages=num_stages, mine=mine, options=where, **settings)
 
 
 def whole(kind: type[nn.Module] = TinyLM) -> nn.Module:
@@ -122,6 +131,17 @@ def test_ranks_parts_are_the_model_to_the_bit_under_its_own_names(ranks: list[tu
     assert sum(map(len, found)) == len(values_of(whole()))
     assert not differing({name: value for one in found for name, value in one.items()}, values_of(whole()))
     assert {part.names for part in parts} == {tuple(name for name, _ in whole().named_parameters())}
+
+
+def test_a_model_on_the_meta_device_starts_from_the_same_values_in_every_split() -> None:
+    only = values_of(split(Tied, (0,), 1, building=parameters_on_meta).kept)
+    for count in (2, 4):
+        for index in range(count):
+            part = split(Tied, (index,), count, building=parameters_on_meta)
+            found = values_of(part.kept)
+            assert not differing(found, {name: only[name] for name in found})
+            assert not any(one.is_meta for stage in part.stages.values() for one in stage.parameters())
+    assert not any(value.isnan().any() for value in only.values())
 
 
 def test_stages_one_after_the_other_are_the_model() -> None:
@@ -143,10 +163,19 @@ def test_what_is_kept_and_what_is_run_are_the_same_parameters() -> None:
     assert list(part.stages) == [1, 3]
 
 
-def test_what_is_not_a_ranks_own_takes_no_memory() -> None:
-    part = split(TinyLM, (1,), 2)
+def test_the_memory_of_other_ranks_parts_is_released() -> None:
+    foreign: list[weakref.ref[nn.Parameter]] = []
+
+    class Watched(TinyLM):
+        def __init__(self) -> None:
+            super().__init__()
+            foreign.extend(weakref.ref(one) for one in (*self.embedding.parameters(), *self.layers[0].parameters()))
+
+    part = split(Watched, (1,), 2)
+    gc.collect()
     assert {name.split(".")[0] for name in values_of(part.kept)} == {"layers", "norm", "head"}
-    assert all(parameter.untyped_storage().nbytes() for parameter in part.kept.parameters())
+    assert foreign
+    assert all(one() is None for one in foreign)
 
 
 def test_shapes_of_every_stage_are_known_on_every_rank() -> None:

@@ -116,7 +116,15 @@ CASES: dict[str, Case] = {
         {"dp_shard": 2, "ep": 2},
         {"gradient_clip_val": 0.1},
     ),
-    "some experts": ("experts", "rows", "gpipe", {"dp_shard": 4, "ep": 2}, {}),
+    "experts, recomputed in two parts of the backward": (
+        "experts",
+        "rows",
+        "zbv_zero_bubble",
+        {"dp_shard": 2, "ep": 2, "activation_checkpoint": {"mode": "selective"}},
+        {},
+    ),
+    "some experts": ("experts", "rows", "gpipe", {"dp_shard": 4, "ep": 2, "reshard_after_forward": True}, {}),
+    "some experts, in replicas": ("experts", "rows", "gpipe", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {}),
     "replicated experts": ("experts", "rows", "zbv_zero_bubble", {"dp_replicate": 2}, {}),
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
 from tests.strategies.llm_cases import Tiny, TinyLM
 
@@ -59,14 +59,13 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_bytes_are_those_of_a_real_model(kind: str) -> None:
-    with deferred_init() as record:
+    with parameters_on_meta():
         module = Trained(MAKERS[kind])
         module.configure_model()
     assert module.model is not None
     config = derive_config(module.model)
     assert optimizer_bytes(module, config) == by_piece(really(MAKERS[kind]), config)
-    assert is_deferred(module.model)
-    record.materialise(module.model, keep=lambda name: True)
+    assert all(one.is_meta for one in module.model.parameters())
 
 
 def test_what_a_parameter_is_marked_with_is_seen() -> None:
@@ -76,7 +75,7 @@ def test_what_a_parameter_is_marked_with_is_seen() -> None:
             self.head.weight.slow = True  # type: ignore[attr-defined]
 
     module = Trained(lambda one: torch.optim.Adam([p for p in one.parameters() if getattr(p, "slow", False)]))
-    with deferred_init():
+    with parameters_on_meta():
         module.model = Marked()
     found = optimizer_bytes(module, derive_config(module.model))
     assert found.layers == (0, 0, 0, 0)
