@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import lightning.pytorch as pl
 from fsspec.implementations.local import LocalFileSystem
@@ -47,6 +47,7 @@ __all__ = [
     "Sync",
     "TrainingEpochLoop",
     "accumulates",
+    "as_class",
     "batch_sizes",
     "before_resumption",
     "find_last_at_urls",
@@ -56,21 +57,48 @@ __all__ = [
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
+    "tear_down",
     "timeout_of",
     "validates_by_time",
     "without_loaders",
+    "wrapped_sampler",
 ]
 
 
+T = TypeVar("T")
+
+
+def as_class(present: Any, kind: type[T]) -> T:
+    """Instance of the subclass *kind* with the attributes of *present*, which other code may hold already."""
+    if isinstance(present, kind):
+        return present
+    made = kind.__new__(kind)
+    vars(made).update(vars(present))
+    return made
+
+
 class SignalConnector(_SignalConnector):
-    """Lightning's signal connector, with a public name for the handler of Slurm's signal."""
+    """Lightning's signal connector, with public names for its handlers."""
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> Self:
+        """Replace the trainer's signal connector, and return the new one."""
+        trainer._signal_connector = made = as_class(trainer._signal_connector, cls)
+        return made
 
     def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
         """Save a checkpoint and put the job back into the queue, immediately and on this rank alone."""
         super()._slurm_sigusr_handler_fn(signum, frame)
 
+    def on_sigterm(self, signum: int | signal.Signals, frame: FrameType) -> None:
+        """Notify all ranks, immediately."""
+        super()._sigterm_notifier_fn(signum, frame)
+
     def _slurm_sigusr_handler_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
         self.on_slurm_signal(signum, frame)
+
+    def _sigterm_notifier_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
+        self.on_sigterm(signum, frame)
 
 
 def timeout_of(strategy: Any) -> timedelta:
@@ -147,3 +175,13 @@ def without_loaders(loop: FitLoop) -> Iterator[None]:
 def validates_by_time(trainer: pl.Trainer) -> bool:
     """Return True if ``val_check_interval`` is a time."""
     return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+
+
+def tear_down(trainer: pl.Trainer) -> None:
+    """End a trainer's loops, strategy and signal handlers, as after an error."""
+    trainer._teardown()
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Sampler in Lightning's ``DistributedSamplerWrapper``; None if *sampler* is no such wrapper."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)

@@ -109,24 +109,11 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Logged values for a rank, None without any; another number of ranks than wrote them gets equal shares."""
-    if not ranks:
-        return None
+def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Logged values for a rank. On another number of ranks, the means of the epoch begin again."""
     stopped = any(packed["stopped"] for packed in ranks)
-    if len(ranks) == rank_count:
-        return {**ranks[rank], "stopped": stopped}
-    shares = []
-    for entry in ranks[0]["epoch"]:
-        same = [other for packed in ranks for other in packed["epoch"] if other["arguments"] == entry["arguments"]]
-        if "value" not in entry or len(same) < len(ranks):
-            continue
-        values = torch.stack([other["value"] for other in same])
-        reduction = entry["reduction"].removeprefix("torch.")
-        value = getattr(values, f"a{reduction}")(0) if reduction in ("max", "min") else values.sum(0) / rank_count
-        rows = None if entry["rows"] is None else sum(other["rows"] for other in same) / rank_count
-        shares.append({**entry, "value": value, "rows": rows})
-    return {**ranks[0], "epoch": shares, "stopped": stopped}
+    own = ranks[rank] if len(ranks) == rank_count else {**ranks[0], "epoch": []}
+    return {**own, "stopped": stopped}
 
 
 def restore(loop: Any, packed: dict[str, Any]) -> None:
@@ -134,8 +121,6 @@ def restore(loop: Any, packed: dict[str, Any]) -> None:
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
     for name in _LATEST:
-        if not all(isinstance(key, str) and _is_plain(value) for key, value in packed["latest"][name].items()):
-            raise TypeError(f"expected numbers and tensors by name in {name}")
         getattr(trainer._logger_connector, name).update(_on(device, packed["latest"][name]))
     for entry in packed["epoch"]:
         _restore(loop._results, entry, trainer, device)
@@ -161,16 +146,13 @@ def _restore(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: t
             return  # the module has changed since
     else:
         value = entry["value"].to(device)
-    last = entry["last"]
-    if not (isinstance(meta.fx, str) and isinstance(meta.name, str) and (last is None or _is_plain(last))):
-        raise TypeError(f"expected a name and a last value, got {meta.fx!r}, {meta.name!r} and {last!r}")
     key = f"{meta.fx}.{meta.name}"
     results[key] = ResultMetric(meta, is_tensor="states" not in entry)
     metric = results[key]  # the collection may replace it
     metric.value = value
     if entry.get("rows") is not None:
         metric.cumulated_batch_size = entry["rows"].to(device)
-    metric._forward_cache, metric._update_count = _on(device, {"last": last})["last"], 1
+    metric._forward_cache, metric._update_count = _on(device, {"last": entry["last"]})["last"], 1
     if hasattr(results, "restored"):
         results.restored.add(key)
 
@@ -204,3 +186,26 @@ def end_epoch(loop: TrainingEpochLoop) -> None:
     if loop._num_ready_batches_reached() and monitored <= trainer.callback_metrics.keys():
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     connector.reset_results()
+
+
+# ---------------------------------------------------------------------- torchmetrics
+
+
+def reductions_of(metric: Metric) -> dict[str, Any]:
+    """How ranks combine each state of a metric, by its name."""
+    return metric._reductions
+
+
+def has_result(metric: Metric) -> bool:
+    """Return True if a metric has a result since its last update, which ``compute`` would return again."""
+    return metric._computed is not None
+
+
+def compute_anew(metric: Metric) -> None:
+    """Make the next ``compute`` of a metric combine the states of all ranks."""
+    metric._computed = None
+
+
+def count_update(metric: Metric) -> None:
+    """Count an update, without which torchmetrics warns."""
+    metric._update_count += 1

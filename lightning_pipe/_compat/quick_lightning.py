@@ -31,6 +31,7 @@ from lightning_pipe._compat.lightning import (
     ResultCollection,
     ResultMetric,
     TrainingEpochLoop,
+    as_class,
 )
 
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
@@ -165,9 +166,7 @@ class QuickOptimization(AutomaticOptimization):
 def make_quick(loop: TrainingEpochLoop) -> None:
     """Replace Lightning's own optimisation loop and results in *loop* with faster ones. Custom ones are kept."""
     if type(loop.automatic_optimization) is AutomaticOptimization:
-        made = QuickOptimization.__new__(QuickOptimization)
-        vars(made).update(vars(loop.automatic_optimization))
-        loop.automatic_optimization = made
+        loop.automatic_optimization = as_class(loop.automatic_optimization, QuickOptimization)
     if type(loop._results) is ResultCollection and not loop._results:
         loop._results = _QuickResults(training=True)
 

@@ -105,6 +105,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "version_counters_preserved",
+    "workers_wait",
 ]
 
 # The method of process groups has another name before PyTorch 2.13.
@@ -319,3 +320,8 @@ def gradient_buckets(model: DistributedDataParallel) -> list[list[torch.Tensor]]
 def rebuild_buckets(model: DistributedDataParallel) -> bool:
     """Order the buckets as the first backward pass produced the gradients; False if that has been done before."""
     return bool(model.reducer._rebuild_buckets())
+
+
+def workers_wait(loader: Any) -> bool:
+    """Return True if a loader's persistent workers have been started and wait for its next iteration."""
+    return isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None

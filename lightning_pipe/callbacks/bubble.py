@@ -15,6 +15,7 @@ from rich.text import Text
 from lightning_pipe.callbacks.common import CallbackWithGroup, log_values
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.simulation import actions_of
@@ -48,12 +49,8 @@ class BubbleMonitor(CallbackWithGroup):
     """
 
     def __init__(self, every_n_steps: int = 50, warmup: int = 3) -> None:
-        if every_n_steps < 1 or warmup < 0:
-            raise SetupError(
-                "`every_n_steps` must be at least 1 and `warmup` at least 0, got"
-                f" every_n_steps={every_n_steps} and warmup={warmup}. Pass larger values, or omit them to use the"
-                " defaults 50 and 3."
-            )
+        check_whole_number("every_n_steps", every_n_steps, 1)
+        check_whole_number("warmup", warmup, 0)
         self._every = every_n_steps
         self._warmup = warmup
         self._steps: deque[StepBubble] = deque(maxlen=_KEPT)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 
+def require_pipeline(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Check that the trainer's strategy runs tasks."""
+    if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
+        name = type(callback).__name__
+        raise SetupError(
+            f"{name} expected a strategy with a pipeline, got {type(trainer.strategy).__name__}. Use"
+            f" strategy='pipeline', 'in_process_pipeline', a recsys_* or an llm_* strategy, or remove {name}."
+        )
+
+
 def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    """Loop that runs tasks. The callback must have checked in ``on_fit_start`` that the trainer has one."""
+    """Loop that runs tasks, after :func:`require_pipeline`."""
     loop = trainer.fit_loop.epoch_loop
     assert isinstance(loop, PipelineTrainingEpochLoop)
     return loop
@@ -36,6 +48,7 @@ class CallbackWithGroup(pl.Callback):
     """Callback that has a CPU process group of all ranks during a fit, independent of collectives in other groups."""
 
     _group: dist.ProcessGroup | None = None  # None with one rank
+    _warned = False
 
     def _make_group(self) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -50,6 +63,18 @@ class CallbackWithGroup(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave_group()
 
+    def _write(self, write: Callable[[], None]) -> None:
+        """Call *write*. If a file cannot be written, or the device has failed, warn once a fit."""
+        try:
+            write()
+        except (OSError, RuntimeError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(
+                    f"{type(self).__name__} could not write a file ({error}). Training continues; check the paths of"
+                    " its files."
+                )
+
 
 def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
     """Write values of this step to the trainer's ``callback_metrics`` and to its loggers."""
@@ -57,14 +82,6 @@ def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
     # Not through the module's `log`, which would send the values to the loggers again in the following steps.
     for logger in trainer.loggers:
         logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def checked_path(name: str, path: str | Path) -> Path:
-    """Return *path* as a ``Path`` after checking that it can name a file."""
-    found = Path(path)
-    if not found.name or "\0" in str(path):
-        raise SetupError(f"`{name}` must be the path of a file, got {str(path)!r}. Pass a valid file name, or None.")
-    return found
 
 
 def numbered(folder: Path, path: Path, suffix: str) -> Path:

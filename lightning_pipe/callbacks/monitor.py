@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_pipe._compat.lightning import batch_sizes
-from lightning_pipe.callbacks.common import CallbackWithGroup, log_values, loop_of, pipeline_of
+from lightning_pipe._compat.lightning import batch_sizes, loaders_of
+from lightning_pipe.callbacks.common import CallbackWithGroup, log_values, loop_of, pipeline_of, require_pipeline
 from lightning_pipe.callbacks.verdict import (
     StepUse,
     Straggler,
@@ -24,12 +24,10 @@ from lightning_pipe.callbacks.verdict import (
     forward_wait,
     rank_waits,
 )
-from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.ranks.together import gather, shares_host
-from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running_work import running
 
 _FEWEST = 3  # iterations of an epoch below which no verdict is given
@@ -164,12 +162,7 @@ class PipelineMonitor(CallbackWithGroup):
     # ------------------------------------------------------------------ Lightning's calls
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
-            raise SetupError(
-                f"PipelineMonitor expected a strategy with a pipeline, got {type(trainer.strategy).__name__}. Use"
-                " strategy='pipeline', 'in_process_pipeline', a recsys_* or an llm_* strategy, or remove"
-                " PipelineMonitor."
-            )
+        require_pipeline(trainer, self)
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._make_group()
         self._one_host = self._group is not None and shares_host(self._group)
@@ -293,6 +286,6 @@ def _samples(batch: Any) -> int | None:
 
 def _num_workers(trainer: pl.Trainer) -> int | None:
     """Largest number of workers of any loader; None if no loader is PyTorch's ``DataLoader``."""
-    combined = trainer.fit_loop._combined_loader
+    combined = loaders_of(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
     return max((one.num_workers for one in loaders if isinstance(one, DataLoader)), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +14,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import CallbackWithGroup, checked_path, loop_of, numbered, pipeline_of
-from lightning_pipe.callbacks.cost_figure import log_figure
+from lightning_pipe.callbacks.common import CallbackWithGroup, loop_of, numbered, pipeline_of
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
@@ -42,8 +41,7 @@ class PipelineProfiler(CallbackWithGroup):
     had been taken. All ranks profile at the same step. Rank 0 reports its own measurements:
 
     - a printed table;
-    - ``exposed/TASK`` and ``own/TASK`` in seconds for the trainer's loggers, and a figure for the loggers that accept
-      figures (TensorBoard, Weights & Biases, MLflow) if Matplotlib is installed;
+    - ``exposed/TASK`` and ``own/TASK`` in seconds for the trainer's loggers;
     - a JSON file, which ``ProfileResult.from_json`` reads;
     - an HTML report with the costs, the plan and a picture of the timeline before the profile. The report is a single
       file that can be opened offline. Its pictures require Matplotlib.
@@ -68,7 +66,7 @@ class PipelineProfiler(CallbackWithGroup):
 
     Raises:
         SetupError: If a number is too small or no step is given; when fit begins, if the strategy's tasks cannot be
-            profiled or a step in *at_steps* exceeds the trainer's ``max_steps``.
+            profiled.
     """
 
     def __init__(
@@ -84,20 +82,12 @@ class PipelineProfiler(CallbackWithGroup):
         report: str | Path | None = "report.html",
         show: bool = True,
     ) -> None:
-        if isinstance(at_steps, int) or isinstance(tasks, str):
-            what, value = ("at_steps", at_steps) if isinstance(at_steps, int) else ("tasks", tasks)
-            raise SetupError(f"`{what}` must be a list, got {value!r}. Pass [{value!r}].")
-        if not at_steps and every_n_steps is None:
-            raise SetupError(
-                "PipelineProfiler needs the steps to profile after, got none. Pass `at_steps` or `every_n_steps`, for"
-                " example at_steps=(100,) or every_n_steps=1000."
-            )
         steps = [*at_steps, *([] if every_n_steps is None else [every_n_steps])]
-        if any(not isinstance(step, int) or step < 1 for step in steps):
+        if not steps or any(not isinstance(step, int) or step < 1 for step in steps):
             raise SetupError(
-                "`at_steps` and `every_n_steps` must be optimizer steps of at least 1, got"
-                f" at_steps={tuple(at_steps)} and every_n_steps={every_n_steps}. Start at 1 or later: before the first"
-                " step no batch is available to profile with."
+                "PipelineProfiler needs the optimizer steps to profile after, 1 or later, got"
+                f" at_steps={tuple(at_steps)} and every_n_steps={every_n_steps}. Pass for example at_steps=(100,) or"
+                " every_n_steps=1000."
             )
         for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
             check_whole_number(what, number, 1)
@@ -105,8 +95,8 @@ class PipelineProfiler(CallbackWithGroup):
         self._every = every_n_steps
         self._tasks = None if tasks is None else list(tasks)
         self._rounds, self._iterations = rounds, iterations
-        self._path = None if path is None else checked_path("path", path)
-        self._report = None if report is None else checked_path("report", report)
+        self._path = None if path is None else Path(path)
+        self._report = None if report is None else Path(report)
         self._show = show
         self._latest: deque[Any] = deque(maxlen=batches)
         self._profiles: dict[int, ProfileResult] = {}
@@ -114,7 +104,6 @@ class PipelineProfiler(CallbackWithGroup):
         self._stepped = 0
         self._trace: Trace | None = None
         self._folder = Path()
-        self._warned = False
 
     @property
     def profiles(self) -> dict[int, ProfileResult]:
@@ -130,12 +119,6 @@ class PipelineProfiler(CallbackWithGroup):
                 f" {type(trainer.strategy).__name__}. Use a recsys_* strategy such as"
                 " strategy='recsys_prefetch_pipeline'. For language models in stages use BubbleMonitor, for other"
                 " pipelines PipelineMonitor or PipelineTrace."
-            )
-        late = [step for step in self._at if -1 < trainer.max_steps < step]
-        if late:
-            raise SetupError(
-                f"`at_steps` must not exceed the trainer's max_steps={trainer.max_steps}, got {late[0]}. Pass earlier"
-                " steps, or increase max_steps."
             )
         self._latest.clear()
         self._profiles.clear()
@@ -225,16 +208,14 @@ class PipelineProfiler(CallbackWithGroup):
         values = {f"own/{name}": seconds for name, seconds in profile.own.items()}
         values.update({f"exposed/{name}": seconds for name, seconds in profile.exposed.items()})
         for logger in trainer.loggers:
-            at = trainer.fit_loop.epoch_loop._batches_that_stepped
-            logger.log_metrics(values, step=at)
-            log_figure(logger, "exposed", profile, at)
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         path, report = self._path, self._report
         if path is not None:
-            self._write(self._named(path, step), lambda to: _write_json(to, profile))
+            self._write(lambda: _write_json(self._named(path, step), profile))
         if report is not None:
             timeline = Timeline(bars, plan.dependencies) if bars else None
             facts = _facts(trainer, step, profile)
-            self._write(self._named(report, step), lambda to: write_report(to, profile, plan, timeline, facts))
+            self._write(lambda: write_report(self._named(report, step), profile, plan, timeline, facts))
 
     def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
         """Stop this callback's trace, if it is the one being recorded, and return its spans."""
@@ -253,16 +234,6 @@ class PipelineProfiler(CallbackWithGroup):
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""
         return numbered(self._folder, path, number)
-
-    def _write(self, path: Path, write: Callable[[Path], None]) -> None:
-        try:
-            write(path)
-        except (OSError, ValueError) as error:
-            if not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    f"PipelineProfiler could not write a file ({error}). Training continues; check `path` and `report`."
-                )
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:

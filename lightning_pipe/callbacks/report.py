@@ -9,12 +9,15 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
-from lightning_pipe.callbacks.cost_figure import cost_figure
-from lightning_pipe.callbacks.timeline_picture import draw_timeline
+from lightning_pipe.callbacks.timeline_picture import draw_timeline, without_mathtext
 from lightning_pipe.engine import PipelinePlan, ProfileResult
 from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SHOWN = 4  # iterations in the picture of the timeline
 _HIDDEN = 0.5  # smallest part of a task's own time that must overlap for the task to be called hidden
@@ -57,6 +60,33 @@ def _picture(title: str, draw: Callable[[Path], None]) -> str:
         draw(path)
         data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{title}" src="data:image/png;base64,{data}">'
+
+
+def cost_figure(profile: ProfileResult) -> Figure:
+    """Bar chart of each task's own and exposed time in ms, with confidence intervals for the exposed time."""
+    from matplotlib.figure import Figure
+
+    tasks = profile.tasks
+    figure = Figure(figsize=(9, 1.6 + 0.42 * len(tasks)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for row, one in enumerate(tasks.values()):
+        axes.barh(row - 0.2, 1e3 * one.own, 0.38, color="#B9CFE0", label=None if row else "own")
+        if one.exposed is not None and one.low is not None and one.high is not None:
+            around = [[1e3 * max(0.0, one.exposed - one.low)], [1e3 * max(0.0, one.high - one.exposed)]]
+            axes.barh(row + 0.2, 1e3 * one.exposed, 0.38, color="#0072B2", xerr=around, capsize=2.5)
+    axes.barh(0, 0, color="#0072B2", label="exposed, with 95 % interval")
+    axes.set_yticks(range(len(tasks)), [without_mathtext(name) for name in tasks])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per iteration")
+    title = f"plan {profile.plan}: {1e3 * profile.seconds:.2f} ms per iteration"
+    axes.set_title(without_mathtext(title), loc="left")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.axvline(0, color="#888888", linewidth=0.8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def _summary(profile: ProfileResult) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import CallbackWithGroup, checked_path, loop_of, numbered, pipeline_of
+from lightning_pipe.callbacks.common import (
+    CallbackWithGroup,
+    loop_of,
+    numbered,
+    pipeline_of,
+    require_pipeline,
+)
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
@@ -20,7 +25,6 @@ from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.observe.trace_events import write_trace
 from lightning_pipe.engine.ranks.together import gather_to_first
-from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running_work import running
 
 _DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
@@ -75,24 +79,20 @@ class PipelineTrace(CallbackWithGroup):
         picture: str | Path | None = "timeline.png",
         keep: int = 100_000,
     ) -> None:
-        try:
-            first, number = (0, 1) if steps is None else steps
-            whole = all(isinstance(one, int) for one in (first, number, keep))
-        except (TypeError, ValueError):
-            first, number, whole = 0, 0, False
-        if not whole or first < 0 or number < 1 or keep < 1:
+        if steps is not None and (len(steps) != 2 or steps[0] < 0 or steps[1] < 1):
             raise SetupError(
-                "`steps` must be a first batch of at least 0 and a number of batches of at least 1, and `keep` must be"
-                f" at least 1, got steps={steps} and keep={keep}. Pass whole numbers, for example steps=(10, 4)."
+                "`steps` must be a first batch of at least 0 and a number of batches of at least 1, got"
+                f" steps={steps}. Pass whole numbers, for example steps=(10, 4)."
             )
+        check_whole_number("keep", keep, 1)
         check_whole_number("every", every, 1, optional=True)
-        if every is not None and (steps is None or every < number):
+        if every is not None and (steps is None or every < steps[1]):
             raise SetupError(
                 "`every` must be at least the number of batches in steps=(first, number), so that recordings do not"
                 f" overlap, got every={every} and steps={steps}. Increase `every`, or pass shorter `steps`."
             )
-        self._path = checked_path("path", path)
-        self._picture = None if picture is None else checked_path("picture", picture)
+        self._path = Path(path)
+        self._picture = None if picture is None else Path(picture)
         if self._picture is not None:
             require_matplotlib(self._picture)
         self._steps = steps
@@ -101,17 +101,12 @@ class PipelineTrace(CallbackWithGroup):
         self._trained = 0
         self._recording: Recording | None = None
         self._folder = Path()
-        self._warned = False
         self._evaluation_began: float | None = None
 
     # ------------------------------------------------------------------ Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
-            raise SetupError(
-                f"PipelineTrace expected a strategy that runs tasks, got {type(trainer.strategy).__name__}. Use"
-                " strategy='pipeline', 'in_process_pipeline', a recsys_* or an llm_* strategy, or remove PipelineTrace."
-            )
+        require_pipeline(trainer, self)
         _check_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
         self._make_group()
@@ -175,7 +170,7 @@ class PipelineTrace(CallbackWithGroup):
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
             write_trace(timeline, path, {"ended by": repr(exception)})
 
-        self._try(leave)
+        self._write(leave)
 
     # ------------------------------------------------------------------ recordings and files
 
@@ -208,25 +203,15 @@ class PipelineTrace(CallbackWithGroup):
             "batches": [recording.first, recording.last],
             "clock_error_us": [round(1e6 * error, 1) for _, error in found],
         }
-        self._try(lambda: write_trace(timeline, self._named(self._path, recording), notes))
+        self._write(lambda: write_trace(timeline, self._named(self._path, recording), notes))
         if self._picture is not None:
             picture = self._named(self._picture, recording)
             name = running(trainer.strategy).title or f"plan {pipeline.plan.name}"
-            self._try(lambda: _draw(timeline, picture, name, recording))
+            self._write(lambda: _draw(timeline, picture, name, recording))
 
     def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
         number = "" if self._every is None else f"-{recording.first}"
         return numbered(self._folder, path, f"{number}{suffix}")
-
-    def _try(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except (OSError, RuntimeError, ValueError) as error:  # from the file, or from a failed device
-            if not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    f"PipelineTrace could not write a file ({error}). Training continues; check `path` and `picture`."
-                )
 
 
 def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.checkpoints.folder_reading import (
-    EXPORTED_FROM,
-    read_metadata,
-    read_rest,
-    read_whole,
-)
+from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.checkpoints.stage_layout import (
@@ -82,9 +77,6 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
-        checkpoint[EXPORTED_FROM] = (
-            place.absolute() if isinstance(place, Path) else place
-        ).name  # the name only: files are moved
         with whole_file(target) as written:
             torch.save(checkpoint, written)
 

@@ -18,14 +18,10 @@ from lightning_pipe._compat.torch import ShardedTensor, flatten_state_dict, set_
 from lightning_pipe.checkpoints.folder_writing import META, reasons
 from lightning_pipe.checkpoints.named_optimizer import listed
 from lightning_pipe.checkpoints.remote_folder import Folder
-from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object, opened
+from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
 from lightning_pipe.checkpoints.whole_folder import restore_replaced
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
-
-# Key of an exported file for the name of its source folder. It is shown if the file is given in place of the folder.
-EXPORTED_FROM = "lightning_pipe_exported_from"
 
 
 def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Metadata:
@@ -35,32 +31,21 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     """
     if isinstance(folder, Path):
         restore_replaced(folder)
-    found = "a file" if folder.is_file() else f"a folder without {META}" if folder.exists() else "not there"
+    fix = ""
+    found = f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
         saved = SafeReader(folder).read_metadata()
-        if any(path[0] in parts for path in (saved.planner_data or {}).values()):
+        if any(path[0] in parts for path in saved.planner_data.values()):
             return saved
         found = "a folder of another kind"
-    source = _exported_from(folder) if folder.is_file() else None
-    if source is None:
-        raise SetupError(f"the checkpoint {str(folder)!r} is {found}, expected a folder written {kind}")
-    raise SetupError(
-        f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}, expected a folder"
-        f" written {kind}. To resume the run, give the original folder. To start from the file's weights, give no"
-        f" ckpt_path and call module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict'])."
-        " For a PipelineModule, call it after configure_model()"
-    )
-
-
-def _exported_from(file: Folder) -> str | None:
-    """Name of the folder that a file was exported from, or None if the file is no readable export."""
-    try:
-        with opened(file) as stream:
-            found = torch.load(stream, map_location="meta", weights_only=True)  # without reading the tensors
-    except SetupError:  # not an exported file
-        return None
-    source = found.get(EXPORTED_FROM) if isinstance(found, dict) else None
-    return source if isinstance(source, str) else None
+    elif folder.is_file():
+        found = "a file"
+        fix = (
+            ". If it was exported from a folder, give that folder to resume the run. To start from the file's weights,"
+            f" give no ckpt_path and call module.load_state_dict(torch.load({str(folder)!r},"
+            " weights_only=True)['state_dict']). For a PipelineModule, call it after configure_model()"
+        )
+    raise SetupError(f"the checkpoint {str(folder)!r} is {found}, expected a folder written {kind}{fix}")
 
 
 def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
@@ -68,7 +53,7 @@ def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
     rest = load_object(folder / META, weights_only)
     with file_named(folder / META):
         if not isinstance(rest, dict):
-            raise ValueError(f"expected a dict, got {shown(rest)}")
+            raise TypeError(f"expected a dict, got a {type(rest).__name__}")
     return rest
 
 
@@ -148,7 +133,7 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
     """
     stored = {
         _name(path): getattr(saved.state_dict_metadata[key], "size", None)
-        for key, path in (saved.planner_data or {}).items()
+        for key, path in saved.planner_data.items()
         if path[0] in state
     }
     return differences(stored, {_name(path): size for path, size in sizes_on_ranks(state).items()}, strict)

@@ -2,9 +2,9 @@
 
 Object stores have no rename that would replace a folder in one step. A checkpoint is therefore written to a new hidden
 folder next to its URL, ``.last.ckpt.<16 hexadecimal digits>/``, with the files of a local checkpoint folder. An object
-at the URL itself names that folder. It is written last, in one request, after the folder has been read back. At any
-time the URL leads to the complete old checkpoint, to the complete new one, or does not exist. Hidden folders that no
-object names are ignored, and removed by the next save to the same URL.
+at the URL itself names that folder. It is written last, in one request. At any time the URL leads to the complete old
+checkpoint, to the complete new one, or does not exist. Hidden folders that no object names are ignored, and removed by
+the next save to the same URL.
 
 The file system repeats failed requests; s3fs does so with increasing delays. Credentials come from its environment
 variables and from fsspec's configuration files; URLs that contain a password are refused.
@@ -12,7 +12,6 @@ variables and from fsspec's configuration files; URLs that contain a password ar
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import secrets
@@ -21,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from fsspec.core import has_magic, url_to_fs
 
@@ -87,32 +86,19 @@ class RemotePath:
     def exists(self) -> bool:
         return self._kind() is not None
 
-    def check_bucket(self) -> None:
-        """Raise a SetupError if the bucket does not exist. The file system would create it."""
-        if hasattr(self.fs, "list_multipart_uploads"):  # a store with buckets, as in abort_uploads
-            bucket = self._path.partition("/")[0]
-            with suppress(PermissionError):  # a role may write objects without the right to look at the bucket
-                if not RemotePath(f"{self._url.partition('://')[0]}://{bucket}").exists():
-                    raise SetupError(f"there is no bucket {bucket!r} for {self._url!r}. Create it, or correct the URL")
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes in bytes of the folder's files, by name. Empty if the folder does not exist."""
-        return {one["name"].rpartition("/")[2]: one["size"] or 0 for one in self._listed("file")}
-
     def folders(self, pattern: re.Pattern[str]) -> list[RemotePath]:
         """Folders below this one whose names match *pattern*."""
-        names = (one["name"].rstrip("/").rpartition("/")[2] for one in self._listed("directory"))
-        return [self / name for name in names if pattern.fullmatch(name)]
-
-    def _listed(self, kind: str) -> list[dict[str, Any]]:
         with self.errors(), suppress(FileNotFoundError):
-            return [one for one in self.fs.ls(self._path, detail=True) if one["type"] == kind]
+            found = [one["name"] for one in self.fs.ls(self._path, detail=True) if one["type"] == "directory"]
+            names = (name.rstrip("/").rpartition("/")[2] for name in found)
+            return [self / name for name in names if pattern.fullmatch(name)]
         return []
 
     def open(self, mode: Literal["rb"]) -> IO[bytes]:
         """Open the file for reading. Bytes are requested in large blocks."""
         with self.errors():
-            return _Stream(self.fs.open(self._path, "rb", block_size=_BLOCK, cache_type="readahead"), self)
+            stream: IO[bytes] = self.fs.open(self._path, "rb", block_size=_BLOCK, cache_type="readahead")
+        return stream
 
     def head(self, size: int) -> bytes:
         """First bytes of the file."""
@@ -143,16 +129,6 @@ class RemotePath:
         with self.errors(), suppress(FileNotFoundError):
             self.fs.rm(self._path, recursive=True)
 
-    def abort_uploads(self, prefix: str) -> None:
-        """Release the parts of interrupted uploads to names in this folder with *prefix*, which S3 keeps."""
-        if hasattr(self.fs, "abort_mpu"):
-            bucket, _, key = self._path.partition("/")
-            start = f"{key}/{prefix}".lstrip("/")
-            with suppress(Exception):  # the user may not be allowed to list them
-                for one in self.fs.list_multipart_uploads(bucket):
-                    if re.match(rf"{re.escape(start)}[0-9a-f]{{16}}/", one["Key"]):
-                        self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
-
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Convert all errors of the file system to an OSError, which callers expect of files."""
@@ -162,35 +138,6 @@ class RemotePath:
             raise
         except Exception as error:  # each file system has its own classes
             raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-class _Stream(io.RawIOBase, IO[bytes]):
-    """File opened for reading, whose errors are those of ``RemotePath.errors``."""
-
-    def __init__(self, file: Any, path: RemotePath) -> None:
-        super().__init__()
-        self._file, self._place = file, path
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        with self._place.errors():
-            found = self._file.read(len(view))
-        view[: len(found)] = found
-        return len(found)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 Folder = Path | RemotePath
@@ -237,7 +184,6 @@ def local_copy(folder: Folder, name: str) -> Iterator[Path]:
 
 def begin_remote(place: RemotePath) -> str:
     """Remove what interrupted saves have left, and return the name of a new folder. Called on one rank."""
-    place.check_bucket()
     if place.is_dir():
         raise SetupError(
             f"{str(place)!r} is a folder, which cannot be replaced in one step. Give a new URL, or remove the folder"
@@ -271,11 +217,9 @@ def _warned(place: RemotePath) -> Iterator[None]:
 
 
 def _remove_folders(place: RemotePath, but: str | None) -> None:
-    parent = place.parent
-    for folder in parent.folders(_hidden(place)):
+    for folder in place.parent.folders(_hidden(place)):
         if folder.name != but:
             folder.remove()
-    parent.abort_uploads(f".{place.name}.")
 
 
 def _hidden(place: RemotePath) -> re.Pattern[str]:

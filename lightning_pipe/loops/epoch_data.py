@@ -20,7 +20,7 @@ from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetc
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.next_batch_status import Statuses
-from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
+from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.stateful_loaders import (
@@ -36,13 +36,7 @@ from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 
 
 class EpochData:
-    """One rank's data while a trainer fits.
-
-    Attributes:
-        ledger: ledger of the current epoch; None if the user's step fetches batches itself.
-        resume_point: resume point of a loaded checkpoint, until the epoch that continues from it begins; then None.
-        fetch_seconds: total seconds of fetching, without the communication between ranks about batches.
-    """
+    """One rank's data while a trainer fits."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -214,10 +208,9 @@ class EpochData:
         # If Lightning's fetcher does not know the number of batches, it reads one batch ahead. It now loads the batch
         # after this one, which a run that resumes after this batch must load again.
         ahead = bool(_ahead(fetcher))
-        held = streams.held("fetch")
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
-            before = self._now(held) if ahead else None
+            before = self._now() if ahead else None
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
@@ -272,11 +265,13 @@ class EpochData:
         use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._kept
         return noted if use and noted is not None else self._now()
 
-    def _now(self, states: States | None = None) -> dict[str, Any]:
-        """Return the positions of loaders, and *states*, or the current states of the generators if it is None."""
+    def _now(self) -> dict[str, Any]:
+        """Return the present positions of loaders and states of the generators."""
         assert self._fetcher is not None
-        states = get_states(self._trainer.strategy.root_device) if states is None else states
-        return {**_snapshots(self._fetcher.combined_loader), "fetch": states}
+        return {
+            **_snapshots(self._fetcher.combined_loader),
+            "fetch": get_states(self._trainer.strategy.root_device),
+        }
 
 
 def _as_last(fetch: Callable[[], Fetched]) -> Fetched:

@@ -19,10 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import IterableDataset
 
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
@@ -31,12 +35,17 @@ from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fe
 from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
-from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, BatchCounts, compare_counts
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.uneven_evaluation import Logged, Turn, log_for_others, recorded_logs
+
+_ADVICE = (
+    "All ranks work together on every batch. Let ranks without a batch join the other ranks"
+    " (uneven_evaluation='join'), or give all ranks the same number of batches, with a sampler that pads or with"
+    " drop_last=True"
+)
 
 
 @dataclass(frozen=True)
@@ -49,12 +58,18 @@ class _Entry:
 
 
 class EvaluationData(Iterator[Any]):
-    """One rank's data in an evaluation loop; replaces Lightning's fetcher."""
+    """One rank's data in an evaluation loop; replaces Lightning's fetcher.
+
+    Attributes:
+        uneven: True if ranks have, or may have, different numbers of batches.
+    """
 
     def __init__(self, trainer: pl.Trainer, what: str, ended: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
         self._what = what
-        self._counts = BatchCounts()
+        # Result of the comparison of ranks: an uneven number that is found later is an error; no rank has a batch.
+        self.uneven = self._refuses = False
+        self._all_are_empty: bool | None = None
         self._fetcher: DataFetcher | None = None
         self._step = ""
         self._ended = ended
@@ -79,20 +94,34 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ a run
 
-    @property
-    def uneven(self) -> bool:
-        """True if ranks have, or may have, different numbers of batches."""
-        return self._counts.uneven
-
     def agree(
         self, loader: CombinedLoader, batches: Sequence[int | float], failed: Sequence[Exception], *, predicting: bool
     ) -> None:
-        """See :func:`~lightning_pipe.loops.evaluation_counts.compare_counts`."""
-        self._counts = compare_counts(self._trainer, self._what, loader, batches, failed, predicting)
+        """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up."""
+        strategy = self._trainer.strategy
+        refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
+        self.uneven, self._refuses, self._all_are_empty = False, False, None
+        if self._trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
+            return
+        # Neither a limit on batches nor the length of an iterable dataset determines the number of batches.
+        own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
+        if loader._mode != "sequential":
+            own = [min(own) if loader._mode == "min_size" else max(own)]
+        error = failed[0] if failed else None
+        ranks = gather_or_raise(own, error, f"loaders of {self._what} cannot be used", dist.group.WORLD, InputError)
+        even = all(of_rank == own for of_rank in ranks)
+        self._refuses = refuses and not predicting
+        if not even and (self._refuses or len(set(map(len, ranks))) > 1):
+            counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
+            raise InputError(
+                f"ranks have uneven numbers of batches in {self._what}, for each dataloader: {counts}. {_ADVICE}"
+            )
+        self.uneven = not even or any(inf in of_rank for of_rank in ranks)
+        self._all_are_empty = not any(map(any, ranks))
 
     def skips(self, otherwise: bool) -> bool:
         """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
-        return otherwise if self._counts.all_are_empty is None else self._counts.all_are_empty
+        return otherwise if self._all_are_empty is None else self._all_are_empty
 
     def begin(self, fetcher: DataFetcher, batches: Sequence[int | float], step: str) -> None:
         """Begin a run. Reads no batch yet."""
@@ -189,7 +218,7 @@ class EvaluationData(Iterator[Any]):
         try:
             loader = self._source.loader_of_next()
         except StopIteration:
-            if not self.uneven or self._counts.refuses:
+            if not self.uneven or self._refuses:
                 raise
             return self._enter_turn()
         self._begin_loader(loader)
@@ -316,10 +345,10 @@ class EvaluationData(Iterator[Any]):
             source,
             self._statuses,
             lambda: None,
-            "error" if self._counts.refuses else None,
+            "error" if self._refuses else None,
             kind=dataloader_of,
             of=self._what,
-            advice=UNEVEN_ADVICE,
+            advice=_ADVICE,
         )
 
     def _fetch(self) -> Fetched:
@@ -328,3 +357,7 @@ class EvaluationData(Iterator[Any]):
         is_last = self._fetcher.done
         batch = self._hooks.prepare(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}
+
+
+def _knows_length(loader: Any) -> bool:
+    return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
 
-from lightning_pipe._compat.lightning import DataLoaderIterDataFetcher, EvaluationLoop, PredictionLoop, loaders_of
+from lightning_pipe._compat.lightning import (
+    DataLoaderIterDataFetcher,
+    EvaluationLoop,
+    PredictionLoop,
+    as_class,
+    loaders_of,
+)
 from lightning_pipe._compat.quick_lightning import evaluate_batch, predict_batch
+from lightning_pipe._compat.torch import workers_wait
+from lightning_pipe._compat.uneven_loaders import uneven_loaders
 from lightning_pipe.engine import InputError
-from lightning_pipe.loops.data.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.data.random_streams import States, get_states
 from lightning_pipe.loops.data.termination import AgreedTermination
-from lightning_pipe.loops.data.uneven_loaders import uneven_loaders
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.loops.uneven_evaluation import align_metrics
@@ -32,6 +41,7 @@ class _FromPipeline:
     max_batches: Any
     _data_fetcher: Any
     _ahead: EvaluationData
+    _prepare: Callable[[], None]
     _step_name: str
     # Profiles use the same name for a fetch as with Lightning's loop.
     _fetch_name: str
@@ -39,9 +49,6 @@ class _FromPipeline:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prepare()
-
-    def _prepare(self) -> None:
-        raise NotImplementedError
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -118,7 +125,7 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
             return  # the earlier run would have reloaded the loaders here, too
         self._last_val_dl_reload_epoch = saved["loaded_in"]
         loader.flattened = [
-            starting_without_a_draw(one) if waited else one
+            _starting_without_a_draw(one) if waited else one
             for one, waited in zip(loader.flattened, saved["waiting"], strict=True)
         ]
 
@@ -241,13 +248,24 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
 
 
 def _taken_over(present: Any, kind: Any) -> Any:
-    if isinstance(present, kind):
-        return present
-    loop = kind.__new__(kind)
-    # Keeps the same objects: other code may already hold its progress and results.
-    loop.__dict__.update(present.__dict__)
-    loop._prepare()
+    loop = as_class(present, kind)
+    if loop is not present:
+        loop._prepare()
     return loop
+
+
+def _starting_without_a_draw(loader: Any) -> Any:
+    """Return a loader that starts its persistent workers without drawing their seed from a generator in use.
+
+    A resumed run starts the workers again. If it drew the seed from the generators of the model, dropout would then
+    differ from that of an uninterrupted run.
+    """
+    if not isinstance(loader, DataLoader) or workers_wait(loader):
+        return loader
+    # The user's loader is unchanged. A loader draws only this seed from the generator; its sampler has a separate one.
+    same = copy.copy(loader)
+    same.generator = torch.Generator()
+    return same
 
 
 @contextmanager

@@ -16,14 +16,13 @@ from lightning_pipe._compat.lightning import (
     FitLoop,
     Loop,
     accumulates,
+    as_class,
     loaders_of,
     set_sampler_epoch,
     validates_by_time,
     without_loaders,
 )
 from lightning_pipe._compat.logged_values import end_epoch, pack, restore, values_of_rank
-from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
 from lightning_pipe.loops.data.random_streams import States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (
@@ -65,12 +64,7 @@ class PipelineFitLoop(FitLoop):
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
         """Replace the trainer's fit loop by an instance with the same attributes, and return it."""
-        present = trainer.fit_loop
-        if isinstance(present, cls):
-            return present
-        loop = cls.__new__(cls)
-        loop.__dict__.update(present.__dict__)
-        trainer.fit_loop = loop
+        trainer.fit_loop = loop = as_class(trainer.fit_loop, cls)
         return loop
 
     @property
@@ -232,13 +226,8 @@ class PipelineFitLoop(FitLoop):
             set_sampler_epoch(one, epochs.processed)
         if point is not None:
             # Either every rank has a resume point or no rank has.
-            what = self._named("data")
-            read_on_all_ranks(what, partial(self._load_states_of, point, loader))
+            read_on_all_ranks(self._named("data"), partial(self._load_states_of, point, loader))
             if point.loaders:
-                if self._loader_before is None:
-                    # The user's code has drawn its random numbers for the loaders by now. With the same seed, a random
-                    # split is therefore that of the previous run.
-                    point.put_generators(self.trainer.strategy.root_device)
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
         super()._load_combined_loader_states()
@@ -252,6 +241,10 @@ class PipelineFitLoop(FitLoop):
         if self._loader_before is not None:
             _keep_new_samplers(point, self._loader_before, loader)
         point.load(loader)
+        if point.loaders and self._loader_before is None:
+            # The user's code has drawn its random numbers for the loaders by now. With the same seed, a random split is
+            # therefore that of the previous run.
+            point.put_generators(self.trainer.strategy.root_device)
 
     def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
         """Loader states from Lightning's own loop, which only has those of the user's stateful loaders.
@@ -310,21 +303,7 @@ class PipelineFitLoop(FitLoop):
         return gather_to_first({**point.packed(), "logged": pack(self.epoch_loop)}, dist.group.WORLD)
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Load the positions of the loops from a checkpoint.
-
-        Raises:
-            SetupError: the state is damaged.
-        """
-        try:
-            super().load_state_dict(state_dict, prefix)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SetupError(
-                f"The loops' positions in {self._checkpoint} are damaged ({type(error).__name__}:"
-                f" {printable(str(error)[:200])}). Resume from another checkpoint."
-            ) from error
-
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Load the positions of this rank's loaders and random generators.
+        """Load the positions of the loops and of this rank's data, and the states of its random generators.
 
         If another number of ranks wrote the checkpoint, the rest of the epoch is divided over the current ranks where
         the sampler allows that. Otherwise the data restart from the beginning, with a warning.
@@ -332,16 +311,16 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the state is damaged. Raised on every rank.
         """
-        super().on_load_checkpoint(state_dict)
-        read_on_all_ranks(self._named("data and random generators"), lambda: self._load_own(state_dict.get(_KEY, {})))
+        read_on_all_ranks(self._named("loops and data"), partial(super().load_state_dict, state_dict, prefix))
 
-    @property
-    def _checkpoint(self) -> str:
-        path = self.trainer.ckpt_path
-        return "the checkpoint" if path is None else f"the checkpoint {str(path)!r}"
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._load_own(state_dict.get(_KEY, {}))
 
     def _named(self, part: str) -> str:
-        return f"the state of rank {self.trainer.global_rank}'s {part} in {self._checkpoint}"
+        path = self.trainer.ckpt_path
+        checkpoint = "the checkpoint" if path is None else f"the checkpoint {str(path)!r}"
+        return f"the state of rank {self.trainer.global_rank}'s {part} in {checkpoint}"
 
     def _load_own(self, own: Any) -> None:
         ranks = own.get("ranks")
@@ -351,8 +330,6 @@ class PipelineFitLoop(FitLoop):
             return
         self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
         self._loaded_in = own.get("loaded_in")
-        if not isinstance(self._loaded_in, int | None):
-            raise TypeError(f"expected the number of an epoch, got {shown(self._loaded_in)}")
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]
@@ -361,7 +338,7 @@ class PipelineFitLoop(FitLoop):
             ):
                 # All ranks read the same batches, in the previous run and in this one.
                 ranks, world, rank = [first], 1, 0
-        self._logged = values_of_rank(rank, world, [state["logged"] for state in ranks if "logged" in state])
+        self._logged = values_of_rank(rank, world, [state["logged"] for state in ranks])
         if len(ranks) != world:
             elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
             if elsewhere is not None:

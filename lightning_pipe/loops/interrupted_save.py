@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe._compat.lightning import tear_down
 from lightning_pipe._compat.torch import default_store
 
 # An error or a signal that all ranks receive reaches them within less than this time.
@@ -52,7 +53,7 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
                     " complete"
                 )
                 trainer.strategy.on_exception(error)
-                trainer._teardown()
+                tear_down(trainer)
                 raise error
         save(*args, **kwargs)
 

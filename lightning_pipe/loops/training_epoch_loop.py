@@ -11,7 +11,13 @@ from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat import logged_values
-from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop, accumulates
+from lightning_pipe._compat.lightning import (
+    DataFetcher,
+    DataLoaderIterDataFetcher,
+    TrainingEpochLoop,
+    accumulates,
+    as_class,
+)
 from lightning_pipe._compat.quick_lightning import (
     call_callback_hooks,
     call_module_hook,
@@ -69,26 +75,17 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-        """Replace the trainer's training epoch loop by a pipelined loop, keeping its state.
+        """Replace the trainer's training epoch loop by a pipelined loop with the same state, and return it.
 
         The fit loop around it is replaced by a :class:`~lightning_pipe.loops.PipelineFitLoop`.
-
-        Args:
-            trainer: trainer whose loops are replaced.
-
-        Returns:
-            the pipelined loop.
         """
         PipelineFitLoop.install(trainer)
         AgreedTermination.install(trainer)
         present = trainer.fit_loop.epoch_loop
-        if isinstance(present, cls):
-            return present
-        loop = cls.__new__(cls)
-        # Keeps the same objects: other code may already hold its progress, results, validation and optimisation loops.
-        loop.__dict__.update(present.__dict__)
-        loop._prepare()
-        trainer.fit_loop.epoch_loop = loop
+        loop = as_class(present, cls)
+        if loop is not present:
+            loop._prepare()
+            trainer.fit_loop.epoch_loop = loop
         return loop
 
     @property
@@ -174,13 +171,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
         """Begin an epoch. The first epoch builds the program.
 
-        Args:
-            data_fetcher: Lightning's fetcher of the epoch.
-
         Raises:
             PlanError: the plan does not fit the model.
             SetupError: the strategy or the model cannot be used as configured.
         """
+        self._termination = AgreedTermination.install(self.trainer)
         self._data.put_generators(data_fetcher)
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
@@ -189,11 +184,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._program = build(self.trainer, self._data.transfer)
 
     def run(self, data_fetcher: DataFetcher) -> None:
-        """Train an epoch. Batches still in flight at its end are abandoned, and not counted as trained.
-
-        Args:
-            data_fetcher: Lightning's fetcher of the epoch.
-        """
+        """Train an epoch. Batches still in flight at its end are abandoned, and not counted as trained."""
         try:
             super().run(data_fetcher)
             self._data.end()
@@ -204,14 +195,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._data.abandon()
 
     def advance(self, data_fetcher: DataFetcher) -> None:
-        """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
-
-        Args:
-            data_fetcher: Lightning's fetcher of the epoch. The batches come from it through the ledger.
-
-        Raises:
-            StopIteration: the epoch is over, or a hook skips the rest of it.
-        """
+        """Train one batch: Lightning's sequence of hooks, around one period of the pipeline."""
         self.values_before_batch = logged_values.accumulated(self._results)
         self.trainer.should_stop |= self.stop_due
         self.stop_due = False
@@ -239,9 +223,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
                 raise
 
     def _advance(self) -> None:
-        termination = AgreedTermination.install(self.trainer)
-        if self._data.to_end or (self.trainer.world_size == 1 and termination.told_to_requeue):
-            termination.act(complete=not accumulates(self))
+        if self._data.to_end or (self.trainer.world_size == 1 and self._termination.told_to_requeue):
+            self._termination.act(complete=not accumulates(self))
 
         self._data.make_iterators(self.batch_progress.current.ready)
         self._data.period_begins()
@@ -310,12 +293,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._data.close(self.point_of_last_trained())
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Update learning rates as Lightning does. Without schedulers, nothing is done.
-
-        Args:
-            interval: "step" or "epoch".
-            update_plateau_schedulers: True to update only schedulers that monitor a value, False to update the others.
-        """
+        """Update learning rates as Lightning does. Without schedulers, nothing is done."""
         at_batch_end = interval == "step" and update_plateau_schedulers
         if self.trainer.strategy.lr_scheduler_configs and not (at_batch_end and self._has_ended):
             super().update_lr_schedulers(interval, update_plateau_schedulers)

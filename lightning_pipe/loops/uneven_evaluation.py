@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
+from lightning_pipe._compat.logged_values import compute_anew, count_update, has_result, reductions_of
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather
 
@@ -45,12 +46,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Turn:
-    """One evaluation batch on some of the ranks. Constructed on every rank at the same point.
-
-    Attributes:
-        has: True if this rank has a batch.
-        results: tensors computed from the batch that have the same value on every rank.
-    """
+    """One evaluation batch on some of the ranks. Constructed on every rank at the same point."""
 
     def __init__(self, group: dist.ProcessGroup, have: Sequence[bool], batch: str) -> None:
         self._group = group
@@ -58,7 +54,7 @@ class Turn:
         self._batch = batch
         self._over = False
         self.has = self._have[group.rank()]
-        self.results: list[Tensor] = []
+        self.results: list[Tensor] = []  # computed from the batch, with the same value on every rank
 
     # ------------------------------------------------------------------ a rank with the batch
 
@@ -142,22 +138,13 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Logged:
-    """One call of ``self.log``.
-
-    Attributes:
-        key: key in Lightning's result collection.
-        of: picklable fields of Lightning's metadata.
-        synced: True for ``sync_dist=True``.
-        shared: True if the value is the same on all ranks, including ranks without the batch.
-        value: logged tensor on the CPU; None for a torchmetrics metric, which has its own state.
-        batch_size: weight of the value in a mean; a tensor is on the CPU.
-    """
+    """One call of ``self.log``, with picklable fields of Lightning's metadata and a value on the CPU."""
 
     key: str
     of: dict[str, Any]
-    synced: bool
-    shared: bool
-    value: Tensor | None
+    synced: bool  # sync_dist=True
+    shared: bool  # the value is the same on all ranks, including ranks without the batch
+    value: Tensor | None  # None for a torchmetrics metric, which has its own state
     batch_size: float | Tensor
 
 
@@ -200,8 +187,8 @@ def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Seque
         metric = results[one.key]
         metric.has_reset = False
         # Lightning would warn about a metric without updates, and return the cached value of an earlier evaluation.
-        metric._update_count += 1
-        metric._computed = None
+        count_update(metric)
+        compute_anew(metric)
         if one.value is not None and (one.shared if one.synced else unsynced):
             _add(metric, one.value.to(device), one.batch_size)
         elif one.value is not None:
@@ -243,17 +230,17 @@ def align_metrics(module: nn.Module) -> None:
     metrics: dict[str, Any] = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
     states: dict[tuple[str, str], Any] = {}
     for name, metric in metrics.items():
-        for state, reduction in metric._reductions.items():
+        for state, reduction in reductions_of(metric).items():
             value = getattr(metric, state)
             if isinstance(value, list) and value and reduction is dim_zero_cat:
                 value = [dim_zero_cat(value)]
             states[name, state] = value
     forms = {key: _form(value) for key, value in states.items()}
-    changed = {name for name, metric in metrics.items() if metric._computed is None}
+    changed = {name for name, metric in metrics.items() if not has_result(metric)}
     ranks = gather((forms, changed), dist.group.WORLD)
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
-            metric._computed = None
+            compute_anew(metric)
     for key, value in states.items():
         name, state = key
         of_ranks = [of_rank[key] for of_rank, _ in ranks]

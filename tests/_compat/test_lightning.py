@@ -64,7 +64,7 @@ ARGUMENTS = [
     ("AutomaticOptimization._on_before_zero_grad", "optimizer"),
     ("AutomaticOptimization._optimizer_step", "batch_idx train_step_and_backward_closure"),
     ("AutomaticOptimization._optimizer_zero_grad", "batch_idx optimizer"),
-    ("SignalConnector._sigterm_notifier_fn", "signum _"),
+    ("_SignalConnector._sigterm_notifier_fn", "signum _"),
     ("ResultMetric.__init__", "metadata is_tensor"),
     ("ResultMetric.update", "value batch_size"),
     ("ResultMetric.to", "args kwargs"),

@@ -188,7 +188,7 @@ def test_a_fit_that_ends_before_the_first_chosen_batch_warns(tmp_path: Path) -> 
     [
         ({"steps": (-1, 4)}, r"steps=\(-1, 4\)"),
         ({"steps": (3, 0)}, r"steps=\(3, 0\)"),
-        ({"keep": 0}, "keep=0"),
+        ({"keep": 0}, "keep is 0"),
         ({"steps": None, "every": 5}, "every=5 and steps=None"),
         ({"steps": (0, 6), "every": 5}, "every=5"),
         ({"picture": "timeline.doc"}, r"timeline\.doc"),
@@ -201,7 +201,7 @@ def test_numbers_and_names_that_cannot_be_are_refused(arguments: dict[str, Any],
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:
     used = cases.trainer("auto", callbacks=[PipelineTrace()], default_root_dir=tmp_path)
-    with pytest.raises(SetupError, match="expected a strategy that runs tasks, got SingleDeviceStrategy"):
+    with pytest.raises(SetupError, match="expected a strategy with a pipeline, got SingleDeviceStrategy"):
         used.fit(Net(), torch.utils.data.DataLoader(Rows(16), batch_size=4))
 
 

@@ -75,7 +75,7 @@ def test_states_of_optimisers_are_left_out_as_lightning_leaves_them_out(saved: d
         fit(Kept(), "auto", ckpt_path=folder / "whole.ckpt")
 
 
-EXPORT = r"whole\.ckpt' is a file that was exported from the folder 'saved', expected a folder written under "
+EXPORT = r"whole\.ckpt' is a file, expected a folder written under "
 
 
 def test_a_file_in_the_place_of_its_folder_is_named_and_what_the_error_advises_helps(

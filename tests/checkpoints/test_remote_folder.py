@@ -120,15 +120,10 @@ def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
 @pytest.mark.parametrize(
     "marker",
     [
-        b"",
         b"\xff\xfe",
         b"[" * 4000,
-        b"[1]",
         json.dumps({"lightning_pipe_checkpoint": 1, "folder": "../other/.last.ckpt.0123456789abcdef"}).encode(),
-        json.dumps({"lightning_pipe_checkpoint": 1, "folder": ".last.ckpt.0123456789abcdef/x"}).encode(),
-        json.dumps({"lightning_pipe_checkpoint": 1, "folder": ".another.ckpt.0123456789abcdef"}).encode(),
         json.dumps({"lightning_pipe_checkpoint": 1, "folder": 3}).encode(),
-        json.dumps({"lightning_pipe_checkpoint": 2, "folder": ".last.ckpt.0123456789abcdef"}).encode(),
     ],
 )
 def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
@@ -141,10 +136,7 @@ def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
     [
         ("ftp://me:secret@host/last.ckpt", "contains a password"),
         ("s3://me:sec/ret@bucket/last.ckpt", "contains a password"),
-        ("simplecache::ftp://me:secret@host/last.ckpt", "contains a password"),
         ("memory://runs/a[1].ckpt", "contains *, ?, [ or ::"),
-        ("memory://runs/*.ckpt", "contains *, ?, [ or ::"),
-        ("memory://runs/a::b.ckpt", "contains *, ?, [ or ::"),
         ("https://host/last.ckpt?Signature=secret", "contains *, ?, [ or ::"),
         ("nosuchprotocol://runs/last.ckpt", "cannot be used"),
         (Path("s3://bucket/last.ckpt"), "a Path, which cannot be a URL"),

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -103,6 +104,31 @@ def test_a_folder_is_gone_before_its_files_are(tmp_path: Path, monkeypatch: pyte
     write(tmp_path / "folder", "second")
     remove_folder(tmp_path / "folder")
     assert names(tmp_path) == set()
+
+
+def test_all_is_on_disk_before_the_folder_gets_its_name_and_then_the_name_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut keeps what was synced, and may keep anything else or not."""
+    write(folder, "first")
+    permissions = begin_folder(folder)
+    written = folder_to_write(folder)
+    (written / "below").mkdir()
+    (written / "below" / "text").write_text("second")
+    files = {str(path.relative_to(written)): path.stat().st_ino for path in (written, *written.rglob("*"))}
+    synced: list[int] = []
+    in_place: list[bool] = []
+
+    def sync(descriptor: int, original: Any = os.fsync) -> None:
+        original(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+        in_place.append(folder.exists() and folder.stat().st_ino == files["."])
+
+    monkeypatch.setattr(os, "fsync", sync)
+    finish_folder(folder, permissions)
+    before, after = synced[: in_place.index(True)], synced[in_place.index(True) :]
+    assert set(files.values()) <= set(before)
+    assert folder.parent.stat().st_ino in after
 
 
 def test_an_unfinished_folder_does_not_hide_the_last_whole_one_of_a_job_that_slurm_stopped(tmp_path: Path) -> None:

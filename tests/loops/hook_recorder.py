@@ -54,14 +54,7 @@ WITHOUT_ARGUMENTS = ("save_checkpoint", "on_save_checkpoint", "after_save_checkp
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a hook.
-
-    Attributes:
-        name: who was called, and the hook; a profiler's action for what starts or ends there.
-        arguments: those that can be compared.
-        where: where the trainer stood.
-        metrics: that could be seen there.
-    """
+    """One call of a hook."""
 
     name: str
     arguments: Any
@@ -75,13 +68,7 @@ class Call:
 
 
 class HookRecorder:
-    """The recording of one run.
-
-    Attributes:
-        calls: in their order, but for those that move a batch.
-        transfers: these, in theirs, of training.
-        evaluated: and of anything else.
-    """
+    """The recording of one run."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -92,13 +79,7 @@ class HookRecorder:
         self._trainer: pl.Trainer | None = None
 
     def trainer(self, make: Callable[..., pl.Trainer], module: pl.LightningModule, **options: Any) -> pl.Trainer:
-        """A trainer with two loggers, a progress bar and a profiler, all of which are written down, as the module is.
-
-        Args:
-            make: makes it of options.
-            module: that it is going to train.
-            options: more of its own; ``callbacks`` come after the one that is written down.
-        """
+        """A trainer with two loggers, a progress bar and a profiler, all of which are written down."""
         callback, loggers = Callback(), [DummyLogger(), DummyLogger()]
         callbacks = [callback, *options.pop("callbacks", ()), self.bar]
         options = {**options, "logger": loggers, "profiler": self.profiler, "enable_progress_bar": True}
@@ -221,13 +202,7 @@ def fractions(recorder: HookRecorder) -> list[float]:
 
 
 def first_difference(ours: Sequence[Call], theirs: Sequence[Call], within: float = 0.0) -> str | None:
-    """Where one recording leaves the other, in words; None for nowhere.
-
-    Args:
-        ours: of the run under test.
-        theirs: of the run it must equal.
-        within: how far numbers may differ, those of tensors and metrics included.
-    """
+    """Where one recording leaves the other, in words; None for nowhere."""
     for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         for what in ("name", "arguments", "where", "metrics"):
             one, other = getattr(our, what), getattr(their, what)

@@ -55,13 +55,7 @@ CLASSES = {
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
 class Outcomes:
-    """What became of each test; a pytest plugin.
-
-    Attributes:
-        tests: ``passed``, ``skipped`` or ``failed``, by the test's name.
-        reasons: for each that failed, and for each file that could not be imported, the error.
-        not_imported: those files.
-    """
+    """What became of each test; a pytest plugin."""
 
     tests: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -110,16 +104,7 @@ class _TorchFlags:
 
 
 def run_tests(folder: Path, options: Sequence[str], pipelined: bool) -> tuple[Outcomes, list[str]]:
-    """Run the tests in this process, which is for nothing else.
-
-    Args:
-        folder: of the tests.
-        options: more of pytest's.
-        pipelined: whether to put this project's loops in the place of Lightning's.
-
-    Returns:
-        What became of them, and the flags that Lightning had to be given.
-    """
+    """Run the tests in this process, which is for nothing else."""
     sys.dont_write_bytecode = True  # the checkout is the user's
     imports: Any = importlib.import_module("lightning.pytorch.utilities.imports")
     imports.__getattr__ = flags = _TorchFlags()
@@ -159,16 +144,7 @@ def in_a_process(folder: Path, options: Sequence[str], pipelined: bool) -> tuple
 
 
 def report(theirs: Outcomes, ours: Outcomes, different: Mapping[str, str] = DIFFERENT) -> list[str]:
-    """Print what differs.
-
-    Args:
-        theirs: outcomes with Lightning's loops.
-        ours: outcomes with this project's.
-        different: tests that may differ, and why.
-
-    Returns:
-        The tests whose outcome is not what it should be.
-    """
+    """Print what differs."""
     for what, found in (("Lightning's loops", theirs), ("the pipelined loops", ours)):
         counts = ", ".join(f"{len(found.names(one))} {one}" for one in ("passed", "failed", "skipped"))
         print(f"\nWith {what}: {counts}.")

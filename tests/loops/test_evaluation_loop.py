@@ -98,9 +98,16 @@ def assert_equal(ours: Any, theirs: Any) -> None:
             assert torch.equal(value, expected) if isinstance(value, Tensor) else value == expected
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-@pytest.mark.parametrize("loaders", LOADERS)
+@pytest.mark.parametrize(
+    ("loaders", "entry", "depth"),
+    [(name, "validate", 3) for name in LOADERS]
+    + [
+        ("several", "test", 3),
+        ("several", "predict", 3),
+        ("several streams", "predict", 0),
+        ("shuffled", "validate", 0),
+    ],
+)
 def test_steps_see_the_batches_and_the_random_numbers_that_they_see_in_lightnings_loop(
     loaders: str, entry: str, depth: int
 ) -> None:
@@ -116,8 +123,10 @@ def test_steps_see_the_batches_and_the_random_numbers_that_they_see_in_lightning
         assert torch.equal(our_next, their_next)
 
 
-@pytest.mark.parametrize("options", [{"limit_val_batches": 2}, {"limit_val_batches": 0.5}, {"fast_dev_run": True}])
-@pytest.mark.parametrize("loaders", ["one", "several"])
+@pytest.mark.parametrize(
+    ("options", "loaders"),
+    [({"limit_val_batches": 2}, "several"), ({"limit_val_batches": 0.5}, "one"), ({"fast_dev_run": True}, "several")],
+)
 def test_limits_hold(loaders: str, options: dict[str, Any]) -> None:
     theirs, their_result, _ = evaluated("auto", "validate", LOADERS[loaders](), **options)
     ours, our_result, _ = evaluated(Ahead(2), "validate", LOADERS[loaders](), **options)
@@ -158,8 +167,7 @@ def test_nothing_is_read_of_a_loader_before_the_one_before_it_is_evaluated() -> 
     assert strategy.events == ["move 0", "move 4", "step 0", "step 4"] * 2
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_training_goes_on_as_after_a_validation_of_lightnings(depth: int) -> None:
+def test_training_goes_on_as_after_a_validation_of_lightnings() -> None:
     def fitted(strategy: Any) -> tuple[Seen, pl.Trainer]:
         pl.seed_everything(11)
         module = Seen()
@@ -168,7 +176,7 @@ def test_training_goes_on_as_after_a_validation_of_lightnings(depth: int) -> Non
         return module, used
 
     theirs, _ = fitted("auto")
-    ours, used = fitted(Ahead(depth))
+    ours, used = fitted(Ahead(2))
     assert isinstance(used.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
     assert ours.trained == theirs.trained
     assert ours.losses == theirs.losses
@@ -266,16 +274,6 @@ def test_hooks_are_told_the_dataloader_and_loggers_the_step() -> None:
     assert [step for step, _ in lines][:5] == [0, 1, 2, 0, 1]
 
 
-def test_inputs_are_converted_as_the_precision_says() -> None:
-    class Double(Seen):
-        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.seen.append(batch.dtype)
-
-    module = Double()
-    trainer(strategy="pipeline", precision="64-true").validate(module, rows())
-    assert module.seen == [torch.float64] * 3
-
-
 def test_a_step_that_ends_the_evaluation_ends_that_one_alone() -> None:
     class Ending(Seen):
         ends = True
@@ -294,19 +292,3 @@ def test_a_step_that_ends_the_evaluation_ends_that_one_alone() -> None:
 
     assert evaluated_in("pipeline") == evaluated_in("auto")
     assert len(evaluated_in("pipeline")) == 3
-
-
-def test_after_teardown_no_thread_is_left() -> None:
-    class Worker(Ahead):
-        def evaluation_program(self, used: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
-            tasks = {
-                PipelineTask(
-                    "H2D", lambda ctx: setattr(ctx, "batch", transfer(ctx.batch)), writes=("batch",)
-                ): TaskSchedule(),
-                PipelineTask("Aside", lambda ctx: None, reads=("batch",)): TaskSchedule(thread_group="aside"),
-                PipelineTask("Evaluate", lambda ctx: None, reads=("batch",)): TaskSchedule(),
-            }
-            return EvaluationProgram(SWPipeline(PipelinePlan(tasks)), transfer="H2D", step="Evaluate")
-
-    trainer(strategy=Worker(0)).validate(Seen(), [rows(), rows()])
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")] == []

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from lightning_pipe.loops import interrupted_save
-
-
-class _EveryoneIsThere:
-    """A store in which all ranks have come already; notes where it is asked."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-
-    def set(self, key: str, value: str) -> None:
-        self.keys.append(key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        pass
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.keys.append(key)
-        return desired.encode()
 
 
 class _Interrupted:
@@ -42,26 +23,6 @@ class _Interrupted:
 
     def save_checkpoint(self, path: str) -> None:
         self._saved.append(path)
-
-
-def test_each_save_of_each_trainer_of_a_process_is_agreed_on_by_itself() -> None:
-    # An answer of an earlier one would let a rank in that has come alone.
-    saved: list[str] = []
-    store = _EveryoneIsThere()
-    with (
-        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
-        mock.patch.object(dist, "is_initialized", return_value=True),
-    ):
-        for _ in range(2):
-            trainer: Any = _Interrupted(saved)
-            interrupted_save.install_interrupted_saves(trainer)
-            for path in "ab":
-                try:
-                    raise ValueError
-                except ValueError:
-                    trainer.save_checkpoint(path)
-    assert saved == ["a", "b", "a", "b"]
-    assert len(set(store.keys)) == len(store.keys) == 8
 
 
 def test_an_error_before_the_first_batch_keeps_the_checkpoint_that_was_to_be_loaded() -> None:

@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from tests.loops.models import Net, Rows, Stream, trainer
@@ -36,19 +35,10 @@ def assert_same_training(first: Net, second: Net) -> None:
     [
         {},
         {"accumulate_grad_batches": 4},
-        {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-        {"max_steps": 8, "max_epochs": -1},
         {"max_steps": 4, "max_epochs": -1},
-        {"limit_train_batches": 3},
         {"fast_dev_run": True},
-        {"val_check_interval": 2},
         {"val_check_interval": 0.5, "accumulate_grad_batches": 2},
-        {"check_val_every_n_epoch": 2},
-        {"overfit_batches": 2},
-        {"reload_dataloaders_every_n_epochs": 1},
-        {"detect_anomaly": True},
         {"min_steps": 10, "max_epochs": 1},
     ],
     ids=str,
@@ -70,38 +60,6 @@ def test_a_dataset_without_length_is_trained_to_its_end(length: int) -> None:
     theirs, _ = fit(False, lambda: Net(Stream(length)))
     assert_same_training(ours, theirs)
     assert sum(map(len, ours.trained)) == 2 * length
-
-
-class Order(Callback):
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-
-def record(name: str) -> Any:
-    def hook(self: Order, used: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        index = next((value for value in args if isinstance(value, int)), None)
-        progress = used.fit_loop.epoch_loop.batch_progress
-        self.calls.append((name, index, used.global_step, used.current_epoch, progress.is_last_batch))
-
-    return hook
-
-
-HOOKS = [
-    name for name in dir(Callback) if name.startswith("on_") and "checkpoint" not in name and "exception" not in name
-]
-for _name in HOOKS:
-    setattr(Order, _name, record(_name))
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}], ids=str)
-def test_callbacks_are_called_in_lightnings_order_with_its_counters(options: dict[str, Any]) -> None:
-    recordings = []
-    for pipelined in (True, False):
-        order = Order()
-        fit(pipelined, callbacks=[order], **options)
-        recordings.append(order.calls)
-    assert recordings[0] == recordings[1]
-    assert any(name == "on_before_zero_grad" for name, *_ in recordings[0])
 
 
 class Transfers(Net):
@@ -140,28 +98,6 @@ def test_random_numbers_of_transfer_hooks_do_not_disturb_the_model() -> None:
     assert disturbed.losses[1:] == plain.losses[1:]
 
 
-def test_the_rest_of_an_epoch_can_be_skipped_and_the_next_one_starts_at_the_beginning() -> None:
-    class Skipping(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
-
-    ours, our_trainer = fit(True, lambda: Skipping(shuffle=False))
-    theirs, their_trainer = fit(False, lambda: Skipping(shuffle=False))
-    assert_same_training(ours, theirs)
-    assert our_trainer.global_step == their_trainer.global_step == 4
-
-
-def test_early_stop_in_mid_epoch_leaves_nothing_in_flight() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, used: pl.Trainer, *args: Any) -> None:
-            used.should_stop = used.global_step == 3
-
-    ours, used = fit(True, callbacks=[Stop()], min_epochs=0)
-    theirs, _ = fit(False, callbacks=[Stop()], min_epochs=0)
-    assert_same_training(ours, theirs)
-    assert len(ours.losses) == used.global_step == 3
-
-
 def test_an_exception_of_the_user_keeps_its_type_and_says_where_it_happened() -> None:
     class Failing(Net):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -172,23 +108,6 @@ def test_an_exception_of_the_user_keeps_its_type_and_says_where_it_happened() ->
     with pytest.raises(KeyError, match="no such column") as caught:
         fit(True, Failing)
     assert "task 'H2D' of iteration 2 (stage 1) failed on rank 0" in "".join(caught.value.__notes__)
-
-
-def test_manual_optimisation_trains_as_in_lightnings_loop() -> None:
-    class Manual(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            optimizer = self.optimizers()
-            assert isinstance(optimizer, LightningOptimizer)
-            loss = super().training_step(batch, batch_idx)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-    assert_same_training(fit(True, Manual)[0], fit(False, Manual)[0])
 
 
 def test_a_step_that_takes_the_iterator_falls_back_to_lightnings_advance() -> None:

@@ -57,11 +57,7 @@ class BatchSource:
 
 
 class AgreedSource:
-    """Source of the batches that all ranks have. Every rank must make the same calls.
-
-    Attributes:
-        to_end: True after any rank was told to end training. The value changes at the same batch on all ranks.
-    """
+    """Source of the batches that all ranks have. Every rank must make the same calls."""
 
     def __init__(
         self,
@@ -75,7 +71,7 @@ class AgreedSource:
         of: str = "epoch",
         advice: str = _ADVICE,
     ) -> None:
-        self.to_end = False
+        self.to_end = False  # True after any rank was told to end training, from the same batch on all ranks
         self._kind = kind
         self._of = of
         self._advice = advice

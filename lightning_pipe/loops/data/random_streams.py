@@ -9,24 +9,16 @@ in Lightning's loop.
 
 from __future__ import annotations
 
-import base64
-import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
-
-from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import printable
 
 # Streams of the loader, of on_before_batch_transfer, and of the hooks that move a batch to the device and change it
 # there.
 Stream = Literal["fetch", "prepare", "transfer"]
-_STATES = "states of random generators are"
 T = TypeVar("T")
 # State of each library's generator, by library name, in the format of that library.
 States = dict[str, Any]
@@ -63,11 +55,6 @@ class RandomStreams:
             self._own["prepare"] = _derived(self._own["fetch"])
             self._own["transfer"] = _derived(self._own["prepare"])
         return result
-
-    def held(self, stream: Stream) -> States | None:
-        """Return the states of a stream; None if it has not begun, or if NumPy was imported since then."""
-        states = self._own.get(stream)
-        return states if states is not None and ("numpy" in states) == ("numpy" in sys.modules) else None
 
     def states(self, stream: Stream) -> States:
         """Return the states of a stream that has been used."""
@@ -117,51 +104,21 @@ def _is_same_numpy_state(one: Any, other: Any) -> bool:
     return one[2:] == other[2:] and bool(one[1].tobytes() == other[1].tobytes())
 
 
-def pack_states(states: States) -> str:
-    """Pack states into text, which any checkpoint can hold and which can be compared."""
-    version, numbers, gauss = states["python"]
-    packed: dict[str, Any] = {"python": [version, list(numbers), gauss]}
-    packed |= {name: pack_bytes(states[name]) for name in ("torch", "cuda") if name in states}
-    if "numpy" in states:
-        kind, keys, position, has_gauss, cached = states["numpy"]
-        packed["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
-    return json.dumps(packed)
+def pack_states(states: States) -> States:
+    """Return *states* as tensors and plain values, which any checkpoint can hold."""
+    if "numpy" not in states:
+        return states
+    kind, keys, *rest = states["numpy"]
+    return {**states, "numpy": (kind, keys.tolist(), *rest)}
 
 
-def unpack_states(packed: str) -> States:
+def unpack_states(packed: States) -> States:
     """Return the states that :func:`pack_states` packed."""
-    with damage_named(_STATES):
-        found = json.loads(packed)
-        version, numbers, gauss = found["python"]
-        states: States = {"python": (version, tuple(numbers), gauss)}
-        states |= {name: unpack_bytes(found[name]) for name in ("torch", "cuda") if name in found}
-        if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
-            kind, keys, position, has_gauss, cached = found["numpy"]
-            states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+    states = {name: state for name, state in packed.items() if name != "numpy"}
+    if "numpy" in packed and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = packed["numpy"]
+        states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), *rest)
     return states
-
-
-@contextmanager
-def damage_named(what: str) -> Iterator[None]:
-    """Convert errors of reading a part of a checkpoint to a SetupError. *what* is the part, with its verb."""
-    try:
-        yield
-    except SetupError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {printable(str(error)[:200])}"
-        raise SetupError(f"The checkpoint's {what} damaged ({said}). Resume from another checkpoint.") from error
-
-
-def pack_bytes(state: Tensor) -> str:
-    """Pack a generator's state, a uint8 tensor, into text."""
-    return base64.b64encode(bytes(state.tolist())).decode()
-
-
-def unpack_bytes(packed: str) -> Tensor:
-    """Return the state that :func:`pack_bytes` packed."""
-    with damage_named(_STATES):
-        return torch.tensor(list(base64.b64decode(packed)), dtype=torch.uint8)
 
 
 def _derived(states: States) -> States:

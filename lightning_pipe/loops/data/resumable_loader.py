@@ -28,8 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.loops.data.random_streams import damage_named, get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.shared_order import batches_left, order_of
 
@@ -38,7 +37,6 @@ State = dict[str, Any]
 _CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 # Samplers that draw only with the first index of an iteration, or from their own generators.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_MOST, _MOST_RANKS = 2**53, 2**20  # above any count of samples and any epoch; above any number of ranks
 
 
 def can_resume(loader: Any) -> bool:
@@ -108,10 +106,10 @@ def end_of_epoch(loader: Any) -> State | None:
 
 def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
     """Load states into loaders, so that the next iteration of each loader continues from its state."""
-    if not isinstance(states, Sequence) or len(states) != len(loaders):
+    if len(states) != len(loaders):
         raise SetupError(
-            f"The checkpoint has the states of {len(states) if isinstance(states, Sequence) else 'no'} train"
-            f" dataloader(s), got {len(loaders)} dataloader(s). Use the number of dataloaders that it was written with."
+            f"The checkpoint has the states of {len(states)} train dataloader(s), got {len(loaders)} dataloader(s). Use"
+            " the number of dataloaders that it was written with."
         )
     for loader, state in zip(loaders, states, strict=True):
         if state is not None and hasattr(loader, "load_state_dict"):
@@ -219,8 +217,7 @@ class _Indices:
         return {"ended": self.held.get(at_end=True)}
 
     def resume(self, state: State) -> None:
-        with damage_named("state of a train dataloader is"):
-            self._resume = _read(state, self.held) if state else None
+        self._resume = _read(state) if state else None
 
     def _where(self) -> State:
         return {"common": get_states(_CPU), "own": self.held.get()}
@@ -245,7 +242,7 @@ class _Resumable:
         return _Counted(iterator, self._indices)
 
     def state_dict(self) -> State:
-        """Return the position of the loader as numbers and text."""
+        """Return the position of the loader as plain values and tensors."""
         return self._indices.snapshot()()
 
     def load_state_dict(self, state: State) -> None:
@@ -293,26 +290,12 @@ def _checksum(total: int | None, indices: Any) -> int | None:
         return None
 
 
-def _read(state: State, held: SamplerState) -> State:
+def _read(state: State) -> State:
     """Unpack a state when it is loaded, since the next iteration is too late to report that it is damaged."""
-    if "ended" in state:
-        held.check(state["ended"])
+    if "ended" in state or "left" in state:
         return state
-    counts = [state["given"]]
-    if "left" in state:
-        counts += [state["left"][name] for name in ("seed", "epoch", "shuffle", "trained")]
-    # Numbers of ranks are limited, because the next iteration pads the samples to a multiple of it.
-    ranks = [state["rank"], state["world"]] if "left" in state else [0, 1]
-    known = all(isinstance(count, int) and 0 <= count <= _MOST for count in [*counts, *ranks])
-    if not known or not ranks[0] < ranks[1] <= _MOST_RANKS:
-        raise ValueError(f"expected counts of batches and samples, got {shown(counts)}")
-    if "left" in state:
-        return state
-    created, begun = _unpack(state["created"]), None if state["begun"] is None else _unpack(state["begun"])
-    for where in (created, begun):
-        if where is not None:
-            held.check(where["own"])
-    return {**state, "created": created, "begun": begun}
+    begun = None if state["begun"] is None else _unpack(state["begun"])
+    return {**state, "created": _unpack(state["created"]), "begun": begun}
 
 
 def _pack(where: State) -> State:

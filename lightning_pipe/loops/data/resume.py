@@ -12,14 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable, shown
+from lightning_pipe.engine.common.safe_text import printable
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.resumable_loader import fixed, load_states
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterators
-
-# Random streams of work that can run ahead of training.
-_STREAMS = {"fetch", "prepare", "transfer"}
 
 
 @dataclass
@@ -84,7 +81,7 @@ class ResumePoint:
             set_states(before, device)
 
     def packed(self) -> dict[str, Any]:
-        """Return the contents for a checkpoint: text, numbers, and the states of user-defined loaders."""
+        """Return the contents for a checkpoint: tensors, plain values, and the states of user-defined loaders."""
         return {
             "loaders": self.loaders,
             "common": pack_states(self.common),
@@ -95,14 +92,12 @@ class ResumePoint:
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> ResumePoint:
         """Restore the point from the result of :meth:`packed`."""
-        streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
-        # The streams "prepare" and "transfer" are derived from "fetch" after the first fetch.
-        if set(streams) not in (set(), {"fetch"}, _STREAMS):
-            raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
-        iterators = [None if one is None else IteratorState.unpacked(one) for one in packed["iterators"]]
-        if len(iterators) not in (0, len(packed["loaders"])):
-            raise SetupError(f"expected a list with one iterator state for each loader, got {shown(iterators)}")
-        return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams, iterators)
+        return ResumePoint(
+            packed["loaders"],
+            unpack_states(packed["common"]),
+            {name: unpack_states(states) for name, states in packed["streams"].items()},
+            [None if one is None else IteratorState.unpacked(one) for one in packed["iterators"]],
+        )
 
 
 def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:

@@ -9,7 +9,6 @@ changes after that.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.loops.data.random_streams import damage_named, pack_bytes, unpack_bytes
+from lightning_pipe._compat.lightning import wrapped_sampler
 
 _PLAIN = (bool, int, float, str, type(None))
 # Attribute of a sampler that holds its first counters, which are needed for the lifetime of the sampler.
@@ -28,7 +25,7 @@ _FIRST = "_lightning_pipe_first"
 
 
 class SamplerState:
-    """State of the samplers of one loader, which can be read and restored as text."""
+    """State of the samplers of one loader, which can be read and restored as plain values and tensors."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._samplers = list(_reached(loader))
@@ -38,30 +35,19 @@ class SamplerState:
         self._generators: list[Any] = list({id(one): one for one in held}.values())
         self._at_first = [vars(one).setdefault(_FIRST, _counters(one)) for one in self._samplers]
 
-    def get(self, *, at_end: bool = False) -> list[str]:
+    def get(self, *, at_end: bool = False) -> list[Any]:
         """Return the states of the generators, then the changed counters of each sampler."""
         states = [_pack(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
             told = at_end and hasattr(sampler, "set_epoch")
-            changed = {} if told else dict(_counters(sampler).items() - at_first.items())
-            states.append(json.dumps(changed))
+            states.append({} if told else dict(_counters(sampler).items() - at_first.items()))
         return states
 
-    def check(self, states: list[str]) -> list[dict[str, Any]]:
-        """Return the counters of each sampler in the states of :meth:`get`. Raises the errors of :meth:`put`."""
-        count = len(self._generators)
-        with damage_named("states of samplers are"):
-            return [
-                _checked(sampler, json.loads(state))
-                for sampler, state in zip(self._samplers, states[count:], strict=False)
-            ]
-
-    def put(self, states: list[str]) -> None:
+    def put(self, states: list[Any]) -> None:
         """Restore generators and counters from the result of :meth:`get` for an equally constructed loader."""
-        changed = self.check(states)
-        with damage_named("states of samplers are"):
-            for generator, state in zip(self._generators, states, strict=False):
-                _unpack(generator, state)
+        for generator, state in zip(self._generators, states, strict=False):
+            _unpack(generator, state)
+        changed = states[len(self._generators) :]
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
             # Counters missing from the state return to their first values, since the sampler may have been used since.
             # Samplers with set_epoch are excluded, because it has already been called for this epoch.
@@ -91,25 +77,11 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
         yield one
         due += [value for value in vars(one).values() if isinstance(value, Sampler)]
         # Lightning distributes the indices of a sampler over ranks by wrapping the sampler as a dataset.
-        due += [
-            wrapped for wrapped in (getattr(getattr(one, "dataset", None), "_sampler", None),) if wrapped is not None
-        ]
+        due.append(wrapped_sampler(one))
 
 
 def _counters(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(sampler).items() if isinstance(value, _PLAIN)}
-
-
-def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
-    """Return the counters of a checkpoint, after checking that they are values, and replace values or nothing."""
-    for name, value in counters.items():
-        present = vars(sampler).get(name, getattr(type(sampler), name, None))
-        if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
-            raise SetupError(
-                f"The checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, which"
-                f" cannot replace the present {shown(present)}. Resume with the sampler of the run that wrote it."
-            )
-    return dict(counters)
 
 
 def _is_generator(value: Any) -> bool:
@@ -118,22 +90,26 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *kinds))
 
 
-def _pack(generator: Any) -> str:
+def _pack(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return pack_bytes(generator.get_state())
-    if isinstance(generator, random.Random):
-        return json.dumps(generator.getstate())
-    return json.dumps(_bits(generator).state, default=lambda array: array.tolist())
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else _plain(_bits(generator).state)
 
 
-def _unpack(generator: Any, packed: str) -> None:
+def _unpack(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(unpack_bytes(packed))
+        generator.set_state(state)
     elif isinstance(generator, random.Random):
-        version, numbers, gauss = json.loads(packed)
-        generator.setstate((version, tuple(numbers), gauss))
+        generator.setstate(state)
     else:
-        _bits(generator).state = json.loads(packed)
+        _bits(generator).state = state
+
+
+def _plain(state: Any) -> Any:
+    """Return a state of NumPy with lists instead of arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _bits(generator: Any) -> Any:

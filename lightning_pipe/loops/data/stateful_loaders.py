@@ -24,17 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import printable
-from lightning_pipe.loops.data.random_streams import (
-    States,
-    get_states,
-    pack_bytes,
-    pack_states,
-    set_states,
-    unpack_bytes,
-    unpack_states,
-)
+from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, fixed, is_resumable, snapshot
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.torchdata_samplers import is_from
@@ -63,33 +53,18 @@ class IteratorState:
     replaced: bool = False
     made_with: States | None = None
     generator: torch.Tensor | None = None
-    samplers: list[str] = field(default_factory=list)
+    samplers: list[Any] = field(default_factory=list)
     before_last: Any = None
 
     def packed(self) -> dict[str, Any]:
-        """Return the state as text and booleans."""
-        return {
-            "ended": self.ended,
-            "replaced": self.replaced,
-            "made_with": None if self.made_with is None else pack_states(self.made_with),
-            "generator": None if self.generator is None else pack_bytes(self.generator),
-            "samplers": list(self.samplers),
-            "before_last": self.before_last,
-        }
+        """Return the state as tensors and plain values."""
+        return {**vars(self), "made_with": None if self.made_with is None else pack_states(self.made_with)}
 
     @staticmethod
-    def unpacked(packed: Any) -> IteratorState:
+    def unpacked(packed: dict[str, Any]) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
-        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed["samplers"]
-        if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
-            raise TypeError("expected true or false for 'ended' and 'replaced' of an iterator")
-        if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):
-            raise TypeError("expected a list of text for the states of samplers")
-        made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
-        generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
-        if generator is not None:
-            torch.Generator().set_state(generator)
-        return IteratorState(ended, is_replaced, made_with, generator, samplers, packed["before_last"])
+        made_with = packed["made_with"]
+        return IteratorState(**{**packed, "made_with": None if made_with is None else unpack_states(made_with)})
 
 
 def watch(combined: CombinedLoader) -> None:
@@ -178,8 +153,8 @@ class _WatchedLoader:
         self.due: IteratorState | None = None
         self.ended = False
         self.is_loaded = False  # True from a load until the next batch is asked for
-        self._made_with: tuple[States | None, list[str]] = (None, [])
-        self._peeked_with: tuple[States | None, list[str]] | None = None
+        self._made_with: tuple[States | None, list[Any]] = (None, [])
+        self._peeked_with: tuple[States | None, list[Any]] | None = None
         self.loaded: Any = None
 
     def __len__(self) -> int:
@@ -207,7 +182,7 @@ class _WatchedLoader:
             restored.callback(set_states, get_states(_CPU), _CPU)
             if due.made_with is not None:
                 set_states(due.made_with, _CPU)
-            continued = self._loaded_iterator()
+            continued = iter(self.loader)
             # The batch is fetched again, so that its changes to the dataset are made before the next epoch.
             if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
                 # The last batch was the first batch of a short loader that had been restarted.
@@ -219,22 +194,9 @@ class _WatchedLoader:
                 # From its state at the end, this loader begins the next epoch on the next iteration.
                 self.loader.load_state_dict(copy.deepcopy(self.loaded))
                 self.loader.state_dict()  # torchdata's loader creates an iterator here, and draws random numbers
-        self._put_generator(due)
-        return continued
-
-    def _loaded_iterator(self) -> Any:
-        try:
-            return iter(self.loader)
-        except Exception as error:
-            raise SetupError(
-                f"A {type(self.loader).__name__} cannot continue from its state in the checkpoint"
-                f" ({type(error).__name__}: {printable(str(error)[:200])}). Resume from another checkpoint, or with the"
-                " dataloader that the checkpoint was written with."
-            ) from error
-
-    def _put_generator(self, due: IteratorState) -> None:
         if due.generator is not None and (generator := _generator(self.loader)) is not None:
             generator.set_state(due.generator)
+        return continued
 
     def load(self, state: Any, iterator: IteratorState) -> None:
         # A user-defined loader may keep the state that it is given, and modify it.
@@ -259,7 +221,7 @@ class _WatchedLoader:
         own = None if generator is None else generator.get_state()
         return IteratorState(self.ended, False, made_with, own, samplers)
 
-    def _random_states(self) -> tuple[States, list[str]]:
+    def _random_states(self) -> tuple[States, list[Any]]:
         # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
         # samplers on their own.
         samplers = SamplerState(self.loader).get(at_end=True) if is_from("torchdata", self.loader) else []

@@ -11,7 +11,6 @@ import signal
 import subprocess
 from types import FrameType
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,27 +26,11 @@ class AgreedTermination(SignalConnector):
     Lightning's handlers communicate immediately, wherever the main thread is: on SIGTERM they broadcast rank 0's flag,
     and on Slurm's signal they save a checkpoint. This can run in the middle of other collectives of the same group, and
     ranks without the signal do not take part in it, so that all ranks hang.
-
-    Attributes:
-        agreed: True if ranks exchange with every batch if they were told to end.
-        told: True if this rank was told to end.
-        told_to_requeue: True if Slurm is about to take this rank's job away.
     """
 
-    agreed = False
+    agreed = False  # True if ranks exchange with every batch if they were told to end
     told = False
     told_to_requeue = False
-
-    @classmethod
-    def install(cls, trainer: pl.Trainer) -> AgreedTermination:
-        """Replace the trainer's signal connector, and return the new one."""
-        present = trainer._signal_connector
-        if isinstance(present, cls):
-            return present
-        made = cls.__new__(cls)
-        made.__dict__.update(present.__dict__)
-        trainer._signal_connector = made
-        return made
 
     def register_signal_handlers(self) -> None:
         self.told = self.told_to_requeue = False
@@ -97,10 +80,10 @@ class AgreedTermination(SignalConnector):
         elif self.trainer.is_global_zero and (failed := _requeue(_job())):  # there is nothing to save
             rank_zero_warn(f"job {_job()} was not requeued: {failed}")
 
-    def _sigterm_notifier_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
+    def on_sigterm(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.agreed:
-            super()._sigterm_notifier_fn(signum, frame)
+            super().on_sigterm(signum, frame)
             return
         launcher = self.trainer.strategy.launcher
         if launcher is not None and not self.told:

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import Dataset, SequentialSampler
 
+from lightning_pipe._compat.lightning import wrapped_sampler
+
 
 def is_from(project: str, one: Any) -> bool:
     """Return True if the class of *one* is defined in *project*, or derived from such a class."""
@@ -23,7 +25,7 @@ def shuffled_over_ranks(loader: Any) -> Any:
     if is_from("torchdata", loader):
         for holder in (loader, loader.batch_sampler):
             wrapper = getattr(holder, "sampler", None)
-            inner: Any = getattr(getattr(wrapper, "dataset", None), "_sampler", None)
+            inner = wrapped_sampler(wrapper)
             if not isinstance(wrapper, DistributedSamplerWrapper) or inner is None:
                 continue
             is_shuffle = is_from("torchdata", inner) and getattr(inner, "replacement", None) is False

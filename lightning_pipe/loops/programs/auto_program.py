@@ -171,9 +171,9 @@ class AutoProgram(TrainingProgram):
     def close(self) -> None:
         if self._pipelines and self._choice is None:
             rank_zero_info(
-                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}: {self._progress()}."
-                " Iterations at the start and end of an epoch do not count. Train longer, or reduce iterations, rounds,"
-                " found or extra_rounds in the strategy's exploration."
+                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}. Iterations at the"
+                " start and end of an epoch do not count. Train longer, or reduce iterations, rounds, found or"
+                " extra_rounds in the strategy's exploration."
             )
         for pipeline in self._pipelines.values():
             pipeline.close()
@@ -181,18 +181,6 @@ class AutoProgram(TrainingProgram):
         super().close()
 
     # ------------------------------------------------------------------ blocks of iterations
-
-    def _progress(self) -> str:
-        """Progress of the search, for messages."""
-        exploration = self._exploration
-        if not self._times:
-            return f"of {exploration.iterations} iterations that measure the tasks, {len(self._timed)} were done"
-        plans = len(self._by_name)
-        rounds = max(map(len, self._times.values()))
-        return (
-            f"of {exploration.rounds} rounds with {exploration.iterations} iterations of each of {plans} plans, and up"
-            f" to {exploration.extra_rounds} extra rounds of the fastest plans, {rounds} had started"
-        )
 
     def _explore(self) -> None:
         self._choice: PlanChoice | None = None

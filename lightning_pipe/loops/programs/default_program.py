@@ -61,20 +61,12 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
 def _checked(plan: PipelinePlan) -> PipelinePlan:
     """Check the requirements of Lightning's loop, in addition to the engine's, and return *plan*."""
     transfer, train = plan.schedule[TRANSFER], plan.schedule[TRAIN]
-    if transfer.thread_group != MAIN:
+    if transfer.thread_group != MAIN or train != TaskSchedule() or plan.order != (TRANSFER, TRAIN):
         raise PlanError(
-            f"plan {plan.name!r} runs task {TRANSFER!r} in thread group {transfer.thread_group!r}, but the task calls"
-            f" the user's transfer hooks, which must run in the main thread. Set its thread_group to {MAIN!r}"
-        )
-    if train != TaskSchedule():
-        raise PlanError(
-            f"plan {plan.name!r} schedules task {TRAIN!r} as {train}, but Lightning trains the batch between its hooks,"
-            " on the main thread. Set the task's schedule to {}"
-        )
-    if plan.order != (TRANSFER, TRAIN):
-        raise PlanError(
-            f"plan {plan.name!r} has the order {', '.join(plan.order)}, but Lightning's hooks around a batch run after"
-            f" the transfer of a later batch. Set the order to {TRANSFER}, {TRAIN}"
+            f"plan {plan.name!r} does not fit Lightning's loop, which calls the user's transfer hooks and trains the"
+            f" batch on the main thread: expected {TRANSFER!r} in thread group {MAIN!r}, {TRAIN!r} with an empty"
+            f" schedule {{}}, and the order {TRANSFER}, {TRAIN}; got {transfer}, {train} and {', '.join(plan.order)}."
+            " Change the plan accordingly"
         )
     return plan
 

@@ -154,11 +154,7 @@ class TrainingProgram:
             on_close()
 
     def _current(self) -> TrainingContext:
-        if self.current is None:
-            raise SetupError(
-                "training_step of the strategy was called outside the pipeline's training loop. Call the module's"
-                " methods directly, or let Trainer.fit call the strategy"
-            )
+        assert self.current is not None, "called within a period"
         return self.current
 
 

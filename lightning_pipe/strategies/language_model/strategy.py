@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.lightning import accumulates, optimizers_to_device
 from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
+from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
@@ -32,7 +33,6 @@ from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, T
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
-from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy

@@ -95,15 +95,3 @@ def test_indices_that_are_no_integers_continue_without_a_checksum() -> None:
     state, rest = after_two_batches(Named(LENGTH), sampler=names)
     assert state["indices"] is None
     assert continued(state, Named(LENGTH), sampler=names) == rest
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [{"given": 2**70}, {"given": "1"}, {"created": None}],
-    ids=str,
-)
-def test_a_damaged_state_is_refused_when_it_is_read(damaged: dict[str, Any]) -> None:
-    state, _ = after_two_batches(Rows(LENGTH), shuffle=True)
-    loader: Any = resumable(DataLoader(Rows(LENGTH), batch_size=3, shuffle=True))
-    with pytest.raises(SetupError, match="is damaged"):
-        loader.load_state_dict(state | damaged)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.random_streams import get_states, pack_states
 from lightning_pipe.loops.data.resumable_loader import draws_nothing, resumable
+from lightning_pipe.loops.data.resume import are_equal
 from lightning_pipe.loops.data.shared_order import batches_left, of_other_ranks, order_of
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
@@ -51,9 +52,9 @@ def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int
     assert sorted(seen) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("world", "batch_size", "drop_last"), [(2, None, False), (3, 1, False), (5, 3, False), (2, 3, True), (5, 2, True)]
+)
 def test_no_rank_has_a_batch_more_than_another_and_loses_it(
     world: int, batch_size: int | None, drop_last: bool
 ) -> None:
@@ -145,8 +146,7 @@ def test_trainers_on_2_3_and_1_ranks_train_an_epoch_together(tmp_path: Path) -> 
         assert sorted(rows([one], slice(left // BATCH, None))) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("batch_size", [BATCH, None])
-@pytest.mark.parametrize("given", [(0, 1, 1), (2, 0, 3), (1, 2, 1), (4, 0, 0)])
+@pytest.mark.parametrize(("given", "batch_size"), [((0, 1, 1), BATCH), ((2, 0, 3), None), ((4, 0, 0), BATCH)])
 def test_a_rank_continues_again_and_again_where_its_share_was_left(
     given: tuple[int, ...], batch_size: int | None
 ) -> None:
@@ -222,4 +222,4 @@ def test_a_loader_whose_workers_fetch_and_whose_sampler_draws_at_first_draws_not
         next(batches)
         before = pack_states(get_states(torch.device("cpu")))
         assert len(list(batches)) == 3
-        assert pack_states(get_states(torch.device("cpu"))) == before
+        assert are_equal(pack_states(get_states(torch.device("cpu"))), before)

@@ -100,13 +100,6 @@ def test_an_optimiser_that_calls_its_closure_again_is_refused_by_name_of_the_cau
         log.program.run_forward(lambda: "loss")
 
 
-def test_a_step_outside_the_training_loop_is_refused(log: Log) -> None:
-    with pytest.raises(SetupError, match="outside the pipeline's training loop"):
-        log.program.run_forward(lambda: "loss")
-    with pytest.raises(SetupError, match="outside the pipeline's training loop"):
-        log.program.run_backward(lambda: None)
-
-
 def test_batches_that_are_abandoned_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:
     source = iter("abcd")
     log.train(source)

@@ -23,18 +23,7 @@ from tests.scenarios.checkpoints.resuming import Setting as Loaded
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run monitors.
-
-    Attributes:
-        name: for the test's name.
-        interval: "step" or "epoch", of the plateau; None for no scheduler.
-        plateau: value that it monitors.
-        stop: value that EarlyStopping monitors; None for none.
-        validates: every so many batches; 0 for never, None for once at the end of an epoch.
-        saving: arguments of ModelCheckpoint.
-        options: of the trainer.
-        frequency: of the plateau.
-    """
+    """What a run monitors: a plateau of steps or epochs, a stop, checkpoints; validates every so many batches."""
 
     name: str
     interval: str | None = None

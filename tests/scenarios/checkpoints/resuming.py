@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.strategies import InProcessPipelineStrategy
 from lightning_pipe.strategies.pipeline import PipelineStrategy
@@ -106,17 +106,7 @@ def _final_of_module(used: pl.Trainer) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of strategies.
-
-    Attributes:
-        module: makes the module.
-        strategy: makes the strategy.
-        dataset: makes the samples, so many.
-        indices: of the samples of a batch.
-        final: everything that training leaves; every rank calls it.
-        shares_data: whether all ranks read the same batches.
-        options: of each loader.
-    """
+    """One family of strategies; makes samples, finds their indices in a batch, and gives all that training leaves."""
 
     module: Callable[[], pl.LightningModule]
     strategy: Callable[[], Any]
@@ -132,14 +122,6 @@ FAMILIES = {
     "recsys": Family(
         lambda: cases.Clicks(cases.Mixed),
         cases.recsys,
-        Clicked,
-        _of_clicks,
-        cases.state_of,
-        options={"collate_fn": cases.collate},
-    ),
-    "threaded": Family(
-        lambda: cases.Clicks(cases.Mixed),
-        lambda: cases.recsys("threaded_input"),
         Clicked,
         _of_clicks,
         cases.state_of,
@@ -171,26 +153,8 @@ LOADERS: dict[str, dict[str, Any]] = {
     "1 worker": {"num_workers": 1, **_FORK},
     "2 workers": {"num_workers": 2, **_FORK},
     "1 persistent worker": {"num_workers": 1, "persistent_workers": True, **_FORK},
-    "1 worker, own sampler": {"num_workers": 1, "sampler": True, **_FORK},
     "2 persistent workers": {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1, **_FORK},
 }
-
-
-class Counts(Sampler[int]):
-    """A user's own sampler, which counts its epochs for itself, and draws from a generator that it holds."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.epoch, self.random = rows, 0, random.Random(4)
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.rows))
-        random.Random(self.epoch).shuffle(order)
-        self.random.shuffle(order)
-        self.epoch += 1
-        return iter(order)
 
 
 # ---------------------------------------------------------------------- a run
@@ -198,14 +162,7 @@ class Counts(Sampler[int]):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run trains, and how.
-
-    Attributes:
-        family: of FAMILIES.
-        loader: of LOADERS.
-        validates: every so many batches; 0 for never.
-        reloads: ``reload_dataloaders_every_n_epochs``.
-    """
+    """What a run trains, and how; it validates every so many batches, 0 for never."""
 
     family: str
     loader: str = "no workers"
@@ -218,14 +175,7 @@ class Setting:
 
 @dataclass
 class Noted:
-    """What one rank notes of a run.
-
-    Attributes:
-        samples: indices of each batch trained.
-        losses: of each training step.
-        final: all that training left.
-        saved: batches trained when each checkpoint was written, by the checkpoint's name.
-    """
+    """What one rank notes of a run: indices of each batch, losses, all that is left, and batches before each save."""
 
     samples: list[list[int]]
     losses: list[float]
@@ -269,9 +219,6 @@ class Data(pl.LightningDataModule):
     def _loader(self, rows: int, **options: Any) -> DataLoader[Any]:
         family = FAMILIES[self.setting.family]
         options = {"batch_size": BATCH, **family.options, **LOADERS[self.setting.loader], **options}
-        if options.pop("sampler", False):
-            options.pop("shuffle", None)
-            options["sampler"] = Counts(rows)
         return DataLoader(family.dataset(rows), **options)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -289,16 +236,7 @@ def run(
     ckpt_path: Path | str | None = None,
     **options: Any,
 ) -> Noted:
-    """Train three epochs, or the rest of them.
-
-    Args:
-        setting: what is trained.
-        world: number of ranks, of which this process is one.
-        seed: of all random generators.
-        folder: where to write checkpoints; none are written without.
-        ckpt_path: the checkpoint to continue from.
-        options: more of the trainer's.
-    """
+    """Train three epochs, or the rest of them; checkpoints are written to *folder*, where it is given."""
     torch.set_num_threads(1)
     family = FAMILIES[setting.family]
     torch.manual_seed(5)  # values of the module, which a checkpoint replaces
@@ -343,23 +281,7 @@ def differences(whole: Noted, rest: Noted, trained: int) -> list[str]:
 
 
 def from_every_checkpoint(rank: int, world: int, setting: Setting, folder: Path) -> tuple[Noted, dict[str, list[str]]]:
-    """An undisturbed run that writes checkpoints, and what each run continued from one of them has different.
-
-    Returns:
-        What was noted of the undisturbed run, and differences by the checkpoint's name, empty where there are none.
-    """
+    """An undisturbed run, and what the runs that continue from its checkpoints have different, by their names."""
     whole = run(setting, world, 1, folder)
     rest = {name: run(setting, world, 90 + rank, ckpt_path=folder / name) for name in whole.saved}
     return whole, {name: differences(whole, rest[name], trained) for name, trained in whole.saved.items()}
-
-
-def missed_or_twice(ranks: Sequence[Noted], shares_data: bool) -> list[str]:
-    """Epochs in which a sample was not trained exactly once, over all ranks of an undisturbed run."""
-    readers = ranks[:1] if shares_data else ranks
-    wanted = sorted(range(BATCHES * BATCH * len(readers)))
-    found = []
-    for epoch in range(EPOCHS):
-        batches = [batch for one in readers for batch in one.samples[epoch * BATCHES : (epoch + 1) * BATCHES]]
-        if (trained := sorted(index for batch in batches for index in batch)) != wanted:
-            found.append(f"epoch {epoch} trained {trained}")
-    return found

@@ -19,9 +19,9 @@ from lightning_pipe.recsys.dynamic.store.row_files import read_rows
 from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump
 from tests.distributed import run_ranks
 from tests.patience import HANG
-from tests.recsys.dynamic.dynamic_cases import rows_of, same
-from tests.scenarios.recommenders.test_dynamic_embeddings import Keeping, clicks, run
-from tests.strategies.cases import ROW_WISE_ADAGRAD, loader, recsys, trainer
+from tests.recsys.dynamic.dynamic_cases import same
+from tests.scenarios.recommenders.test_dynamic_embeddings import Keeping, run
+from tests.strategies.cases import loader
 
 EVERY = 2
 MODULES = {"network.bags": "people", "network.history": "past"}
@@ -103,9 +103,8 @@ def both_ways(rank: int, world_size: int, path: Path) -> Any:
     return states, (losses, state), later.waited
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoints_hold_the_rows_of_their_steps_though_training_has_gone_on(world_size: int, tmp_path: Path) -> None:
-    for states, (losses, state), waited in run_ranks(both_ways, world_size, tmp_path):
+def test_checkpoints_hold_the_rows_of_their_steps_though_training_has_gone_on(tmp_path: Path) -> None:
+    for states, (losses, state), waited in run_ranks(both_ways, 2, tmp_path):
         whole = states["foreground"]
         assert waited >= 4
         assert states["background"][0] == whole[0]
@@ -116,50 +115,6 @@ def test_checkpoints_hold_the_rows_of_their_steps_though_training_has_gone_on(wo
     found = [rows_in(tmp_path / "background" / step) for step in steps]
     assert found == [rows_in(tmp_path / "foreground" / step) for step in steps]
     assert len(found[0]) < len(found[-1])
-
-
-class Interrupting(pl.Callback):
-    """Ends training with an error of the user in a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            raise ValueError("of the user")
-
-
-def last_commit(store: Path) -> tuple[Any, dict[str, int]]:
-    """Rows that a store opens with, and the number of their batches."""
-    module = clicks(store, existing="keep")
-    used = trainer(recsys("base", optimizer=ROW_WISE_ADAGRAD), limit_val_batches=0)
-    used.validate(module, loader(8), verbose=False)
-    sharded = used.strategy.sharded_model  # type: ignore[attr-defined]
-    try:
-        return rows_of(sharded), {name: rows.step for name, rows in sharded.dynamic_rows.items()}
-    finally:
-        sharded.close()
-
-
-def test_automatic_commits_are_made_in_the_background_too(tmp_path: Path) -> None:
-    found = {}
-    ways: dict[str, dict[str, Any]] = {"foreground": {}, "background": BACKGROUND}
-    for name, strategy in ways.items():
-        later = Later()
-        with later.holding(), pytest.raises(ValueError, match="of the user"):
-            run(
-                tmp_path / name,
-                "prefetch",
-                train=loader(64, in_order=True, ids=400),
-                strategy=strategy,
-                module={"commit_every": 2, "cache_rows": 96},
-                callbacks=[later, Interrupting(5)],
-            )
-        assert (later.waited > 0) == (name == "background")
-        found[name] = last_commit(tmp_path / name)
-    (rows, steps), (others, other_steps) = found.values()
-    assert steps == other_steps == {"network.bags": 4, "network.history": 4}
-    assert same(rows, others)
 
 
 def failing_store(rank: int, world_size: int, path: Path) -> str:

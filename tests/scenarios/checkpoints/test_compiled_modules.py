@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_pipe.cli.main import main
-from lightning_pipe.strategies import InProcessPipelineStrategy
 from tests.strategies.cases import ADAGRAD, Clicks, Pooled, fit, loader, recsys, state_of
 from tests.strategies.llm_cases import Tiny, TinyLM, llm, row_batches, trainer, values_of
 from tests.strategies.llm_cases import fit as fit_language_model
@@ -43,7 +39,7 @@ def plain(layers: nn.Sequential) -> nn.Sequential:
 
 
 Change = Callable[[Any], Any]
-PAIRS = [(plain, wrapped), (wrapped, nested), (nested, in_place)]
+PAIRS = [(plain, nested), (wrapped, in_place)]
 pairs = pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda change: change.__name__)
 
 
@@ -81,22 +77,6 @@ def test_a_run_goes_on_exactly_from_a_checkpoint_with_other_compiled_modules(
     assert same(under_plain_names(state_of(whole)), state_of(expected))
 
 
-@pairs
-def test_a_run_starts_with_the_values_of_a_checkpoint_with_other_compiled_modules(
-    first: Change, second: Change, tmp_path: Path
-) -> None:
-    before = fit(Shop(first), recsys(optimizer=None), max_epochs=1, limit_val_batches=0)
-    before.save_checkpoint(tmp_path / "before.ckpt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="init_from")
-        after = fit(Shop(second), recsys(optimizer=None, init_from=tmp_path / "before.ckpt"), max_steps=0)
-    values = [
-        {name: value for name, value in under_plain_names(state_of(used)).items() if not name.startswith("optimizer")}
-        for used in (after, before)
-    ]
-    assert same(*values)
-
-
 def test_tables_inside_a_compiled_module_start_with_their_values_and_states(tmp_path: Path) -> None:
     def module(change: Any) -> Clicks:
         return Clicks(lambda: change(nn.Sequential(Pooled())))
@@ -125,63 +105,6 @@ def test_dense_values_that_a_warm_start_does_not_read_are_a_warning(tmp_path: Pa
     fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "before.ckpt")
     with pytest.warns(UserWarning, match=r"init_from: 4 dense values .* are not read.*network\.over\.0\.weight"):
         fit(Clicks(Renamed), recsys(init_from=tmp_path / "before.ckpt"), max_steps=0)
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS[:2], ids=lambda change: change.__name__)
-def test_an_artefact_is_made_for_a_configuration_with_other_compiled_modules(
-    first: Change, second: Change, tmp_path: Path
-) -> None:
-    used = fit(Shop(first), recsys(optimizer=None), max_epochs=1, limit_val_batches=0)
-    used.save_checkpoint(tmp_path / "one.ckpt")
-    (tmp_path / "config.yaml").write_text(
-        f"model: {{class_path: {__name__}.Shop, init_args: {{change: {__name__}.{second.__name__}}}}}\n"
-        "trainer: {accelerator: cpu, devices: 1, logger: false, strategy: recsys_prefetch_pipeline}\n"
-    )
-    out, config = tmp_path / "model", str(tmp_path / "config.yaml")
-    assert (
-        main(["export", str(tmp_path / "one.ckpt"), "--to", "torch_export", "--out", str(out), "--config", config]) == 0
-    )
-    module = Shop()
-    main(["checkpoint", "export", str(tmp_path / "one.ckpt"), str(tmp_path / "one.pt")])
-    module.load_state_dict(under_plain_names(torch.load(tmp_path / "one.pt")["state_dict"]))
-    batch = next(iter(loader()))
-    with torch.no_grad():
-        score = module.eval().predict_step(batch, 0)
-        found = torch.export.load(out).module()(batch.dense, batch.sparse.values(), batch.sparse.lengths().view(4, -1))
-    assert torch.allclose(found, score, rtol=0, atol=1e-6)
-
-
-class Layers(pl.LightningModule):
-    def __init__(self, change: Change) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.model = nn.Sequential(*(change(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(batch).square().mean()
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), 4)  # type: ignore[arg-type]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-@pairs
-def test_a_pipe_in_one_process_goes_on_from_other_compiled_layers(
-    first: Change, second: Change, tmp_path: Path
-) -> None:
-    def run(change: Change, epochs: int, path: Path | None = None) -> tuple[dict[str, Tensor], pl.Trainer]:
-        module = Layers(change)
-        used = trainer(InProcessPipelineStrategy(2), devices=2, max_epochs=epochs)
-        used.fit(module, ckpt_path=path)
-        return under_plain_names(module.state_dict()), used
-
-    expected, _ = run(plain, 2)
-    _, half = run(first, 1)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    found, _ = run(second, 2, tmp_path / "half.ckpt")
-    assert same(found, expected)
 
 
 class Compiled(Tiny):

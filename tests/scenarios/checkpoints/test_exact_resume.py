@@ -305,8 +305,13 @@ def check(whole: Resuming, before: Resuming, after: Resuming, moment: Moment) ->
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", [Resuming, NeedsSteps])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, Resuming) for name in LOADERS),
+        *((name, NeedsSteps) for name in ("shuffled", "own sampler", "stateful")),
+    ],
+)
 def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, kind: Any, tmp_path: Path) -> None:
     loader = LOADERS[name]
     whole = undisturbed_once(name, kind)
@@ -319,8 +324,7 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, k
         check(whole, before, resumed(loader, path, kind), moment)
 
 
-@pytest.mark.parametrize("length", [5, 7, 23])
-@pytest.mark.parametrize("stop_after", [2, 4])
+@pytest.mark.parametrize(("length", "stop_after"), [(5, 4), (7, 2), (23, 2)])
 def test_what_was_read_ahead_of_an_iterator_is_trained_in_the_next_epoch(length: int, stop_after: int) -> None:
     class Skipping(Resuming):
         """Leaves an epoch behind so many batches; the batch that it is asked about then is lost, as in Lightning."""
@@ -349,8 +353,15 @@ def test_a_loader_without_a_state_begins_anew_with_lightnings_warning(tmp_path: 
     assert after.trained[:4] == before.trained[:4]
 
 
-@pytest.mark.parametrize("base", [Resuming, NeedsSteps])
-@pytest.mark.parametrize("kind", ["made anew", "shared generator", "shared sampler"])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        ("made anew", Resuming),
+        ("shared generator", Resuming),
+        ("shared sampler", Resuming),
+        ("shared sampler", NeedsSteps),
+    ],
+)
 def test_samplers_of_reloaded_loaders_are_where_they_would_be(kind: str, base: Any, tmp_path: Path) -> None:
     class Module(base):
         def __init__(self) -> None:

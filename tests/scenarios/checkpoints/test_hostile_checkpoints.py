@@ -222,7 +222,7 @@ def with_a_class_of_the_users(rank: int, world_size: int, folder: Path) -> dict[
         warnings.simplefilter("always")
         cases.fit(HoldingTables(), cases.recsys(), max_epochs=1).save_checkpoint(path)
     result: dict[str, Any] = {"warned": [str(one.message) for one in warned if "Custom" in str(one.message)]}
-    for name in ("fit", "validate", "predict"):
+    for name in ("fit", "validate"):
         call = getattr(cases.trainer(cases.recsys()), name)
         result[name] = _message(call, HoldingTables(), cases.loader(), ckpt_path=path)
     tables, stages = HoldingTables(), HoldingStages()
@@ -320,7 +320,7 @@ def test_no_class_is_changed_by_reading(tmp_path: Path) -> None:
 
 def test_a_class_of_the_users_needs_the_flag_or_its_permission(flag: list[dict[str, Any]]) -> None:
     for result in flag:
-        for name in ("fit", "validate", "predict"):
+        for name in ("fit", "validate"):
             message = result[name]
             assert "custom/meta.pt' holds more than tensors and plain types" in message
             assert "GLOBAL tests.scenarios.checkpoints.test_hostile_checkpoints.Custom" in message

@@ -39,12 +39,7 @@ FEW = [
 
 
 class Dies(Callback):
-    """Kills this process a while after a batch has begun, that is trained so many batches after the run has.
-
-    Args:
-        after: batches.
-        share: of the time of a step, as the batches before it took; of a tenth of a second where there are none.
-    """
+    """Kills this process a while after a batch has begun, that is trained so many batches after the run has."""
 
     def __init__(self, after: int, share: float) -> None:
         self.after, self.share, self.begun = after, share, 0
@@ -78,15 +73,7 @@ def undisturbed(here: Here, setting: Setting) -> Noted:
 
 
 def attempt(here: Here, setting: Setting, kept: Path, seed: int, dies: tuple[int, int, float] | None) -> Noted:
-    """Train from the newest checkpoint on, or from the beginning where there is none.
-
-    Args:
-        here: this rank.
-        setting: what is trained.
-        kept: folder of the checkpoints.
-        seed: of all random generators.
-        dies: a rank, and the arguments of :class:`Dies`; None where none does.
-    """
+    """Train from the newest checkpoint on, or from the beginning where there is none."""
     saves = ModelCheckpoint(
         kept, every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False, filename="{step}"
     )

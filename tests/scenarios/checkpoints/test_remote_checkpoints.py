@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_rest
-from lightning_pipe.checkpoints.folder_writing import write_folder
-from lightning_pipe.checkpoints.remote_folder import begin_remote, open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import read_rows
 from tests.distributed import run_ranks
-from tests.scenarios.checkpoints.s3_server import SECRET, THROTTLED, URL, objects, s3_server, unfinished_uploads
+from tests.scenarios.checkpoints.s3_server import SECRET, URL, objects, s3_server
 from tests.scenarios.recommenders import test_dynamic_embeddings as dynamic
-from tests.strategies import llm_cases
 from tests.strategies.cases import Clicks, difference, fit, loader, recsys, state_of
 
 pytest.importorskip("moto", reason="requires the packages of the extra s3 and moto")
@@ -37,16 +33,15 @@ OTHER = "s3://checkpoints/other"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.dict(os.environ), s3_server(tmp_path_factory.mktemp("server")) as folder:
-        yield folder
+def server() -> Iterator[None]:
+    with mock.patch.dict(os.environ), s3_server():
+        yield
 
 
 @pytest.fixture
-def environment(server: Path) -> Iterator[dict[str, str]]:
+def environment(server: None) -> Iterator[dict[str, str]]:
     """For ranks, which do not inherit this process's environment; no objects are left for the next test."""
     yield {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    (server / THROTTLED).unlink(missing_ok=True)
     for url in (URL, OTHER):
         place: Any = place_of(url)
         place.remove()
@@ -108,27 +103,6 @@ def test_training_continues_from_s3_as_from_a_disk_also_on_other_ranks(
     assert not difference(from_disk[1], from_url[1])
 
 
-def in_stages(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> list[Any]:
-    os.environ.update(environment)
-
-    def train(path: str | None, **options: Any) -> Any:
-        module = llm_cases.Tiny(optimizer="adamw")
-        used = llm_cases.trainer(llm_cases.llm(), max_steps=6, **options)
-        torch.manual_seed(llm_cases.SEED)
-        used.fit(module, llm_cases.loader(llm_cases.row_batches(6)), ckpt_path=path)
-        return module.losses, llm_cases.values_of(module.model)
-
-    whole = train(None, **keeping(URL, save_top_k=-1))
-    return [whole, train(f"{URL}/step=3.ckpt")]
-
-
-def test_a_model_in_stages_continues_from_s3(environment: dict[str, str], tmp_path: Path) -> None:
-    for (losses, values), (resumed, others) in run_ranks(in_stages, 2, environment, tmp_path):
-        assert resumed == losses[3:]
-        assert values.keys() == others.keys()
-        assert all(torch.equal(values[name], others[name]) for name in values)
-
-
 def with_dynamic_tables(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> dict[str, Any]:
     os.environ.update(environment)
     options: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False}
@@ -168,56 +142,7 @@ def test_a_checkpoint_is_exported_from_its_url(
     assert not difference(one["state_dict"], other["state_dict"])
 
 
-def test_a_folder_that_was_uploaded_is_read(environment: dict[str, str], tmp_path: Path) -> None:
-    run_ranks(saved, 1, environment, str(tmp_path / "disk"))
-    place: Any = place_of(f"{URL}/last.ckpt")
-    place.upload(tmp_path / "disk" / "last.ckpt")
-    export_checkpoint(f"{URL}/last.ckpt", tmp_path / "exported")
-    assert (tmp_path / "exported").exists()
-
-
 # ---------------------------------------------------------------------- faults
-
-
-def test_the_next_save_releases_parts_of_interrupted_uploads_and_leaves_those_of_others(
-    environment: dict[str, str],
-) -> None:
-    place: Any = place_of(f"{URL}/last.ckpt")
-    begun = {"of the save": begin_remote(place), "of another": ".other.ckpt.0123456789abcdef"}
-    files = [place.fs.open(f"{URL}/{name}/big", "wb", block_size=5 * 2**20) for name in begun.values()]
-    for file in files:
-        file.write(bytes(11 * 2**20))
-    assert len(unfinished_uploads()) == 2
-    begin_remote(place)
-    (left,) = unfinished_uploads()
-    assert left["Key"] == f"run/{begun['of another']}/big"
-    files[1].discard()
-    files[0].closed = files[1].closed = True  # what is not closed would be uploaded when it is collected
-
-
-def test_a_server_that_asks_to_slow_down_is_asked_again(
-    server: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    (server / THROTTLED).touch()
-    ((losses, state, resumed, other),) = run_ranks(on_one_rank, 1, environment, tmp_path)
-    assert resumed == losses[6:]
-    assert not difference(state, other)
-    (server / THROTTLED).unlink()
-    assert [name for name in objects() if "/" not in name] == ["last.ckpt"]
-
-
-def on_one_rank(rank: int, world_size: int, environment: dict[str, str], folder: Path) -> Any:
-    os.environ.update(environment)
-    used = fit(Clicks(), recsys(), loader(24, in_order=True), max_epochs=1)
-    used.save_checkpoint(f"{URL}/last.ckpt")
-    used.save_checkpoint(f"{URL}/last.ckpt")
-    used.save_checkpoint(f"{URL}/removed.ckpt")
-    used.strategy.remove_checkpoint(f"{URL}/removed.ckpt")
-    whole = Clicks()
-    state = state_of(fit(whole, recsys(), loader(24, in_order=True)))
-    module = Clicks()
-    other = state_of(fit(module, recsys(), loader(24, in_order=True), ckpt_path=f"{URL}/last.ckpt"))
-    return whole.losses, state, module.losses, other
 
 
 def save_and_die(rank: int, world_size: int, environment: dict[str, str], at: int) -> None:
@@ -259,7 +184,6 @@ def test_killed_at_any_request_of_a_save_the_url_leads_to_the_old_or_the_new_che
         run_ranks(resumed_and_saved, 1, environment)
         left = {name.partition("/")[0] for name in objects() if name.startswith(".last.ckpt")}
         assert len(left) == 1, f"killed at {at}"
-        assert not unfinished_uploads()
         if done.exists():
             break
     else:
@@ -275,21 +199,9 @@ def resumed_and_saved(rank: int, world_size: int, environment: dict[str, str]) -
     used.save_checkpoint(f"{URL}/last.ckpt")
 
 
-class RemovesFiles:
-    """Another job that removes the files of a checkpoint while it is written."""
-
-    def commit(self, group: Any, *, to_write: bool) -> None:
-        pass
-
-    def write(self, folder: Path) -> None:
-        place: Any = place_of(URL)
-        (written,) = place.folders(re.compile(r"\.raced\.ckpt\..*"))
-        (written / f"__{dist.get_rank()}_0.distcp").remove()
-
-
 def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str]:
     os.environ.update(environment)
-    used, race = fit(Clicks(), recsys(), max_epochs=1), cast(Any, RemovesFiles())
+    used = fit(Clicks(), recsys(), max_epochs=1)
 
     def said(work: Any) -> str:
         with pytest.raises(SetupError) as caught:
@@ -297,11 +209,9 @@ def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str
         return str(caught.value)
 
     return [
-        said(lambda: used.save_checkpoint("s3://misspelt/last.ckpt")),
         said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
         said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
         said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
-        said(lambda: write_folder(f"{URL}/raced.ckpt", {"model": {str(rank): torch.ones(2)}}, {}, race)),
     ]
 
 
@@ -309,11 +219,8 @@ def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_
     environment: dict[str, str],
 ) -> None:
     for found in run_ranks(refused, 2, environment):
-        bucket, password, absent, options, raced = found
-        assert "there is no bucket 'misspelt' for 's3://misspelt/last.ckpt'" in bucket
+        password, absent, options = found
         assert "contains a password" in password
         assert f"'{URL}/none.ckpt' is not there" in absent
         assert "storage_options were given" in options
-        assert "another job has removed '__0_0.distcp'" in raced
-        assert not place_of(f"{URL}/raced.ckpt").exists()
         assert not any(SECRET in one or "hidden" in one for one in found)

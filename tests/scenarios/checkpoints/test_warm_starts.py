@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import same
-from tests.scenarios.checkpoints.test_hostile_checkpoints import _cut, _flipped
 from tests.scenarios.recommenders import test_dynamic_embeddings as dynamic
 from tests.strategies.cases import ADAGRAD, ROW_WISE_ADAGRAD, Clicks, difference, fit, loader, recsys
 from tests.strategies.recommender.test_warm_start import PEOPLE, THINGS, Spread, shop, tables_of
@@ -63,7 +61,7 @@ def test_values_and_states_are_the_same_on_other_ranks_and_in_other_shardings(op
     (of_one,) = run_ranks(save, 1, tmp_path, ["row_wise", "table_wise"], optimizer)
     saved = {**of_two, **of_one}
     initial = shop(people=37).state_dict()[PEOPLE]
-    for ranks, people in ((1, 37), (2, 24), (3, 37)):
+    for ranks, people in ((1, 37), (3, 24)):
         for found in run_ranks(start, ranks, tmp_path, list(saved), optimizer, people):
             assert len(found) >= 2
             for pair, values in found.items():
@@ -123,10 +121,6 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "other columns": (kept, shop(width=16), {}),
         "other optimiser": (kept, shop(), {"optimizer": ROW_WISE_ADAGRAD}),
         "another model": (kept, Clicks(), {"kinds": SHARDINGS["row_wise"]}),
-        "cut": (folder / "cut", shop(), {}),
-        "flipped": (folder / "flipped", shop(), {}),
-        "entry missing": (folder / "entry missing", shop(), {}),
-        "strange names": (folder / "strange names", shop(), {}),
     }
     found = {}
     for name, (init_from, module, options) in cases.items():
@@ -136,37 +130,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     return found
 
 
-def _copied(folder: Path, name: str) -> Path:
-    source, target = folder / "Adagrad row_wise 2", folder / name
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
-def _changed(folder: Path, change: Any) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path, ["row_wise"], ADAGRAD)
-    _cut(_copied(tmp_path, "cut") / "__1_0.distcp", tmp_path)
-    _flipped(_copied(tmp_path, "flipped") / "__0_0.distcp", tmp_path)
-
-    def drop(metadata: Any) -> None:
-        metadata.planner_data = {
-            key: path for key, path in metadata.planner_data.items() if PEOPLE not in path or path[0] == "model"
-        }
-
-    def rename(metadata: Any) -> None:
-        metadata.planner_data = {
-            key: ("model", f"\x1b[2J{place}") for place, key in enumerate(metadata.state_dict_metadata)
-        }
-
-    _changed(_copied(tmp_path, "entry missing"), drop)
-    _changed(_copied(tmp_path, "strange names"), rename)
     messages = {
         "ranks disagree": "the warm start differs between ranks: rank 0 has 'init_from' = \"WarmStart(",
         "one rank alone": "the warm start differs between ranks: rank 0 has 'init_from' = 'None'",
@@ -175,15 +140,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
         "other columns": f"table {THINGS} has the shape [24, 8] in it, expected 16 columns",
         "other optimiser": "with people.momentum1, expected torchrec.optim.RowWiseAdagrad with people.momentum1",
         "another model": "network.over.0.weight (shape [8, 19] in it, expected [8, 27])",
-        "cut": "__1_0.distcp",
-        "flipped": "__0_0.distcp",
-        "entry missing": f"table {PEOPLE} was trained by torch.optim.Adagrad with no states",
-        "strange names": "it has \\x1b[2J0",
     }
     for found in run_ranks(refusals, 2, tmp_path):
         for name, message in messages.items():
             assert message in found[name], name
-            assert "\x1b" not in found[name]
 
 
 # ---------------------------------------------------------------------- dynamic tables

@@ -30,18 +30,7 @@ _HANG = 600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one attempt to open a file.
-
-    Attributes:
-        error: full class name of the exception raised, or None
-        message: its text
-        seconds: processor time used, user and system
-        memory: growth of the resident set, at its highest, in bytes
-        signal: number of the signal that ended the child, or None
-        hung: whether the child was killed because it did not end
-        trace: traceback of the exception, for the test's own message
-        kinds: full names of the exception's class and of its bases
-    """
+    """The end of one attempt to open a file."""
 
     error: str | None
     message: str
@@ -53,12 +42,7 @@ class Outcome:
     kinds: tuple[str, ...] = ()
 
     def check(self, *allowed: type[BaseException], size: int = 0) -> None:
-        """Raise AssertionError unless the attempt succeeded or raised one of *allowed* itself, within the bounds.
-
-        Args:
-            allowed: classes of our own errors; a subclass counts, another class does not
-            size: bytes of the file, added to the bound of memory
-        """
+        """Raise AssertionError unless the attempt succeeded or raised one of *allowed* itself, within the bounds."""
         assert not self.hung, f"did not end within {_HANG:g} s"
         assert self.signal is None, f"ended by signal {self.signal}"
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in allowed}
@@ -71,12 +55,7 @@ class Outcome:
 
 
 def open_bounded(reader: Callable[..., Any], *args: Any) -> Outcome:
-    """Call ``reader(*args)`` in a forked child. The child's processor time is limited to four times the bound.
-
-    Args:
-        reader: a function of a module.
-        args: whatever can be pickled.
-    """
+    """Call ``reader(*args)`` in a forked child. The child's processor time is limited to four times the bound."""
     # The server has imported what is needed and has no threads: a child of this process, whose earlier tests may have
     # left threads of libraries behind, could wait for ever for what one of those held.
     receive, send = multiprocessing.Pipe(duplex=False)

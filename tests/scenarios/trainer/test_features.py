@@ -6,7 +6,6 @@ import csv
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
-    Timer,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -181,18 +179,7 @@ def averaging() -> Callback:
 
 @dataclass(frozen=True)
 class Feature:
-    """One run.
-
-    Attributes:
-        module: makes it.
-        options: of the trainer.
-        callbacks: make them.
-        train: makes what is trained on; the module's own loader otherwise.
-        raises: what the run ends with.
-        batches: trained.
-        validations: run, those before training included.
-        checkpoints: left.
-    """
+    """One run."""
 
     module: Callable[[], Any] = Net
     options: dict[str, Any] = field(default_factory=dict)
@@ -211,13 +198,9 @@ FEATURES: dict[str, Feature] = {
     "two loaders one after the other": Feature(
         Combined, train=combined("sequential"), raises=ValueError, batches=0, validations=1
     ),
-    "two streams": Feature(Combined, train=streams, batches=15),
     "a stream, some of it": Feature(lambda: Net(Stream(30)), {"limit_train_batches": 3}, batches=9),
     "a stream, validation every few batches": Feature(
         lambda: Net(Stream(30)), {"val_check_interval": 2}, batches=24, validations=13
-    ),
-    "limit_train_batches and limit_val_batches, parts": Feature(
-        options={"limit_train_batches": 0.5, "limit_val_batches": 0.4}, batches=9
     ),
     "limit_train_batches and limit_val_batches, numbers": Feature(
         options={"limit_train_batches": 5, "limit_val_batches": 2}, batches=15
@@ -229,24 +212,17 @@ FEATURES: dict[str, Feature] = {
         options={"val_check_interval": "00:00:00:25", "check_val_every_n_epoch": None}, validations=7
     ),
     "validation across epochs": Feature(options={"val_check_interval": 5, "check_val_every_n_epoch": None}),
-    "validation every third epoch": Feature(options={"check_val_every_n_epoch": 3}, validations=2),
     "all of validation before training": Feature(options={"num_sanity_val_steps": -1}),
-    "no validation before training": Feature(options={"num_sanity_val_steps": 0}, validations=3),
     "loaders made anew": Feature(Reloading, {"reload_dataloaders_every_n_epochs": 2}, batches=12),
-    "a plateau of epochs": Feature(Plateau),
     "a plateau of steps": Feature(PlateauOfSteps, {"accumulate_grad_batches": 2}),
     "the rest of an epoch skipped": Feature(Skipping, {"accumulate_grad_batches": 3}, batches=12, validations=1),
     "two optimisers by hand": Feature(TwoOptimizers),
     "detect_anomaly": Feature(options={"detect_anomaly": True, "gradient_clip_val": 0.1}),
-    "32-true": Feature(options={"precision": "32-true"}),
     "64-true": Feature(options={"precision": "64-true"}),
     "bf16-mixed": Feature(options={"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
     "a part compiled": Feature(Compiled, {"max_epochs": 1}, batches=6, validations=2),
     "checkpoints every few steps": Feature(
         callbacks=(checkpoints(every_n_train_steps=4, save_top_k=-1),), checkpoints=4
-    ),
-    "checkpoints as time goes by": Feature(
-        callbacks=(checkpoints(train_time_interval=timedelta(seconds=30), save_top_k=-1),), checkpoints=6
     ),
     "checkpoints of the best, and the last": Feature(
         options={"val_check_interval": 2},
@@ -260,26 +236,13 @@ FEATURES: dict[str, Feature] = {
         batches=8,
         validations=5,
     ),
-    "a stop that has to wait": Feature(
-        options={"min_epochs": 3, "max_epochs": 6, "val_check_interval": 2},
-        callbacks=(lambda: EarlyStopping("val_loss", min_delta=10.0, patience=1),),
-        validations=10,
-    ),
-    "a stop on a metric of training": Feature(
-        options={"max_epochs": 6},
-        callbacks=(lambda: EarlyStopping("train_loss_epoch", min_delta=10.0, patience=1),),
-        batches=12,
-        validations=3,
-    ),
     "max_time": Feature(options={"max_epochs": -1, "max_time": "00:00:01:35"}, batches=10, validations=3),
-    "a timer of epochs": Feature(callbacks=(lambda: Timer("00:00:00:45", interval="epoch"),), batches=6, validations=2),
     "max_steps with accumulation": Feature(
         options={"max_epochs": -1, "max_steps": 5, "accumulate_grad_batches": 4}, batches=16, validations=3
     ),
     "a checkpoint on an exception": Feature(
         Failing, callbacks=(lambda: _OnException("."),), raises=KeyError, batches=9, validations=2, checkpoints=1
     ),
-    "weights averaged over epochs": Feature(Net, {"max_epochs": 4}, callbacks=(averaging,), batches=24, validations=5),
     "weights averaged, with statistics made anew": Feature(
         Normalized, {"max_epochs": 4}, callbacks=(averaging,), batches=30, validations=6
     ),
@@ -341,19 +304,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def train(
     feature: Feature, clock: Clock, root: Path, strategy: Any = "auto", pipelined: bool = False, val: Any = None
 ) -> tuple[pl.Trainer, dict[str, Any]]:
-    """Run a feature.
-
-    Args:
-        feature: the run.
-        clock: that its trainer reads.
-        root: folder for its files.
-        strategy: of the trainer.
-        pipelined: whether to put the pipelined loop into the trainer without a strategy that does so.
-        val: what is validated on; rows otherwise.
-
-    Returns:
-        The trainer, and what the run left that does not depend on how the weights are held.
-    """
+    """Run a feature."""
     Epochs.made = 0
     pl.seed_everything(3)
     module = clock.module = feature.module()

@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_pipe.callbacks import PipelineProfiler
-from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.programs.default_program import default_evaluation, default_plan
@@ -50,20 +49,6 @@ def test_each_task_is_refused_and_says_why(which: str) -> None:
         assert pipeline.shortcuts == ()
 
 
-@pytest.mark.parametrize("which", MAKES)
-def test_a_profile_gives_their_own_times_alone(which: str) -> None:
-    plan = MAKES[which]()
-    with SWPipeline(plan, torch.device("cpu")) as pipeline:
-        profiler = TaskProfiler(pipeline, ["a"], rounds=1, iterations=2)
-        result = profiler.profile_many()
-        assert list(result.tasks) == list(plan.tasks)
-        assert result.exposed == {}
-        for name, task in plan.tasks.items():
-            assert result.tasks[name].not_measured == f"not replayed: {task.not_replayable}"
-            with pytest.raises(PlanError, match=f"{name!r} cannot be replayed"):
-                profiler.profile(name)
-
-
 class Shortcut(pl.Callback):
     """Asks for the replay of a task behind the second batch."""
 
@@ -84,11 +69,3 @@ def test_a_shortcut_of_the_training_that_runs_is_refused() -> None:
         fit(module, "pipeline", module.train_dataloader(), callbacks=[Shortcut("TrainBatch")])
     with pytest.raises(PlanError, match="'ScheduleStep' cannot be replayed, since the ranks with the neighbouring"):
         fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[Shortcut("ScheduleStep")])
-
-
-def test_the_profiler_refuses_strategies_without_tasks_to_replay() -> None:
-    module = Net()
-    with pytest.raises(SetupError, match=r"tasks can be profiled individually, got PipelineStrategy"):
-        fit(module, "pipeline", module.train_dataloader(), callbacks=[PipelineProfiler([1], report=None)])
-    with pytest.raises(SetupError, match=r"individually, got LLMPipelineStrategy.* use BubbleMonitor"):
-        fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[PipelineProfiler([1], report=None)])

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.patience import HANG
 
 SCRIPT = """
@@ -42,10 +40,9 @@ def ran(folder: Path, *devices: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
-def test_another_number_of_ranks_is_refused(devices: tuple[int, int], tmp_path: Path) -> None:
-    ended = ran(tmp_path, *devices)
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    ended = ran(tmp_path, 2, 1)
     assert ended.returncode == 1, ended.stderr
-    assert f"in a process group of {devices[0]} rank(s)" in ended.stderr
-    assert f"this Trainer has {devices[1]} (devices times num_nodes)" in ended.stderr
+    assert "in a process group of 2 rank(s)" in ended.stderr
+    assert "this Trainer has 1 (devices times num_nodes)" in ended.stderr
     assert "validated" not in ended.stdout

@@ -122,34 +122,15 @@ OWN: dict[str, dict[str, Any]] = {
     "a checkpoint on an exception": {"module": Failing},
     "a learning rate looked for": {"module": Tuned},
 }
-# Options of the trainer and callbacks that do not touch tables; tested with the plain strategy.
-UNTOUCHED = {
-    "limit_train_batches and limit_val_batches, numbers",
-    "validation as time goes by",
-    "validation every third epoch",
-    "all of validation before training",
-    "no validation before training",
-    "32-true",
-    "checkpoints every few steps",
-    "checkpoints as time goes by",
-    "a stop that has to wait",
-    "a stop on a metric of training",
-    "a timer of epochs",
-}
-# Tables step in every micro-batch, and under gradients' accumulation not as an unsharded module does; what is left out
-# otherwise is in tests/scenarios/recommenders/test_recsys_features.py, or below.
+# What is left out otherwise is in tests/scenarios/recommenders/test_recsys_features.py, or below.
 NAMES = [
     *OWN,
-    *(
-        name
-        for name, feature in FEATURES.items()
-        if feature.module is plain.Net
-        and feature.train is None
-        and "accumulate_grad_batches" not in feature.options
-        and "average" not in name
-        and name not in UNTOUCHED
-        and name != "64-true"
-    ),
+    "limit_train_batches and limit_val_batches, numbers",
+    "validation across epochs",
+    "detect_anomaly",
+    "checkpoints of the best, and the last",
+    "a stop when nothing gets better",
+    "max_time",
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
+from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
 
 DATA = [torch.full((1, 2), float(index)) for index in range(1, 6)]
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import AutomaticOptimization
+from lightning_pipe._compat.lightning import AutomaticOptimization, as_class
 
 
 class ZeroGradFirst(AutomaticOptimization):
@@ -25,11 +25,7 @@ class ZeroGradFirst(AutomaticOptimization):
     @classmethod
     def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
         """Replace the trainer's automatic optimisation, keeping its progress."""
-        present = trainer.fit_loop.epoch_loop.automatic_optimization
-        loop = present
-        if not isinstance(loop, cls):
-            loop = cls.__new__(cls)
-            loop.__dict__.update(present.__dict__)
+        loop = as_class(trainer.fit_loop.epoch_loop.automatic_optimization, cls)
         loop._on_zero_grad = on_zero_grad
         trainer.fit_loop.epoch_loop.automatic_optimization = loop
 
