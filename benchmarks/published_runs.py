@@ -16,17 +16,16 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_pipe.llm.choice.estimate import estimate
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint
+from lightning_pipe.llm.measure.layer_profile import Footprint, measure_footprints
 from lightning_pipe.llm.measure.rank_memory import Sharing, estimate_memory
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
-from lightning_pipe.strategies.language_model.stage_choice import footprints_of, layers_of
-from lightning_pipe.strategies.language_model.stage_estimate import precision_plugin
+from lightning_pipe.strategies.language_model.stage_choice import layers_of, profiled
+from lightning_pipe.strategies.language_model.stage_estimate import estimate, precision_plugin
 
 DATA = Path(__file__).with_suffix(".yaml")
 _WIDTH = 2  # bytes of a parameter of the measured model, in bfloat16
@@ -199,7 +198,8 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
     checkpoint = {"mode": "full"} if recompute else None
     settings = LLMPipelineStrategy("gpipe", num_microbatches=1, activation_checkpoint=checkpoint).settings(1)
     tokens = torch.zeros(rows, length, dtype=torch.long)
-    found = footprints_of(module, layers_of(module), {"input_ids": tokens, "labels": tokens}, settings, precision)
+    item = {"input_ids": tokens, "labels": tokens}
+    found = profiled(measure_footprints, module, layers_of(module), settings, precision, item)
     last = found.output.operations
     # The loss of HFCausalLM computes the head's product again in the backward; the published runs do not.
     output = replace(found.output, operations=last._replace(backward=last.backward - last.forward))

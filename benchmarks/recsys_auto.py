@@ -132,8 +132,7 @@ class InTurns(RecsysPipelineStrategy):
         program = super().training_program(trainer, transfer)
         tasks = list(program.pipeline.plan.tasks.values())
         plans = {name: recsys_plan(plan, tasks) for name, plan in self._in_turns.items()}
-        assert self._training is not None
-        self._training.program = self.turns = Turns(program, plans, self.root_device, *self._size)
+        self._program = self.turns = Turns(program, plans, self.root_device, *self._size)
         return self.turns
 
 

@@ -128,12 +128,6 @@ FAULTS = [
         "engine/planning/test_planner.py::test_plans_that_have_dropped_out_share_in_the_level_too",
     ),
     Fault(
-        "llm/run/runner.py",
-        "count * largest * len(stages)",
-        "largest * len(stages)",
-        "llm/run/test_runner.py",
-    ),
-    Fault(
         "llm/run/optimizer_offload.py",
         "self._finish_copies()\n        self._show",
         "pass\n        self._show",

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, Self, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -47,18 +48,23 @@ __all__ = [
     "Sync",
     "TrainingEpochLoop",
     "accumulates",
+    "after_transfer",
     "as_class",
     "batch_sizes",
     "before_resumption",
     "find_last_at_urls",
+    "keep_order_of_loaders",
     "loaders_of",
     "logged_values_discarded",
+    "moved_with_hooks",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
+    "sync_batch_norm",
     "tear_down",
     "timeout_of",
+    "training_loader",
     "validates_by_time",
     "without_loaders",
     "wrapped_sampler",
@@ -104,6 +110,31 @@ class SignalConnector(_SignalConnector):
 def timeout_of(strategy: Any) -> timedelta:
     """Time limit of the collectives of one of Lightning's strategies for several processes."""
     return strategy._timeout or timedelta(minutes=30)
+
+
+def keep_order_of_loaders(trainer: pl.Trainer) -> None:
+    """Make the trainer install no distributed sampler."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def training_loader(trainer: pl.Trainer) -> Any:
+    """Dataloader of the training, before its loop has set it up."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def moved_with_hooks(module: pl.LightningModule, batch: Any, device: torch.device) -> Any:
+    """Batch on a device, after all three transfer hooks."""
+    return module._apply_batch_transfer_handler(batch, device)
+
+
+def after_transfer(module: pl.LightningModule, batch: Any, dataloader_idx: int) -> Any:
+    """Result of the hook ``on_after_batch_transfer`` of the module or its data module."""
+    return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+
+def sync_batch_norm(strategy: Any) -> Any:
+    """Plugin of ``Trainer(sync_batchnorm=True)`` with ``apply`` and ``revert``; None without it."""
+    return strategy._layer_sync
 
 
 def next_hpc_checkpoint(trainer: pl.Trainer) -> str:

@@ -71,16 +71,13 @@ def export(arguments: Sequence[str]) -> None:
         )
     _load(model, options.checkpoint)
     out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")
-    try:
-        with whole_file(out) as file, whole_file(described) as inputs:
-            if options.to == "quantized":
-                form = programs.write_quantized(model.eval(), batch, file, options.bits)
-            else:
-                write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
-                form = write(model.eval(), batch, file)
-            inputs.write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
-    except OSError as error:
-        raise SetupError(f"--out is {options.out!r}, which cannot be written: {error}. Give another name") from error
+    with whole_file(out) as file, whole_file(described) as inputs:
+        if options.to == "quantized":
+            form = programs.write_quantized(model.eval(), batch, file, options.bits)
+        else:
+            write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
+            form = write(model.eval(), batch, file)
+        inputs.write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
     print(printable(f"Wrote {out}, which takes the tensors of {described}"))
 
 

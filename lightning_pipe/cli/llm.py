@@ -16,14 +16,18 @@ from lightning_pipe.cli.training import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.quantities import parse_size
-from lightning_pipe.llm.choice.estimate import Refused
 from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.choice_report import named, size, unit_of
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
-from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from lightning_pipe.strategies.language_model.stage_estimate import (
+    Refused,
+    StageEstimate,
+    estimate_stages,
+    precision_plugin,
+)
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy, checked_module
 
 _ESTIMATE = """\
 Estimate whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and how large its bubble is,
@@ -85,12 +89,7 @@ class _EstimateCLI(PipelineCLI):
     def estimate(self, rows: int | None, length: int | None, compare: bool) -> StageEstimate:
         """Estimate of the configuration."""
         trainer = self._get(self.config_init, "trainer", default={})
-        strategy, module = _strategy(trainer["strategy"]), self.model
-        if not isinstance(module, PipelineModule):
-            raise SetupError(
-                f"The model must be a lightning_pipe.strategies.PipelineModule, got {type(module).__name__}. Pass a"
-                " subclass of PipelineModule."
-            )
+        strategy, module = _strategy(trainer["strategy"]), checked_module(self.model, fitting=False)
         precision = precision_plugin(trainer.get("precision"))
         batch = self._batch(module, rows, length)
         return estimate_stages(strategy, module, batch, _world_size(trainer), precision, all_schedules=compare)

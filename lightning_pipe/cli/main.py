@@ -218,11 +218,6 @@ def _look(arguments: list[str]) -> None:
     export.add_argument("folder", metavar="FOLDER", help="written by ModelCheckpoint or Trainer.save_checkpoint")
     export.add_argument("file", metavar="FILE", help="path of a new file; may exist if --force is given")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    export.add_argument(
-        "--any-class",
-        action="store_true",
-        help="allow classes other than tensors and plain types, which can run arbitrary code when they are loaded",
-    )
     commands.add_parser(
         "export", help="make an artefact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
     )
@@ -250,7 +245,7 @@ def _look(arguments: list[str]) -> None:
 
         if os.path.lexists(options.file) and not options.force:
             raise SetupError(f"FILE must be a new file, but {options.file!r} exists. Give another name, or --force.")
-        export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
+        export_checkpoint(options.folder, options.file, weights_only=True)
         print(printable(f"Exported {options.folder} to {options.file}"))
     else:
         width = max(len(entry.name) for entry in STRATEGIES)

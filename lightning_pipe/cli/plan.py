@@ -63,16 +63,13 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulation.add_argument("names", metavar="PLAN", nargs="+", help="one or more plans, named as for 'plan show'")
-    simulation.add_argument("--costs", metavar="FILE", help="profile.json of PipelineProfiler, or YAML")
+    simulation.add_argument("--costs", metavar="FILE", required=True, help="profile.json of PipelineProfiler, or YAML")
     simulation.add_argument(
         "--ranks", metavar="N,N", type=_ranks, help="numbers of ranks, for costs with bytes; default: 2,8,128,4096"
     )
     simulation.add_argument("--latency", metavar="TIME", help="latency of a message between two ranks, such as 5us")
     simulation.add_argument(
         "--bandwidth", metavar="RATE", help="bandwidth of a rank's link in each direction, such as 25GB/s or 200mbit"
-    )
-    simulation.add_argument(
-        "--cores", metavar="N", type=float, help="cores for the tasks of one rank; default: from FILE, or else 1"
     )
     simulation.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
     simulation.set_defaults(run=_simulate)
@@ -155,14 +152,8 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
 # ---------------------------------------------------------------------- costs
 
 
-def _read_costs(path: str | None, tasks: Sequence[str]) -> tuple[CostsFile, str]:
+def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
     """Costs in a file, and a note to print about them."""
-    if path is None:
-        raise PlanError(
-            "`plan simulate` needs --costs FILE, got none. Train with the callback PipelineProfiler and strategy"
-            " recsys_serial_pipeline and pass the profile.json that it writes, or write a file as described in"
-            " docs/simulation.md."
-        )
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
     with named(path):
         return _from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
@@ -214,7 +205,7 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
 def _simulate(options: argparse.Namespace) -> None:
     plans = [find_plan(name) for name in options.names]
     costs, note = _read_costs(options.costs, list(plans[0].tasks))
-    cores = options.cores if options.cores is not None else costs.cores if costs.cores is not None else 1.0
+    cores = 1.0 if costs.cores is None else costs.cores
     networks = _networks(options, costs)
     with named(options.costs):  # the costs may not match the tasks
         machines = [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
@@ -26,13 +24,8 @@ class Parser(LightningArgumentParser):
                 "\nA strategy given by name accepts no options. Give its class and then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
-        for module in re.findall(r"No module named '(\w+)", message)[:1]:
-            if module in ("torchrec", "fbgemm_gpu"):
-                import_torchrec()
-            wanted = rf"{module}\b.*extra == [\"'](\w+)"
-            with suppress(PackageNotFoundError):  # a source tree that is not installed
-                extras = [match[1] for one in requires("lightning-pipe") or () if (match := re.match(wanted, one))]
-                message += f"\nThe extra '{extras[0]}' of lightning-pipe installs {module}." if extras else ""
+        if re.search("No module named '(torchrec|fbgemm_gpu)", message):
+            import_torchrec()  # raises an error that says which versions fit
         super().error(message, ex)
 
 

@@ -6,9 +6,10 @@ import atexit
 import inspect
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe._compat.lightning import timeout_of
+from lightning_pipe._compat.lightning import keep_order_of_loaders, timeout_of
 from lightning_pipe.checkpoints.safe_reading import check_checksums, file_named
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
@@ -31,9 +32,12 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
 from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
+from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.data.torchdata_samplers import shuffled_over_ranks
+from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.user_errors import is_of_group
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.strategies.processes import check_nodes, own_processes, started_by_torchrun
@@ -68,6 +72,14 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
+def install_loops(trainer: pl.Trainer) -> None:
+    """Replace Lightning's loops by those that run programs of tasks."""
+    install_evaluation_loops(trainer)
+    install_interrupted_saves(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        PipelineTrainingEpochLoop.install(trainer)
+
+
 class DistributedStrategy(DDPStrategy):
     """Lightning's ``DDPStrategy``, except that a single process keeps its random streams and its loaders' order."""
 
@@ -89,9 +101,18 @@ class DistributedStrategy(DDPStrategy):
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
         known = {**inspect.signature(DDPStrategy).parameters, **inspect.signature(DistributedDataParallel).parameters}
-        for name in arguments.keys() - known:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+        self._refuse(arguments.keys() - known)
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
+
+    def _refuse(self, unknown: Iterable[str]) -> None:
+        """Refuse unknown arguments under the name of the class that was called."""
+        made = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
+        signatures = map(inspect.signature, made)
+        known = {one.name for own in signatures for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD}
+        for name in unknown:
+            close = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
 
     @property
     def num_nodes(self) -> int:
@@ -161,9 +182,7 @@ class DistributedStrategy(DDPStrategy):
             self._turn = None
 
     def join_evaluation(self, what: str, detail: object) -> None:
-        """Start an announced collective with empty input."""
-        if what != "barrier":
-            raise SetupError(f"{type(self).__name__} cannot join the collective {what!r}; expected 'barrier'")
+        """Start an announced collective with empty input. A barrier, the only one here, needs nothing."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as Lightning does, but in an evaluation step that only some ranks run, over these ranks only.
@@ -223,7 +242,8 @@ class DistributedStrategy(DDPStrategy):
         """Warn that restarts by torchrun will fail (seen with PyTorch 2.13 and Gloo)."""
         restarts = _restarts()
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        if shared and restarts and "gloo" in (self._get_process_group_backend() or ""):
+        defaults = dist.Backend.default_device_backend_map
+        if shared and restarts and "gloo" in (self.process_group_backend or defaults[self.root_device.type]):
             rank_zero_warn(
                 f"torchrun may restart this job {restarts} time(s), but it keeps the addresses of ended ranks, and Gloo"
                 " connects the new ranks to them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that"
@@ -282,4 +302,4 @@ class DistributedStrategy(DDPStrategy):
         other numbers of ranks can continue.
         """
         if trainer.world_size == 1 and not _restarts():
-            trainer._accelerator_connector.use_distributed_sampler = False
+            keep_order_of_loaders(trainer)

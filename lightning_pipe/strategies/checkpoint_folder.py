@@ -33,17 +33,8 @@ class FolderCheckpointStrategy(DistributedStrategy):
         async_checkpoints: True to copy checkpoints to the host and write them in the background during training
             (default False). The next save and the end of training wait for the write and raise its errors. Costs host
             memory for a copy of each rank's part.
-        accelerator: see Lightning's ``DDPStrategy``.
-        parallel_devices: see Lightning's ``DDPStrategy``.
-        cluster_environment: see Lightning's ``DDPStrategy``.
-        precision_plugin: see Lightning's ``DDPStrategy``.
-        process_group_backend: see Lightning's ``DDPStrategy``.
         timeout: timeout of process groups and of the start of all ranks (default 30 minutes). If the script has made
             the default process group, that group's timeout holds.
-        start_method: see Lightning's ``DDPStrategy``.
-
-    Raises:
-        SetupError: *async_checkpoints* is neither True nor False.
     """
 
     def __init__(
@@ -57,7 +48,9 @@ class FolderCheckpointStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
+        self._refuse(unknown)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -12,23 +12,20 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.lightning import after_transfer
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.engine.common.options import check_flags
-from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
-from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
 from lightning_pipe.pipe.recorder import PartitionRecorder
-from lightning_pipe.strategies.base import read_checkpoint_file
+from lightning_pipe.strategies.base import install_loops, read_checkpoint_file
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
 from lightning_pipe.strategies.running_work import Running
@@ -106,15 +103,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
                 f"balance is {balance!r}; expected the number of layers of each partition as a list, or one of"
                 f" {', '.join(map(repr, _BALANCES))}"
             )
-        if pipe_module is not None and not isinstance(pipe_module, str):
-            raise SetupError(
-                f"pipe_module is {pipe_module!r}; expected the name of an attribute, such as 'encoder.body'"
-            )
         check_flags(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
-        if isinstance(parallel_devices, str | torch.device):
-            raise SetupError(
-                f"parallel_devices is {parallel_devices!r}; expected a list of devices, one for each partition"
-            )
         self._chunks = chunks
         self._checkpoint: Checkpoint = checkpoint
         self._balance = balance
@@ -183,10 +172,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup(self, trainer: pl.Trainer) -> None:
-        install_evaluation_loops(trainer)
-        install_interrupted_saves(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            PipelineTrainingEpochLoop.install(trainer)
+        install_loops(trainer)
         super().setup(trainer)
         # Lightning moves optimiser states to the first device. States exist here only in a second fit.
         for optimizer in self.optimizers:
@@ -279,12 +265,8 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if data is not None and is_overridden(hooks, data):
             return super().batch_to_device(batch, device, dataloader_idx)
         place = getattr(module, "place_batch", None)
-        if place is not None and not callable(place):
-            raise SetupError(
-                f"place_batch of {type(module).__name__} is {place!r}; expected a method place_batch(batch, devices)"
-            )
         batch = self._placed(batch) if place is None else place(batch, list(self._devices))
-        return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+        return after_transfer(module, batch, dataloader_idx)
 
     def _placed(self, batch: Any) -> Any:
         first, last = self.root_device, (self._devices or [self.root_device])[-1]

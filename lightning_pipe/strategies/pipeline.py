@@ -15,13 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipe._compat.torch import optimizers_in_backward, rebuild_buckets
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
-from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
-from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.default_program import TRAIN, TRANSFER, default_evaluation, default_plan
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
-from lightning_pipe.strategies.base import DistributedStrategy, read_checkpoint_file
+from lightning_pipe.strategies.base import DistributedStrategy, install_loops, read_checkpoint_file
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 
 # Key of the gradient order in a checkpoint.
@@ -68,10 +66,8 @@ class PipelineStrategy(DistributedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)
-        install_evaluation_loops(trainer)
-        install_interrupted_saves(trainer)
+        install_loops(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            PipelineTrainingEpochLoop.install(trainer)
             self._order = None  # order of the previous fit, kept until now for checkpoints written after it
         super().setup(trainer)
 

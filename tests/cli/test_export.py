@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +79,6 @@ def test_wrong_calls_say_what_to_give(checkpoint: Path, tmp_path: Path, capsys: 
     assert "Give another name, or remove it" in capsys.readouterr().err
 
 
-def test_a_name_that_no_file_can_have_is_refused_and_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(checkpoint.parent / "config.yaml")
-    assert run(checkpoint, "torch_export", tmp_path / ("a" * 252 + ".pt2"), "--config", config) == 1
-    assert "which cannot be written: [Errno 36] File name too long" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 class Unsized(Served):
     """Its tables have no fixed size, so a program cannot contain them."""
 
@@ -104,15 +94,3 @@ def test_dynamic_tables_are_refused_before_anything_is_traced(
     (tmp_path / "config.yaml").write_text(CONFIG.replace("Served", "Unsized"))
     assert run(checkpoint, "quantized", tmp_path / "out", "--config", str(tmp_path / "config.yaml")) == 1
     assert "the model's bags have dynamic tables" in capsys.readouterr().err
-
-
-def test_parquet_files_need_pyarrow(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in ("arrow", "table_files", "row_diff"):  # as in a new process
-        monkeypatch.delitem(sys.modules, f"lightning_pipe.recsys.serving.{name}", raising=False)
-    assert run(checkpoint, "rows", tmp_path / "out") == 1
-    assert "Install lightning-pipe[data]" in capsys.readouterr().err
-    assert main(["rows", "diff", str(checkpoint), "--since", "1", "--out", str(tmp_path / "out")]) == 1
-    assert "Install lightning-pipe[data]" in capsys.readouterr().err

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from lightning_pipe.cli.main import main
 from tests.running_in import running_in
@@ -121,8 +119,6 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
     [
         (["--memory", "much"], "the size is 'much'; expected a number of bytes above 0"),
         (["--length", "9"], "--length needs --rows, got --length 9 alone. Give both"),
-        (["--memory", "9" * 400], "expected a number of bytes above 0"),
-        (["--trainer.devices", "x"], "trainer.devices must be a number, got 'x'"),
         (["--trainer.devices", "auto"], "trainer.devices must be a number, got 'auto'"),
         (["--trainer.strategy", "ddp"], "The strategy must be an LLMPipelineStrategy, got DDPStrategy"),
         (
@@ -130,7 +126,6 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
             "llm_auto_pipeline cannot be estimated, because it chooses its schedule when",
         ),
         (["--trainer.precision", "16-true"], "The trainer's precision '16-true' has no estimate"),
-        (["--trainer.devices", "3", "--trainer.num_nodes", "1"], "do not make the 3 ranks"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "PipelineModule, got BoringModel"),
     ],
 )
@@ -149,19 +144,8 @@ def test_fields_of_option_groups_are_options_of_the_command(folder: Path, capsys
     assert "parallel.pp=3" in refusal(capsys, f"{STRATEGY}.parallel.pp", "3")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"parallel": {"pp": 0}}, "lightning-pipe: parallel.pp is 0; expected a whole number, 1 or more\n"),
-        ({"parallel": {"ppp": 2}}, "lightning-pipe: parallel has 'ppp'; expected only pp, "),
-        ({"batching": {"length_buckets": [0]}}, "lightning-pipe: batching.length_buckets is [0]; expected "),
-    ],
-    ids=str,
-)
 def test_an_option_group_that_is_wrong_is_refused_in_a_sentence(
-    given: dict[str, Any], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = yaml.safe_load(CONFIGURATION)
-    content["trainer"]["strategy"]["init_args"] |= given
-    (folder / "stages.yaml").write_text(yaml.safe_dump(content))
-    assert says in refusal(capsys)
+    (folder / "stages.yaml").write_text(CONFIGURATION.replace("{dp_replicate: 2}", "{ppp: 2}"))
+    assert "lightning-pipe: parallel has 'ppp'; expected only pp, " in refusal(capsys)

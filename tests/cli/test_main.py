@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import textwrap
@@ -92,11 +91,6 @@ class PickyModel(pl.LightningModule):
         raise SetupError("a model needs what is not installed: install it")
 
 
-class PickyData(pl.LightningDataModule):
-    def __init__(self):
-        raise SetupError("a data needs what is not installed: install it")
-
-
 class PickyCallback(pl.Callback):
     def __init__(self):
         raise SetupError("a callback needs what is not installed: install it")
@@ -156,11 +150,12 @@ def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: p
 @pytest.mark.parametrize(
     ("name", "plan", "tasks"),
     [
-        (entry.name, entry.plan, {"copy_ahead": 2, "gpipe_forward": 2, "llm": 5}.get(entry.plan, 11))
-        for entry in STRATEGIES
-        if entry.plan != "auto"
-    ]
-    + [("serial", "serial", 11), ("copy_ahead", "copy_ahead", 2)],
+        ("pipeline", "copy_ahead", 2),
+        ("recsys_prefetch_pipeline", "prefetch", 11),
+        ("llm_1f1b_pipeline", "llm", 5),
+        ("in_process_pipeline", "gpipe_forward", 2),
+        ("serial", "serial", 11),
+    ],
 )
 def test_plan_show_takes_a_strategy_or_a_plan(
     name: str, plan: str, tasks: int, capsys: pytest.CaptureFixture[str]
@@ -256,46 +251,14 @@ def test_an_unknown_strategy_is_refused_and_the_command_that_lists_them_named(
     assert "Did you mean recsys_prefetch_pipeline?" in message
 
 
-@pytest.mark.parametrize("what", ["model", "data", "callback"])
-def test_what_a_model_data_or_a_callback_refuses_is_said_in_its_own_words(
+@pytest.mark.parametrize("what", ["model", "callback"])
+def test_what_a_model_or_a_callback_refuses_is_said_in_its_own_words(
     what: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "picky.py").write_text(PICKY)
-    name = {"model": "--model", "data": "--data", "callback": "--trainer.callbacks"}[what]
+    name = {"model": "--model", "callback": "--trainer.callbacks"}[what]
     message = refusal(["fit", "--config", "fit.yaml", name, f"picky.Picky{what.capitalize()}"], capsys)
     assert message == f"a {what} needs what is not installed: install it\n"
-
-
-# jsonargparse itself does not accept an argument named "class_type".
-ARGUMENTS = ("kind", "cls", "args", "kwargs", "config", "name", "model", "fn", "data", "trainer", "strategy", "type")
-NAMED = f"""
-import lightning.pytorch as pl
-
-from shop import Model
-
-
-class NamedModel(Model):
-    def __init__(self, {", ".join(f"{name}: int" for name in ARGUMENTS)}):
-        super().__init__()
-
-
-class NamedCallback(pl.Callback):
-    def __init__(self, {", ".join(f"{name}: int" for name in ARGUMENTS)}):
-        print("callback made with", kind)
-"""
-
-
-def test_an_argument_of_a_model_or_a_callback_may_have_any_name(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "named.py").write_text(NAMED)
-    arguments = dict.fromkeys(ARGUMENTS, 3)
-    fit = yaml.safe_load(CONFIGURATION)
-    fit["model"] = {"class_path": "named.NamedModel", "init_args": arguments}
-    fit["trainer"]["callbacks"] = [{"class_path": "named.NamedCallback", "init_args": arguments}]
-    (folder / "named.yaml").write_text(yaml.safe_dump(fit))
-    assert main(["fit", "--config", "named.yaml"]) == 0
-    assert "callback made with 3" in capsys.readouterr().out
 
 
 def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(
@@ -322,22 +285,14 @@ def test_an_option_group_is_built_from_its_fields_and_an_unknown_field_is_named(
         assert refusal(command, capsys).startswith("checks has 'validate'; expected only validate_ids, detect_nan")
 
 
-@pytest.mark.parametrize(
-    ("absent", "said"),
-    [
-        ("matplotlib", "The extra 'pictures' of lightning-pipe installs matplotlib."),
-        ("torchrec", "The recsys strategies need torchrec and fbgemm, which cannot be imported"),
-    ],
-)
-def test_a_package_that_a_configuration_lacks_is_named_with_what_installs_it(
-    absent: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_lacks_torchrec_is_refused_with_what_fits(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("lacks.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name='{absent}')")
-    if absent == "torchrec":
-        monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
+    Path("lacks.py").write_text("raise ModuleNotFoundError(\"No module named 'torchrec'\", name='torchrec')")
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(SystemExit):
         raise SystemExit(main(["fit", "--config", "fit.yaml", "--model", "lacks.Model"]))
-    assert said in capsys.readouterr().err
+    assert "The recsys strategies need torchrec and fbgemm, which cannot be imported" in capsys.readouterr().err
 
 
 def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:
@@ -468,38 +423,7 @@ def test_bubble_refuses_a_strategy_without_stages(folder: Path, capsys: pytest.C
     assert message.startswith("BubbleMonitor expected an LLMPipelineStrategy, got RecsysPipelineStrategy")
 
 
-@pytest.mark.parametrize("option", ["--steps", "--warmup"])
-def test_bubble_refuses_a_number_that_is_none(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["bubble", option, "0"])
-    assert end.value.code == 2
-    assert f"argument {option}: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- several processes
-
-
-@pytest.mark.parametrize(
-    ("environment", "waits"),
-    [
-        ({}, False),
-        ({"LOCAL_RANK": "0"}, False),
-        ({"LOCAL_RANK": "1"}, True),
-        ({"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "0"}, False),
-    ],
-    ids=["alone", "the first", "started by the first", "started by torchrun"],
-)
-def test_only_a_process_that_the_first_one_started_waits_for_it_to_end(
-    environment: dict[str, str], waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    parents = [7, 7, 7, 1]  # the first process, and init once that has ended
-    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
-    refusal(["plan", "show", "nix"], capsys)
-    assert parents == ([] if waits else [7, 7, 7, 1])
 
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -569,17 +493,3 @@ def test_rows_are_written_since_a_batch(
 ) -> None:
     assert main(["rows", "diff", checkpoints[0], "--since", "5", "--out", str(tmp_path / "diff")]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/diff/bags.users.parquet: 2 rows"]
-
-
-def test_wrong_calls_of_rows_diff_say_what_is_expected(
-    checkpoints: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newer, older = checkpoints
-    assert main(["rows", "diff", newer, "--since", older, "--out", str(tmp_path)]) == 1
-    assert "exists. Give another, or remove it" in capsys.readouterr().err
-    assert main(["rows", "diff", newer, "--since", "9" * 20, "--out", str(tmp_path / "diff")]) == 1
-    assert "expected a folder written under a recsys plan" in capsys.readouterr().err
-    for arguments in (["rows"], ["rows", "diff", newer], ["rows", "diff", newer, "--since", older]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert "usage: lightning-pipe rows" in capsys.readouterr().err

@@ -73,28 +73,12 @@ def test_the_serial_plan_takes_the_sum_and_its_message_is_exposed(
     assert (one["plan"], one["ranks"], one["over_serial"]) == ("serial", 2, pytest.approx(1.0))
 
 
-def test_a_plan_that_runs_ahead_hides_the_message_and_is_compared_with_the_serial_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = simulated(capsys, "base", "prefetch", "--costs", costs_file(tmp_path), "--ranks", "2,8")["predictions"]
-    assert [(one["plan"], one["ranks"]) for one in found] == [
-        ("base", 2),
-        ("base", 8),
-        ("prefetch", 2),
-        ("prefetch", 8),
-    ]
-    prefetch = found[2]
-    assert prefetch["seconds"] == pytest.approx(ALL / 1e3)
-    assert prefetch["exposed"]["network"] == pytest.approx(0.0)
-    assert prefetch["over_serial"] == pytest.approx((ALL + 2.01) / ALL)
-
-
-def test_options_stand_before_the_files_network_and_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = costs_file(tmp_path, cores=1, between_ms=3)
+def test_options_stand_before_the_files_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = costs_file(tmp_path, cores=2, between_ms=3)
     options = ("--ranks", "2", "--latency", "1ms", "--bandwidth", "4GB/s")
     (serial,) = simulated(capsys, "serial", "--costs", path, *options)["predictions"]
     assert serial["seconds"] == pytest.approx((3 + ALL + 1.5) / 1e3)
-    (two,) = simulated(capsys, "prefetch", "--costs", path, "--ranks", "2", "--cores", "2")["predictions"]
+    (two,) = simulated(capsys, "prefetch", "--costs", path, "--ranks", "2")["predictions"]
     assert two["seconds"] == pytest.approx((3 + ALL - WORK["EmbPrefetch"]) / 1e3)  # the prefetch has its own core
 
 
@@ -161,13 +145,6 @@ def test_without_ranks_the_table_says_what_costs_most(
 # ---------------------------------------------------------------------- refusals
 
 
-def test_without_costs_it_is_said_how_to_get_some(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, "base")
-    assert said.startswith("`plan simulate` needs --costs FILE, got none")
-    assert "PipelineProfiler" in said
-    assert "docs/simulation.md" in said
-
-
 def test_a_file_that_cannot_be_read_or_is_no_profile_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,25 +155,6 @@ def test_a_file_that_cannot_be_read_or_is_no_profile_is_named(
     part = ProfileResult("serial", 0.02, {"EmbInputDistWait": TaskProfile(0.001)}, 7, 10)
     path.write_text(part.to_json())
     assert "no cost is given for H2DAndShuffle" in refusal(capsys, "base", "--costs", str(path))
-    assert "seconds of a task's cost must be from 0 to 1e+06 seconds, got -1.0" in refusal(
-        capsys, "base", "--costs", profile_file(tmp_path, Odd=-1.0)
-    )
-
-
-def test_costs_that_do_not_fit_the_plans_tasks_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "some.yaml"
-    path.write_text("tasks: {DenseForward: 5}")
-    assert "no cost is given for H2DAndShuffle, EmbInputDistStart" in refusal(capsys, "base", "--costs", str(path))
-    path.write_text(yaml.safe_dump({"tasks": {**WORK, "Extra": 1}}))
-    assert "unknown task 'Extra'" in refusal(capsys, "base", "--costs", str(path))
-    path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": {"background_ms": 1, "waited_by": "EmbForward"}}}))
-    assert "but does not depend on it" in refusal(capsys, "base", "--costs", str(path))
-    path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": -1}}))
-    assert f"{path}: ms of task 'OptimStep' of the costs must be a number from 0 to 1e+09, got -1" in refusal(
-        capsys, "base", "--costs", str(path)
-    )
 
 
 def test_a_network_without_messages_and_messages_without_a_network_are_refused(
@@ -209,21 +167,7 @@ def test_a_network_without_messages_and_messages_without_a_network_are_refused(
     assert "the network's bandwidth is missing. Pass --latency 5us --bandwidth 25GB/s" in said
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--latency", "5", "the time is '5'; expected a number of at least 0 with a unit"),
-        ("--bandwidth", "-1GB/s", "the bandwidth is '-1GB/s'"),
-        ("--cores", "0", "the machine has 0.0 cores, expected 0.001 to 1e+06. Give a number above 0"),
-    ],
-)
-def test_a_machine_that_cannot_be_is_refused(
-    option: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refusal(capsys, "base", "--costs", costs_file(tmp_path), f"{option}={value}")
-
-
-@pytest.mark.parametrize("ranks", ["0", "-2", "2;8", "two", "2,,8", "9999999"])
+@pytest.mark.parametrize("ranks", ["0", "2;8"])
 def test_numbers_of_ranks_that_are_none_end_with_a_usage(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", "simulate", "base", f"--ranks={ranks}"])

@@ -45,22 +45,13 @@ WIDTH = "120"  # of what commands print
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        page: the file it is in.
-        line: of its first line of code, counted from 1.
-        language: ``python``, ``yaml``, ``bash`` or ``text``.
-        code: without the fences.
-        key: of the comment in front of it: ``file``, ``test``, ``output``, or nothing.
-        value: of the comment.
-    """
+    """A fenced block, and the comment in front of it."""
 
     page: Path
-    line: int
+    line: int  # of its first line of code, counted from 1
     language: str
     code: str
-    key: str
+    key: str  # of the comment: ``file``, ``test``, ``output``, or nothing
     value: str
 
     @property
@@ -101,11 +92,7 @@ class PageRun:
     files: list[str] = field(default_factory=list)
 
     def run(self, block: Block) -> None:
-        """Run one block.
-
-        Raises:
-            AssertionError: it cannot be run, or does not print what the page says.
-        """
+        """Run one block; an AssertionError says that it cannot be run, or does not print what the page says."""
         if block.reason_to_skip is not None:
             return
         if block.language == "text":
@@ -177,11 +164,7 @@ def _trimmed(text: str) -> str:
 
 
 def run_command(command: list[str], where: str, given: str | None = None) -> str:
-    """What it prints, in the current folder, with this interpreter's commands first, and *given* as its input.
-
-    Raises:
-        AssertionError: it fails.
-    """
+    """What it prints, in the current folder, with this interpreter's commands first, and *given* as its input."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # Not the address of a process group that Lightning has made for the page's own process.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed import pipelining
@@ -31,10 +29,6 @@ def words(text: str) -> set[str]:
     return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", code)}
 
 
-def last_cells(text: str) -> str:
-    return "\n".join(line.strip("|").split("|")[-1] for line in text.splitlines() if line.startswith("| "))
-
-
 def pipelines_of_torchrec() -> dict[str, type]:
     return {
         name: found
@@ -56,23 +50,3 @@ def test_all_names_of_pytorchs_pipelining_are_named() -> None:
     assert own <= words("\n".join(line.split("|")[1] for line in FROM_PYTORCH.splitlines() if line.startswith("| ")))
     for function in (split_batch, MicroBatches.trim, strategies.LLMPipelineStrategy.describe_stages):
         assert function.__name__ in words(FROM_PYTORCH)
-
-
-def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
-    signature: Any = inspect.signature(strategies.LLMPipelineStrategy).parameters
-    cells = last_cells(FROM_NEMO)
-    assert {"stages_per_rank", "offload_optimizer", "num_microbatches"} <= words(cells) & set(signature)
-    groups: dict[str, Any] = {
-        "parallel": strategies.ParallelDims,
-        "split": strategies.SplitOptions,
-        "batching": strategies.Batching,
-        "activation_checkpoint": strategies.ActivationCheckpoint,
-    }
-    assert groups.keys() <= set(signature)
-    fields = {f"{name}.{one.name}" for name, group in groups.items() for one in dataclasses.fields(group)}
-    field = rf"`((?:{'|'.join(groups)})\.\w+)`"
-    named = set(re.findall(field, cells))
-    assert {"parallel.pp", "split.layer_ranges", "batching.length_buckets", "activation_checkpoint.mode"} <= named
-    assert named <= fields
-    others = words(re.sub(field, "", cells)) - set(signature)
-    assert not [one for one in others if re.search(r"_(size|stage|layers|weight|buckets)$", one)]

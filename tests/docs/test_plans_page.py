@@ -10,8 +10,7 @@ import pytest
 import yaml
 from torchrec.distributed.train_pipeline import train_pipelines
 
-from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
-from lightning_pipe.recsys.plans.named import evaluation_plan
+from lightning_pipe.recsys import recsys_plan, recsys_tasks
 from tests.recsys.pipeline_cases import CASES, outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
@@ -38,10 +37,3 @@ def test_a_plan_of_the_page_is_built_from_its_text_and_trains_as_the_serial_one(
     case = CASES["everything"]
     assert recsys_plan(path, recsys_tasks()).name == name
     assert outcome(case, path).same(outcome(case, "serial"))
-
-
-@pytest.mark.parametrize("name", [*PLANS, *TEXTS])
-def test_every_plan_can_evaluate(name: str) -> None:
-    text = TEXTS.get(name) or recsys_plan(name, recsys_tasks()).to_yaml()
-    training = type(recsys_plan("serial", recsys_tasks())).from_yaml(text, recsys_tasks())
-    assert evaluation_plan(training, recsys_tasks()).max_stage == training.max_stage

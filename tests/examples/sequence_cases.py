@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from examples.recsys_movielens import files
 from lightning_pipe.cli.training import PipelineCLI
 from tests.recsys.dynamic.dynamic_cases import rows_of
-from tests.strategies.cases import state_of
 
 CONFIG = Path(__file__).parents[2] / "examples" / "recsys_sequences" / "prefetch.yaml"
 DYNAMIC = CONFIG.with_name("dynamic.yaml")
@@ -78,41 +76,6 @@ def command_line(folder: Path, config: Path = CONFIG, /, **options: Any) -> Pipe
     )
 
 
-def every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Trains two epochs under each of two plans.
-
-    Returns:
-        The losses and metrics of each plan, and the names of what differs in the end.
-    """
-    files.SHA256 = hashes_of(Path(folder))
-    found: dict[str, Any] = {}
-    states: list[dict[str, torch.Tensor]] = []
-    for plan in ("serial", "prefetch"):
-        options = {"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 1}
-        cli = command_line(Path(folder), **options, **{"trainer.strategy": f"recsys_{plan}_pipeline"})
-        before = {name: parameter.detach().clone() for name, parameter in cli.model.named_parameters()}
-        losses: list[float] = []
-        step = cli.model.training_step
-
-        def noting(batch: Any, batch_idx: int, step: Any = step, losses: list[float] = losses) -> torch.Tensor:
-            loss: torch.Tensor = step(batch, batch_idx)
-            losses.append(loss.item())
-            return loss
-
-        cli.model.training_step = noting
-        cli.trainer.fit(cli.model, cli.datamodule)
-        states.append(state_of(cli.trainer))
-        found[plan] = {
-            "losses": losses,
-            "metrics": {name: value.item() for name, value in cli.trainer.callback_metrics.items()},
-            "unchanged": [name for name, value in before.items() if torch.equal(states[-1].get(name, value), value)],
-        }
-    serial, prefetch = states
-    found["differs"] = [name for name in serial if not torch.equal(serial[name], prefetch[name])]
-    found["compared"] = len(serial)
-    return found
-
-
 def dynamic_plans(rank: int, world_size: int, folder: str, store: str) -> dict[str, Any]:
     """Trains an epoch of the YAML with dynamic tables and balanced batches under each of two plans.
 
@@ -135,11 +98,3 @@ def dynamic_plans(rank: int, world_size: int, folder: str, store: str) -> dict[s
         }
         strategy.sharded_model.close()
     return found
-
-
-def validates(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    """What the untrained model scores."""
-    files.SHA256 = hashes_of(Path(folder))
-    cli = command_line(Path(folder))
-    cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
-    return {name: value.item() for name, value in cli.trainer.callback_metrics.items()}

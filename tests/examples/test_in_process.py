@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from examples.in_process.images import CLASSES, Shapes, ShapesData
-from examples.in_process.transformer import ByteTransformer, cross_entropy
+from examples.in_process.transformer import ByteTransformer
 from examples.in_process.unet import UNet, unet
 from lightning_pipe.cli.main import main
 from lightning_pipe.pipe import Pipe, pipe_loss
@@ -79,8 +79,3 @@ def test_the_balance_adds_up_to_the_layers_and_micro_batches_divide_batches() ->
     assert sum(options["strategy"]["init_args"]["balance"]) == len(UNet().model)
     assert len(options["strategy"]["init_args"]["balance"]) == options["devices"]
     assert ShapesData().batch_size % options["strategy"]["init_args"]["chunks"] == 0
-
-
-def test_cross_entropy_is_of_all_bytes() -> None:
-    logits, labels = torch.zeros(2, 3, 256), torch.zeros(2, 3, dtype=torch.long)
-    assert cross_entropy(logits, labels).item() == pytest.approx(torch.log(torch.tensor(256.0)).item())

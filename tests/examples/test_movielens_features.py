@@ -15,7 +15,6 @@ from examples.recsys_movielens.features import (
     HISTORY_KEYS,
     SPARSE_KEYS,
     STARS,
-    Earlier,
     Features,
     describe,
     training_rows,
@@ -54,18 +53,6 @@ def test_a_rating_is_described_without_its_own_stars_those_of_its_second_and_lat
         np.testing.assert_array_equal(before.dense[known], after.dense[known])
         for key in SPARSE_KEYS:
             assert ids_of(before, key, row) == ids_of(after, key, row)
-
-
-def test_sums_counts_and_pauses_take_in_strictly_earlier_rows_of_the_group_alone() -> None:
-    draw = np.random.default_rng(1)
-    group, seconds, values = draw.integers(0, 5, 200), draw.integers(0, 30, 200), draw.random(200)
-    earlier = Earlier(group, seconds)
-    pauses = earlier.seconds_since_last(seconds)
-    for row in range(200):
-        expected = np.flatnonzero((group == group[row]) & (seconds < seconds[row]))
-        assert earlier.count[row] == len(expected)
-        assert earlier.sum(values)[row] == pytest.approx(values[expected].sum())
-        assert pauses[row] == (seconds[row] - seconds[expected].max() if len(expected) else 0)
 
 
 def test_the_training_part_is_the_first_80_percent_and_shares_no_second_with_the_test_part(ratings: Ratings) -> None:

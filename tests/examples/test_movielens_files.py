@@ -60,19 +60,3 @@ def test_the_files_are_read_out_of_the_wheel_once_and_kept(
     assert {"download", "recbole==1.2.1", "--no-deps"} <= set(calls[0])
     assert sorted(path.name for path in cache.iterdir()) == sorted(files.SHA256)
     assert "GroupLens" in capsys.readouterr().out
-
-
-def test_without_a_network_setup_says_what_pip_said_and_what_to_do(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "WARNING: Retrying (Retry(total=4))\nERROR: No matching distribution found for recbole==1.2.1\n"
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
-    data = MovieLensData()
-    data.prepare_data()  # raises nothing: the other processes of the node are waiting for this one
-    with pytest.raises(
-        SetupError, match=r"with: ERROR: No matching distribution.*\nThe first run needs pip with a network.*data_dir"
-    ):
-        data.setup()
-    # Another process of the node knows only that the files are not there.
-    with pytest.raises(SetupError, match="first process of this node did not put them there"):
-        MovieLensData().setup()

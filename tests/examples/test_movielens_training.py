@@ -22,25 +22,11 @@ from lightning_pipe.cli.main import main
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.examples.conftest import HISTORY, RATINGS
+from tests.loops.models import trainer as quiet_trainer
 from tests.running_in import running_in
 
 CONFIGURATIONS = sorted((Path(__file__).parents[2] / "examples" / "recsys_movielens").glob("*.yaml"))
 AUTO = Path(__file__).parents[2] / "examples" / "recsys_movielens" / "auto.yaml"
-
-
-def trainer_of(folder: Path, max_epochs: int, callbacks: list[pl.Callback]) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy="auto",
-        max_epochs=max_epochs,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
 
 
 def test_the_model_learns_on_one_device_under_lightnings_own_strategy_and_is_compared_with_the_baseline(
@@ -50,7 +36,8 @@ def test_the_model_learns_on_one_device_under_lightnings_own_strategy_and_is_com
     data = MovieLensData(batch_size=64, history_length=HISTORY, data_dir=str(folder))
     model = MovieLensDLRM(learning_rate=5e-3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer = trainer_of(tmp_path, 6, [CompareWithItemMean(), TrainingReport()])
+    callbacks = [CompareWithItemMean(), TrainingReport()]
+    trainer = quiet_trainer(strategy="auto", max_epochs=6, callbacks=callbacks, default_root_dir=tmp_path)
     trainer.fit(model, data)
     assert [name for name, value in model.named_parameters() if torch.equal(value, before[name])] == []
     # Odd items are liked more: a coin's log loss is 0.693.
@@ -100,31 +87,6 @@ def test_a_run_of_plan_auto_ends_with_the_costs_and_the_files_to_look_at(
     assert plan.name in PLANS, "none was to be found"
     (losses,) = drawn[0].axes
     assert np.size(losses.lines[0].get_xdata()) == training_rows(files.read(folder).seconds) // 16
-
-
-def test_the_configurations_differ_in_plan_processes_log_folder_and_when_they_record_alone() -> None:
-    assert [path.stem for path in CONFIGURATIONS] == ["auto", "base", "prefetch", "serial", "two_nodes"]
-    rest = []
-    for path in CONFIGURATIONS:
-        configuration = yaml.safe_load(path.read_text())
-        trainer = configuration["trainer"]
-        plan = {"plan": "prefetch" if path.stem == "two_nodes" else path.stem}
-        options = trainer["strategy"].pop("init_args")
-        if path == AUTO:
-            auto = options.pop("auto")
-            assert auto.pop("save_plan") == "logs/recsys_movielens_auto/plan.yaml"
-            assert {"iterations", "rounds", "found", "extra_rounds"} == set(auto.pop("exploration"))
-            assert auto == {}
-        assert options == plan
-        assert trainer.pop("num_nodes") * trainer.pop("devices") == 2
-        assert {logger["init_args"].pop("name") for logger in trainer["logger"]} == {f"recsys_movielens_{path.stem}"}
-        options = {one["class_path"].split(".")[-1]: one.get("init_args") for one in trainer["callbacks"]}
-        first, count = options["PipelineTrace"].pop("steps")
-        (profiled,) = options["PipelineProfiler"].pop("at_steps")
-        # One after the other, before the 468 steps of three epochs are over.
-        assert first + count < profiled < 468
-        rest.append(configuration)
-    assert all(configuration == rest[0] for configuration in rest)
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

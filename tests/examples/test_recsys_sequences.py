@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import layer_norm, normalize
@@ -16,24 +14,18 @@ from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
 from examples.recsys_movielens import files
 from examples.recsys_movielens.files import Ratings
 from examples.recsys_sequences.data import EvaluationUsers, HistoryData, TrainingUsers
-from examples.recsys_sequences.histories import HELD_OUT, Histories, Part, by_user, hashed_ids
-from examples.recsys_sequences.hstu import HSTU, HSTULayer
+from examples.recsys_sequences.histories import HELD_OUT, Histories, Part, by_user
+from examples.recsys_sequences.hstu import HSTULayer
 from examples.recsys_sequences.model import SequenceRanker
 from examples.recsys_sequences.popularity import popularity
 from examples.recsys_sequences.ranking import AT, gains
-from lightning_pipe.cli.main import main
-from lightning_pipe.engine.common.errors import SetupError
 from tests.distributed import run_ranks
 from tests.examples.sequence_cases import (
-    CONFIG,
     ITEMS,
-    SHORTEST,
     USERS,
     command_line,
     dynamic_plans,
-    every_plan,
     hashes_of,
-    validates,
     write_cycles,
 )
 from tests.recsys.dynamic.dynamic_cases import same
@@ -78,15 +70,6 @@ def test_a_users_last_rating_is_the_test_the_one_before_the_validation_and_the_r
         assert histories.target(user, "test") == own[-1]
 
 
-def test_ids_are_64_bit_hashes_without_a_collision_and_the_same_everywhere() -> None:
-    ids = hashed_ids(1682)
-    assert len(set(ids.tolist())) == 1682
-    assert ids.dtype == np.int64
-    assert ids.min() < -(2**62)
-    assert ids.max() > 2**62
-    assert hashed_ids(3).tolist() == ids[:3].tolist()
-
-
 def test_a_training_batch_holds_the_latest_ratings_of_each_user_and_negatives_of_each(histories: Histories) -> None:
     users = [3, 0, 17, 60]
     batch = TrainingUsers(histories, max_length=9, negatives=5).__getitems__(users)
@@ -119,15 +102,6 @@ def test_an_evaluation_batch_holds_the_catalogue_in_order_and_what_whole_histori
         whole = histories.item[histories.starts[user] : histories.starts[user + 1] - HELD_OUT[part]]
         assert len(whole) > 3
         assert batch["seen"][row].nonzero().flatten().tolist() == sorted(whole.tolist())
-
-
-def test_an_item_that_comes_again_may_be_found_again(histories: Histories) -> None:
-    again = histories.item.copy()
-    again[histories.starts[1] - 1] = again[0]
-    batch = EvaluationUsers(
-        Histories(again, histories.stars, histories.seconds, histories.starts, histories.ids), "test", 50
-    ).__getitems__([0])
-    assert not batch["seen"][0, batch["target"][0]]
 
 
 # ---------------------------------------------------------------------- scores
@@ -164,18 +138,6 @@ def test_a_layer_is_what_the_paper_says() -> None:
                     attended[head] += score * torch.sigmoid(score) / at_most * v[row, j, head]
             expected = x[row, i] + layer.output(u[row, i] * layer_norm(attended, (width,)))
             torch.testing.assert_close(found[row, i], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_a_position_knows_depends_on_nothing_later_and_on_no_other_sequence() -> None:
-    torch.manual_seed(0)
-    stack = HSTU(2, 8, 2, 20, dropout=0.0, together=2)
-    lengths = torch.tensor([7, 20, 1, 12, 3])
-    x, seconds = torch.randn(5, 20, 8), torch.randint(1000, (5, 20)).cumsum(1)
-    together = stack(x, seconds, lengths)
-    for row, length in enumerate(lengths.tolist()):
-        for until in {1, length // 2 + 1, length}:
-            alone = stack(x[row : row + 1, :until], seconds[row : row + 1, :until], torch.tensor([until]))
-            torch.testing.assert_close(together[row, :until], alone[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_what_comes_next_among_the_users_negatives(
@@ -217,36 +179,7 @@ def test_dynamic_tables_and_balanced_batches_train_alike_under_each_plan(cycles:
         assert serial["imbalance"][0] > serial["imbalance"][1] >= 1
 
 
-def test_dynamic_tables_without_a_folder_are_refused() -> None:
-    with pytest.raises(SetupError, match=r"store=None\. Give the path of a folder"):
-        SequenceRanker(dynamic=True)
-
-
-def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Path) -> None:
-    with running_in(tmp_path):
-        cli = command_line(cycles, **{"model.init_args.max_length": 20, "trainer.max_epochs": 1})
-        with pytest.raises(SetupError, match=r"up to 100 ratings, and the model's max_length is 20\. Set data"):
-            cli.trainer.fit(cli.model, cli.datamodule)
-
-
 # ---------------------------------------------------------------------- training
-
-
-def test_from_its_yaml_it_trains_to_the_same_bits_under_the_serial_and_the_prefetch_plan(cycles: Path) -> None:
-    for found in run_ranks(every_plan, 2, str(cycles)):
-        assert len(found["serial"]["losses"]) == 2 * math.ceil(math.ceil(USERS / 2) / 8)
-        assert found["prefetch"] == found["serial"]
-        assert found["serial"]["unchanged"] == []
-        assert found["differs"] == []
-        assert found["compared"] > 20
-
-
-def test_two_processes_score_every_user_once_as_one_process_does(cycles: Path) -> None:
-    (alone,), (first, second) = (run_ranks(validates, count, str(cycles)) for count in (1, 2))
-    assert USERS % 2 == 1, "no row would fill up"
-    assert first == second
-    assert set(alone) == {f"{part}/{name}" for part in PARTS for name in ("hit_rate", "ndcg")}
-    assert first == pytest.approx(alone, rel=1e-5)
 
 
 def test_it_learns_what_comes_next_and_is_compared_with_popularity_which_cannot(
@@ -274,11 +207,3 @@ def test_it_learns_what_comes_next_and_is_compared_with_popularity_which_cannot(
     assert of_popularity[3:] == [f"{baseline.hit_rate:.4f}", f"{baseline.ndcg:.4f}"]
     expected = [metrics[f"{part}/{name}"] for part in PARTS for name in ("hit_rate", "ndcg")]
     assert of_model[1:] == [f"{value:.4f}" for value in expected]
-
-
-def test_a_fast_dev_run_of_its_yaml_takes_a_few_steps_and_leaves_nothing(cycles: Path, tmp_path: Path) -> None:
-    options = ["--trainer.devices=1", "--trainer.fast_dev_run=3", f"--data.init_args.data_dir={cycles}"]
-    with running_in(tmp_path):
-        assert main(["fit", "--config", str(CONFIG), *options]) == 0
-        assert not Path("logs").exists()
-    assert SHORTEST > 3

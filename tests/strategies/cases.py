@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
 from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
+from tests.loops.models import trainer as quiet_trainer
 
 PLANS = ("serial", "base", "threaded_input", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
@@ -280,16 +281,7 @@ def adam(module: Clicks) -> Any:
 
 
 class Clicks(pl.LightningModule):
-    """Whether a click follows: an ordinary LightningModule, which knows of no pipeline.
-
-    Args:
-        network: what gives the logits.
-        in_backward: the tables' optimiser, said in TorchRec's own way; none is said otherwise.
-        optimizers: what ``configure_optimizers`` returns, of the module.
-
-    Attributes:
-        losses: of every training step on this rank.
-    """
+    """An ordinary LightningModule; *in_backward* is the optimizer of its tables, said in TorchRec's way."""
 
     def __init__(
         self,
@@ -376,15 +368,7 @@ FIELDS = {
 def recsys(
     plan: Any = "prefetch", kinds: dict[str, str] | None = None, optimizer: Any = ADAGRAD, **options: Any
 ) -> RecsysPipelineStrategy:
-    """The strategy.
-
-    Args:
-        plan: as the strategy takes it.
-        kinds: sharding types of tables, by name; the planner chooses the others'.
-        optimizer: of the tables; None for what the module says.
-        options: more of the strategy's arguments. A field of an option group may be given as a keyword of its own
-            (``FIELDS``), which this function puts into the group.
-    """
+    """The strategy, with sharding types of tables by name; a field of an option group may be a keyword (``FIELDS``)."""
     if kinds:
         # So that eight columns can be split in two.
         options["constraints"] = {name: {"sharding_types": [kind], "min_partition": 4} for name, kind in kinds.items()}
@@ -397,18 +381,8 @@ def recsys(
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A quiet trainer over this process, or over the ranks of ``run_ranks`` (whose environment Lightning reads)."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size() if dist.is_initialized() else 1,
-        "strategy": strategy,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "max_epochs": 2,
-    }
-    return pl.Trainer(**{**defaults, **options})
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return quiet_trainer(**{"devices": ranks, "strategy": strategy, "log_every_n_steps": 1, **options})
 
 
 def fit(
@@ -419,11 +393,7 @@ def fit(
     ckpt_path: Any = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Trains a module; 24 rows, four a batch and rank, unless ``train`` says otherwise.
-
-    Returns:
-        The trainer, which ``options`` are for.
-    """
+    """Train on 24 rows, four a batch and rank, unless ``train`` says otherwise; ``options`` are the trainer's."""
     used = trainer(strategy, **options)
     torch.manual_seed(17 + (dist.get_rank() if dist.is_initialized() else 0))
     used.fit(module, loader() if train is None else train, val, ckpt_path=ckpt_path)

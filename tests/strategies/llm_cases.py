@@ -33,6 +33,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.llm.document_masks import block_diagonal_mask
 from tests.llm.schedule_cases import backward_order
+from tests.loops.models import trainer as quiet_trainer
 from tests.rounding import Reference
 
 VOCABULARY, WIDTH, MAX_LENGTH = 19, 8, 12
@@ -141,13 +142,7 @@ class Noted:
 
 
 class Tiny(Noted, PipelineModule):
-    """The plain PyTorch model.
-
-    Args:
-        layers: of the model.
-        early: build it before the trainer is there, as real tensors.
-        optimizer: one of OPTIMIZERS.
-    """
+    """The plain PyTorch model; *early* builds it before the trainer is there, as real tensors."""
 
     def __init__(self, layers: int = 4, early: bool = False, optimizer: str = "sgd") -> None:
         super().__init__(optimizer=optimizer)
@@ -301,18 +296,8 @@ def llm(schedule: Any = "1f1b", num_microbatches: int = 4, **options: Any) -> LL
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A quiet trainer over this process, or over the ranks of ``run_ranks``."""
     alone = not dist.is_initialized() or strategy == "auto"
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1 if alone else dist.get_world_size(),
-        "strategy": strategy,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "max_epochs": 1,
-    }
-    return pl.Trainer(**{**defaults, **options})
+    ranks = 1 if alone else dist.get_world_size()
+    return quiet_trainer(**{"devices": ranks, "strategy": strategy, "log_every_n_steps": 1, "max_epochs": 1, **options})
 
 
 def fit(module: pl.LightningModule, strategy: Any, train: Any, val: Any = None, **options: Any) -> pl.Trainer:
@@ -328,13 +313,7 @@ def fit(module: pl.LightningModule, strategy: Any, train: Any, val: Any = None, 
 
 @dataclass
 class Trained:
-    """What training came to, on one device or on one rank.
-
-    Attributes:
-        losses: by step.
-        gradients: by step, divided by the tokens; of the parameters that are held.
-        parameters: in the end.
-    """
+    """Losses and gradients by step, and the final parameters, of one device or of one rank."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -364,16 +343,7 @@ def train_alone(
     orders: Mapping[str, Sequence[int]] | None = None,
     length: int | None = None,
 ) -> Trained:
-    """One device accumulates gradients over micro-batches.
-
-    Args:
-        module: its hooks say what a micro-batch is; no trainer runs it.
-        optimizer: one of OPTIMIZERS.
-        batches: of a loader.
-        count: micro-batches of a batch.
-        orders: for each module of the model; ascending for all where None.
-        length: to pad to; the longest of a batch where None.
-    """
+    """One device accumulates gradients over micro-batches, in *orders* by module of the model (default: ascending)."""
     torch.manual_seed(SEED)
     module.configure_model()
     model = module.model
@@ -446,12 +416,7 @@ def unequal(one: Trained, other: Trained) -> list[str]:
 
 
 def results_of(trained: Trained, steps: int | None = None) -> dict[str, Any]:
-    """Losses, gradients and parameters by name.
-
-    Args:
-        trained: on one device or on one rank.
-        steps: whose gradients are of interest; all where None.
-    """
+    """Losses, gradients of the first *steps* (default: all) and parameters, by name."""
     gradients = {
         f"gradient {step} of {name}": value
         for step, of_step in enumerate(trained.gradients[:steps])
@@ -461,12 +426,7 @@ def results_of(trained: Trained, steps: int | None = None) -> dict[str, Any]:
 
 
 def beyond_rounding(found: Mapping[str, Any], reference: Reference) -> list[str]:
-    """Results of one rank that differ by more than rounding, or that the reference does not have.
-
-    Args:
-        found: what the rank has of the reference's results.
-        reference: of one device, whose sums have other orders.
-    """
+    """Results of one rank that differ by more than rounding, or that the reference of one device does not have."""
     unknown = [f"{name}: not in the reference" for name in sorted({*found} - {*reference.values})]
     return reference.differences(found, partly=True) + unknown
 

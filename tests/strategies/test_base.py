@@ -58,8 +58,11 @@ def test_a_process_leaves_its_group_before_it_exits_unless_other_ranks_may_wait_
     assert run_ranks(leave, 2, raises) == [raises, raises]
 
 
-@pytest.mark.parametrize("name", ["pipeline", "recsys_prefetch_pipeline", "llm_1f1b_pipeline"])
-def test_an_unknown_argument_is_refused(name: str) -> None:
-    strategy: Any = type(trainer(name).strategy)
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'time_out'"):
+@pytest.mark.parametrize("name", ["pipeline", "recsys_prefetch_pipeline", "llm_1f1b_pipeline", "llm_auto_pipeline"])
+def test_an_unknown_argument_is_refused_under_the_name_of_the_class_with_the_nearest(name: str) -> None:
+    strategy: Any = type(trainer(name, devices=2).strategy)
+    said = rf"^{strategy.__name__}\(\) got an unexpected keyword argument 'time_out'\. Did you mean 'timeout'\?"
+    with pytest.raises(TypeError, match=said):
         strategy(time_out=3)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'qq'$"):
+        strategy(qq=3)

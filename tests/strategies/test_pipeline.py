@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -18,8 +16,7 @@ from torch.utils.data import DistributedSampler
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows
-from tests.rounding import Reference
-from tests.strategies.cases import SGD, Clicks, Mixed, difference, fit, recsys, state_of, trainer
+from tests.strategies.cases import SGD, Clicks, difference, fit, state_of, trainer
 
 
 class Manual(Net):
@@ -80,13 +77,6 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], count: int) -
     assert len(expected[0]) >= count
     assert found[:3] == expected[:3]
     assert difference(found[3], expected[3]) == []
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-@pytest.mark.parametrize("feature", FEATURES)
-def test_one_process_trains_to_the_same_bits_as_without_a_strategy(feature: str) -> None:
-    make, options = FEATURES[feature]
-    assert_same(outcome(make, "pipeline", **options), outcome(make, "auto", **options), 1)
 
 
 def both(rank: int, world_size: int) -> dict[str, Any]:
@@ -161,12 +151,6 @@ def test_the_next_batch_is_copied_before_this_one_trains() -> None:
     ]
 
 
-def test_one_process_reads_its_data_in_the_loaders_order() -> None:
-    module = Transfers()
-    fit(module, "pipeline", module.train_dataloader(), max_epochs=1)
-    assert module.trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
-
-
 def test_one_process_that_torchrun_may_restart_reads_an_order_that_more_can_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,25 +181,6 @@ def test_a_trainer_can_train_and_evaluate_again() -> None:
     assert_same(twice("pipeline"), twice("auto"), 12)
 
 
-def test_training_can_begin_again_after_an_exception() -> None:
-    class Failing(Net):
-        fails = True
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.fails and batch_idx == 3:
-                raise KeyError("no such column")
-            return super().training_step(batch, batch_idx)
-
-    module = Failing()
-    used = trainer("pipeline")
-    with pytest.raises(KeyError, match="no such column"):
-        used.fit(module, module.train_dataloader())
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")] == []
-    module.fails = False
-    fit(module, "pipeline", module.train_dataloader())
-    assert len(module.losses) == 3 + 12
-
-
 def test_a_checkpoint_goes_from_and_to_lightnings_own_strategy(tmp_path: Path) -> None:
     def resumed(first: str, second: str) -> tuple[Any, ...]:
         torch.manual_seed(3)
@@ -229,20 +194,6 @@ def test_a_checkpoint_goes_from_and_to_lightnings_own_strategy(tmp_path: Path) -
     expected = resumed("auto", "auto")
     assert_same(resumed("pipeline", "auto"), expected, 6)
     assert_same(resumed("auto", "pipeline"), expected, 6)
-
-
-def test_a_seed_for_everything_leads_one_process_to_what_it_leads_to_without_a_strategy() -> None:
-    def losses(strategy: Any, **options: Any) -> list[float]:
-        pl.seed_everything(11)
-        torch.rand(5)  # as the making of a model draws
-        module = Clicks(Mixed, **options)
-        fit(module, strategy)
-        return module.losses
-
-    expected = losses("auto", in_backward=SGD)
-    assert losses("pipeline", in_backward=SGD) == expected
-    alone = Reference.of(lambda: {"losses": losses("auto", in_backward=SGD)})
-    assert alone.differences({"losses": losses(recsys(optimizer=SGD))}) == []
 
 
 class Evil:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import cache
-from typing import Any
 
-import pytest
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor
 
-import lightning_pipe
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.recsys.plans.named import PLANS
-from lightning_pipe.strategies import RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register
 from tests.patience import HANG
-from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, recsys, state_of
 
 RECSYS = [entry for entry in STRATEGIES if entry.strategy == "RecsysPipelineStrategy"]
 LLM = [entry for entry in STRATEGIES if entry.strategy == "LLMPipelineStrategy"]
-
-
-def test_importing_the_package_registers_every_name() -> None:
-    assert lightning_pipe.__version__
-    names = [entry.name for entry in STRATEGIES]
-    assert set(names) <= set(StrategyRegistry.available_strategies())
 
 
 def test_a_name_that_someone_else_has_taken_is_left_to_them() -> None:
@@ -48,27 +35,6 @@ def test_every_recsys_plan_has_a_name() -> None:
 def test_every_schedule_has_a_name() -> None:
     assert {entry.init_args["schedule"] for entry in LLM} == set(SCHEDULES)
     assert {entry.name for entry in LLM} == {f"llm_{name}_pipeline" for name in SCHEDULES}
-
-
-@cache
-def serial() -> dict[str, Tensor]:
-    return state_of(fit(Clicks(), recsys("serial")))
-
-
-@pytest.mark.parametrize("entry", RECSYS, ids=lambda entry: entry.name)
-def test_a_name_trains_under_its_plan(entry: Any) -> None:
-    class Named(Clicks):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            assert isinstance(self.trainer.strategy, RecsysPipelineStrategy)
-            plans.add(self.trainer.strategy.pipeline.plan.name)
-
-    plans: set[str] = set()
-    module = Named(in_backward=ADAGRAD)
-    state = state_of(fit(module, entry.name))
-    assert plans == {"serial" if entry.plan == "auto" else entry.plan}  # of the latter the first one that is tried
-    # The stale one trains something else, and says so.
-    trains_the_same = difference(state, serial()) == []
-    assert trains_the_same == (entry.plan != "semi_sync")
 
 
 def test_names_without_tables_need_no_torchrec() -> None:

@@ -60,17 +60,12 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Corrections of simulated steps by real ones.
+    """Corrections of simulated steps by real ones."""
 
-    Attributes:
-        scales: slowdown of each kind of work in a real step, relative to pieces measured separately.
-        overhead: seconds between two actions of a rank.
-        fixed: seconds of a step outside its schedule.
-    """
-
+    # slowdown of each kind of work in a real step, relative to pieces measured separately
     scales: Mapping[Kind, float] = field(default_factory=dict)
-    overhead: float = 0.0
-    fixed: float = 0.0
+    overhead: float = 0.0  # seconds between two actions of a rank
+    fixed: float = 0.0  # seconds of a step outside its schedule
 
 
 @dataclass(frozen=True)

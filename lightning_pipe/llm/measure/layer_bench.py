@@ -37,19 +37,12 @@ class LayerPiece:
 
 @dataclass(frozen=True)
 class Pieces(Generic[T]):
-    """Results for the pieces of a model.
+    """Results for the pieces of a model."""
 
-    Attributes:
-        empty: result for a stage without modules.
-        input: result for all modules before the layers; None if the model has none.
-        layers: result for each layer.
-        output: result for all modules after the layers, and the loss.
-    """
-
-    empty: T
-    input: T | None
-    layers: tuple[T, ...]
-    output: T
+    empty: T  # result for a stage without modules
+    input: T | None  # result for all modules before the layers; None if the model has none
+    layers: tuple[T, ...]  # result for each layer
+    output: T  # result for all modules after the layers, and the loss
 
     @staticmethod
     def of(function: Callable[..., R], *given: Pieces[Any]) -> Pieces[R]:

@@ -47,53 +47,31 @@ _RUNS = 5
 
 
 class LayerWork(NamedTuple):
-    """Cost of each kind of work, in one unit.
+    """Cost of each kind of work, in one unit."""
 
-    Attributes:
-        forward: forward, including the loss for the last piece.
-        backward: backward for inputs and weights together.
-        input_backward: first part of a split backward; 0 if no gradient goes to the inputs, as then the second part
-            does all of it.
-        weight_backward: second part of a split backward.
-    """
-
-    forward: float
-    backward: float
+    forward: float  # forward, including the loss for the last piece
+    backward: float  # backward for inputs and weights together
+    # first part of a split backward; 0 if no gradient goes to the inputs, as then the second part does all of it
     input_backward: float
-    weight_backward: float
+    weight_backward: float  # second part of a split backward
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes and operations of a piece of a model, excluding its inputs.
+    """Bytes and operations of a piece of a model, excluding its inputs."""
 
-    Attributes:
-        parameters: bytes of all parameters.
-        gradients: bytes of the trained parameters' gradients.
-        buffers: bytes of the buffers.
-        output: bytes of the output.
-        kept: bytes that remain after the forward: activations for backward, and the output.
-        held: bytes that remain between the two parts of a backward.
-        in_forward: peak in the forward, beyond the bytes in use before it.
-        in_backward: peak in the backward, beyond ``kept``.
-        in_input_backward: peak in the first part of a backward, beyond ``kept``.
-        in_weight_backward: peak in the second part of a backward, beyond ``held``.
-        operations: floating-point operations of matrix products, convolutions and attention.
-        experts: bytes of those parameters that expert parallelism shares (default 0).
-    """
-
-    parameters: int
-    gradients: int
-    buffers: int
-    output: int
-    kept: int
-    held: int
-    in_forward: int
-    in_backward: int
-    in_input_backward: int
-    in_weight_backward: int
-    operations: LayerWork
-    experts: int = 0
+    parameters: int  # bytes of all parameters
+    gradients: int  # bytes of the trained parameters' gradients
+    buffers: int  # bytes of the buffers
+    output: int  # bytes of the output
+    kept: int  # bytes that remain after the forward: activations for backward, and the output
+    held: int  # bytes that remain between the two parts of a backward
+    in_forward: int  # peak in the forward, beyond the bytes in use before it
+    in_backward: int  # peak in the backward, beyond ``kept``
+    in_input_backward: int  # peak in the first part of a backward, beyond ``kept``
+    in_weight_backward: int  # peak in the second part of a backward, beyond ``held``
+    operations: LayerWork  # floating-point operations of matrix products, convolutions and attention
+    experts: int = 0  # bytes of those parameters that expert parallelism shares
 
 
 def measure_work(

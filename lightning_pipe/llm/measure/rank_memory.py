@@ -22,47 +22,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sharing:
-    """Numbers of ranks that share a stage.
+    """Numbers of ranks that share a stage."""
 
-    Attributes:
-        shard: ranks that share its parameters, gradients and optimiser states with FSDP2 (default 1).
-        tensor: ranks that share the matrices of its layers (default 1).
-        context: ranks that share the sequences (default 1).
-        expert: ranks that share the experts of its layers (default 1).
-        unreduced: bytes of a gradient before its reduction, for each byte of the reduced gradient (default 1.0).
-        gathered: True (default) if the gathered parameters of a whole stage exist at the same time; False if only those
-            of one piece do.
-    """
-
-    shard: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    unreduced: float = 1.0
+    shard: int = 1  # ranks that share its parameters, gradients and optimiser states with FSDP2
+    tensor: int = 1  # ranks that share the matrices of its layers
+    context: int = 1  # ranks that share the sequences
+    expert: int = 1  # ranks that share the experts of its layers
+    unreduced: float = 1.0  # bytes of a gradient before its reduction, for each byte of the reduced gradient
+    # True if the gathered parameters of a whole stage exist at the same time; False if only those of one piece do
     gathered: bool = True
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank, in bytes.
+    """Memory of one rank, in bytes."""
 
-    Attributes:
-        parameters: parameters, including those gathered from other ranks.
-        gradients: reduced gradients, and those that are not reduced yet when the rank needs the most memory.
-        optimizer: optimiser states.
-        buffers: buffers of the model.
-        messages: receive buffers, and sent tensors that are kept until the end of the step.
-        activations: peak of the activations kept for backward, and of temporary memory of computations.
-        live: maximum number of micro-batches with kept activations; a micro-batch counts once for each stage.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    messages: int
-    activations: int
-    live: int
+    parameters: int  # parameters, including those gathered from other ranks
+    gradients: int  # reduced gradients, and those that are not reduced yet when the rank needs the most memory
+    optimizer: int  # optimiser states
+    buffers: int  # buffers of the model
+    messages: int  # receive buffers, and sent tensors that are kept until the end of the step
+    activations: int  # peak of the activations kept for backward, and of temporary memory of computations
+    live: int  # maximum number of micro-batches with kept activations; a micro-batch counts once for each stage
 
     @property
     def total(self) -> int:

@@ -33,8 +33,6 @@ def check_microbatches(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> None:
     """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number."""
-    if num_microbatches < 1:
-        raise SetupError(f"num_microbatches must be at least 1, got {num_microbatches}")
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     unsupported = _unsupported_number(spec, num_microbatches, pp_size)
     if unsupported is not None:

@@ -48,19 +48,12 @@ Placement = Literal["single", "loop", "v"]
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule that PyTorch can run.
+    """A schedule that PyTorch can run."""
 
-    Attributes:
-        name: key of :data:`SCHEDULES`, the name of a user's class, or the path of a file.
-        schedule_class: class that is constructed.
-        placement: stages of rank r of P: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r.
-        path: path of the CSV file of actions; None (default) for a schedule that is not from a file.
-    """
-
-    name: str
-    schedule_class: type[Schedule]
-    placement: Placement
-    path: Path | None = None
+    name: str  # key of :data:`SCHEDULES`, the name of a user's class, or the path of a file
+    schedule_class: type[Schedule]  # class that is constructed
+    placement: Placement  # stages of rank r of P: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r
+    path: Path | None = None  # path of the CSV file of actions; None (default) for a schedule that is not from a file
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
@@ -182,9 +175,6 @@ def ranks_of_stages(actions: Mapping[int, Sequence[Action]], what: str) -> dict[
                         f"{what} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
                         f" {rank}; expected each stage on one rank. Move its actions to one row"
                     )
-    missing = sorted(set(range(len(ranks))) - set(ranks))
-    if missing:
-        raise SetupError(f"{what} lacks stage(s) {missing[:5]}; expected all from 0 to {max(ranks, default=0)}")
     return ranks
 
 

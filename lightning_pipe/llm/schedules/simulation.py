@@ -107,7 +107,7 @@ def simulate(
                     break
                 ready = max((end + on_its_way.get((rank_of[at], rank), 0.0) for at, end in arrived), default=0.0)
                 start = max(ready, (spans[rank][-1].end if spans[rank] else 0.0) + overhead)
-                end = start + _duration(durations, action.stage_index, kind)
+                end = start + durations[action.stage_index, kind]
                 spans[rank].append(microbatch_bar(action.stage_index, kind, microbatch, start, end, rank))
                 ends[action.stage_index, kind, microbatch] = end
                 left -= 1
@@ -137,12 +137,3 @@ def _arrivals(
             needs.append((stage + 1, ("backward", "input_backward")))
     found = [(at, ends[at, one, microbatch]) for at, kinds in needs for one in kinds if (at, one, microbatch) in ends]
     return found if len(found) == len(needs) else None
-
-
-def _duration(durations: Mapping[tuple[int, Kind], float], stage: int, kind: Kind) -> float:
-    if (stage, kind) not in durations:
-        raise SetupError(
-            f"durations lack ({stage}, {kind!r}), which the schedule runs; they have {', '.join(map(str, durations))}."
-            " Add the missing duration"
-        )
-    return durations[stage, kind]

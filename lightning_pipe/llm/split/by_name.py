@@ -135,8 +135,9 @@ def split_by_options(
 
 def _check_stages(config: ModuleConfig, num_stages: int) -> None:
     if not 1 <= num_stages <= config.num_layers:
+        layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
         raise SetupError(
-            f"{config.num_layers} layers cannot go to {num_stages} stages; expected 1 to {config.num_layers} stage(s)."
+            f"{layers} cannot go to {num_stages} stages; expected 1 to {config.num_layers} stage(s)."
             " Lower parallel.pp or the number of stages on each rank"
         )
 

@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_pipe._compat.lightning import training_loader
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
@@ -100,7 +101,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
     def _plan_for(self, module: PipelineModule) -> StagePlan:
         trainer = module.trainer
         if trainer.state.fn != TrainerFn.FITTING:
-            return super()._plan_for(module)
+            return self._parts_maker.settings.plan
         chooser = StageChooser(
             self._parts_maker,
             self._allows,
@@ -111,8 +112,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             self._trials if self._options.compile_options is None else 0,
         )
         with isolate_rng():
-            loader = trainer.fit_loop._data_source.dataloader()
-            choice = chooser.choose(module, partial(example_batch, module, loader, self._batch_size))
+            choice = chooser.choose(module, partial(example_batch, module, training_loader(trainer), self._batch_size))
         self._choice = choice
         plan = self._plan_of(choice.chosen.candidate)
         self._check_plan(plan, self._parts_maker.meshes.dimensions)

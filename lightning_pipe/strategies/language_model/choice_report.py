@@ -26,27 +26,19 @@ def choice_report(choice: StageChoice) -> Group:
         table.add_row(*_row(one, factor), style="bold" if one is chosen else "")
     tried = [one for one in choice.predictions if one.measured is not None]
     simulated = len(choice.predictions) + choice.too_large
-    why = (
-        f"the fastest of {len(tried)} that ran, out of {simulated} simulated"
-        if tried
-        else (f"the fastest of {simulated} simulated")
-    )
-    limit = (
-        ""
-        if choice.memory_limit is None
-        else (
-            f"; {choice.too_large} do not fit into {size(choice.memory_limit)} per rank"
-            if choice.too_large
-            else f"; all fit into {size(choice.memory_limit)} per rank"
-        )
-    )
+    of_those = f"{len(tried)} that ran, out of {simulated}" if tried else str(simulated)
+    limit = ""
+    if choice.memory_limit is not None:
+        fit = f"{choice.too_large} do not fit" if choice.too_large else "all fit"
+        limit = f"; {fit} into {size(choice.memory_limit)} per rank"
     explained = Text(
         "columns: stages per rank, micro-batches, simulated and measured ms per step, peak memory of the largest rank"
         f" in {unit}, layers of each stage",
         style="dim",
     )
     notes = [Text(f"  {note}") for note in choice.notes]
-    return Group(Text(f"{named(chosen.candidate)}: {why}{limit}", style="bold"), "", table, "", explained, *notes)
+    title = f"{named(chosen.candidate)}: the fastest of {of_those} simulated{limit}"
+    return Group(Text(title, style="bold"), "", table, "", explained, *notes)
 
 
 def _shown(choice: StageChoice) -> list[SchedulePrediction]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pipe._compat.lightning import moved_with_hooks
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -42,16 +43,13 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
         )
     dataset: Any = loader.dataset
     count = 1 if whole else min(rows or 0, len(dataset))
-    if not count or not len(dataset):
-        raise SetupError(f"The training data are empty. {_NEEDED}")
     if whole:
         items = dataset[0]
     elif hasattr(dataset, "__getitems__"):
         items = dataset.__getitems__(list(range(count)))
     else:
         items = [dataset[place] for place in range(count)]
-    batch = loader.collate_fn(items)
-    return module._apply_batch_transfer_handler(batch, torch.device("cpu"))
+    return moved_with_hooks(module, loader.collate_fn(items), torch.device("cpu"))
 
 
 def _kind(loader: Any) -> str:

@@ -5,17 +5,21 @@ All ranks make the same choice from gathered measurements.
 
 from __future__ import annotations
 
+import gc
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins import Precision
 
-from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine import InputError, PipelineError, SetupError
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, typical
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.llm.batches.microbatches import split_batch
@@ -38,13 +42,18 @@ from lightning_pipe.llm.measure.links import measure_links, median_links
 from lightning_pipe.llm.measure.rank_memory import Sharing
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.run.stage_parts import PartsMaker, StagePlan, StageSettings, example_of
+from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings, example_of
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.stage_trials import StageTrials, Trial
+
+T = TypeVar("T")
+
+# Target duration of a trial in seconds, and bounds on its number of steps.
+_SECONDS = 0.5
+_LEAST, _MOST = 2, 10
 
 _ROUNDS = 3
 # Candidates slower than the fastest by more than this factor are not run in the next round.
@@ -76,9 +85,10 @@ class StageChooser:
 
     def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
         """Return the fastest plan for a module, with its alternatives."""
-        group, size = self.maker.numbers_group, self._size
+        group, size = self.maker.numbers_group, self.maker.meshes.dimensions.pp
         config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
-        given = self._shared(on_all_ranks(batch, "no batch is available for measurements", group))
+        batch_here = on_all_ranks(batch, "no batch is available for measurements", group)
+        given = from_rank(lambda: batch_here, "the first rank could not send its batch", group)
         counts = _microbatch_counts_of(given, size, self.num_microbatches)
         measured, notes = self._measure(module, config, given, counts)
         limits = [one for one in gather(self._limit(), group) if one is not None]
@@ -93,23 +103,16 @@ class StageChooser:
         predictions, number = from_rank(lambda: simulated(None), failed, group)
         too_large = number - len(predictions)
         if self.trials:
-            bench = _Bench(StageTrials(module, self.maker, given), self.plan_of)
-            runs = [run for one in _to_calibrate(predictions) if (run := bench.recorded(one.candidate)) is not None]
+            trials = StageTrials(module, self.maker, given, self.plan_of)
+            runs = [run for one in _to_calibrate(predictions) if (run := trials.recorded(one.candidate)) is not None]
             known = calibrate(runs, size, measured)
             predictions, _ = from_rank(lambda: simulated(known), failed, group)
-            predictions = bench.run_finalists(predictions, self.trials)
-            notes += bench.failed
+            predictions = trials.run_finalists(predictions, self.trials)
+            notes += trials.failed
         ran = {one.candidate: one.times for one in predictions if one.times}
         best = fastest(ran, ran) if ran else predictions[0].candidate
         chosen = next(one for one in predictions if one.candidate == best)
         return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
-
-    @property
-    def _size(self) -> int:
-        return self.maker.meshes.dimensions.pp
-
-    def _shared(self, batch: Any) -> Any:
-        return from_rank(lambda: batch, "the first rank could not send its batch", self.maker.numbers_group)
 
     def _limit(self) -> int | None:
         if self.memory_limit is not None or self.maker.device.type != "cuda":
@@ -126,11 +129,13 @@ class StageChooser:
 
         def own() -> tuple[dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
             cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
-            work = {count: self._work_of(module, config, item) for count, item in cut.items()}
-            footprints = {
-                count: footprints_of(module, config, item, settings, module.trainer.precision_plugin)
+            given = module, config, settings, module.trainer.precision_plugin
+            work = {
+                count: profiled(measure_work, *given, move_data_to_device(item, device), device=device)
                 for count, item in cut.items()
-                if group.rank() == 0
+            }
+            footprints = {
+                count: profiled(measure_footprints, *given, item) for count, item in cut.items() if group.rank() == 0
             }
             return work, footprints, optimizer_states(module, config, settings.offload)
 
@@ -148,29 +153,25 @@ class StageChooser:
             notes,
         )
 
-    def _work_of(self, module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any]) -> Pieces[LayerWork]:
-        here: Mapping[str, Any] = move_data_to_device(item, self.maker.device)
-        make = example_of(module, 1, here)
-        assert make is not None and module.model is not None
-        with module.trainer.precision_plugin.train_step_context():
-            example = make()
-            return measure_work(
-                module.model,
-                config,
-                example.args,
-                example.kwargs,
-                example.loss_of,
-                device=self.maker.device,
-                prepare=lambda stage: self.maker.settings.parallelism.checkpoint(stage, config.layers),
-                varies=self.maker.settings.parallelism.is_checkpointed,
-            )
+
+@dataclass(frozen=True)
+class Trial:
+    """Measurements of a plan, equal on every rank."""
+
+    seconds: tuple[float, ...]
+    events: tuple[Sequence[Bar], ...] = ()
+    recorded: float = 0.0
 
 
-class _Bench:
-    """Runs real steps of candidates. Candidates that fail are not run again."""
+class StageTrials:
+    """Runs real steps of candidates, with placeholder values of the model. A candidate that fails is not run again."""
 
-    def __init__(self, trials: StageTrials, plan_of: Callable[[ScheduleCandidate], StagePlan]) -> None:
-        self._trials = trials
+    def __init__(
+        self, module: PipelineModule, maker: PartsMaker, batch: Any, plan_of: Callable[[ScheduleCandidate], StagePlan]
+    ) -> None:
+        self._module = module
+        self._maker = maker
+        self._batch = move_data_to_device(batch, maker.device)
         self._plan_of = plan_of
         self._out: set[ScheduleCandidate] = set()
         self.failed: list[str] = []
@@ -213,7 +214,7 @@ class _Bench:
         if candidate in self._out:
             return None
         try:
-            return self._trials.run(self._plan_of(candidate), record=record)
+            return self.run(self._plan_of(candidate), record=record)
         except PipelineError as error:  # on every rank
             self._out.add(candidate)
             self.failed.append(f"{candidate.spec.name} could not be run: {type(error).__name__}: {error}")
@@ -227,6 +228,52 @@ class _Bench:
             )
             note_lost_rank(error, dist.get_world_size())
             raise
+
+    def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
+        """Build the plan's stages, run some steps, and release the stages."""
+        module, whole, maker = self._module, self._module.model, self._maker
+        parts: Any = None
+        try:
+            parts = maker.make(module, plan, None, placeholders=True)
+            kept = parts.split.kept
+            failed = "the stages cannot be converted to the trainer's precision"
+            on_all_ranks(lambda: module.trainer.precision_plugin.convert_module(kept), failed, maker.numbers_group)
+            with module.trainer.precision_plugin.train_step_context(), torch.enable_grad():
+                return self._measure(parts, record)
+        except Exception as error:
+            if parts is not None and error is parts.runner.failure:  # all ranks know of this failure
+                raise InputError(f"{type(error).__name__}: {error}") from error
+            raise
+        finally:
+            module.model = whole
+            parts = kept = None  # release the memory before the next candidate is built
+            gc.collect()
+
+    def _measure(self, parts: StageParts, record: bool) -> Trial:
+        (first,) = self._longest([self._step(parts)])  # warm-up: builds the schedule and allocates memory
+        steps = min(max(math.ceil(_SECONDS / first), _LEAST), _MOST)
+        seconds = self._longest([self._step(parts) for _ in range(steps)])
+        if not record:
+            return Trial(seconds)
+        parts.runner.record_events = True
+        (recorded,) = self._longest([self._step(parts)])
+        noted = gather(list(parts.runner.events), self._maker.numbers_group)
+        pipeline = self._maker.meshes.root.mesh.reshape(parts.plan.pipeline_size, -1)[:, 0].tolist()
+        return Trial(seconds, tuple(noted[rank] for rank in pipeline), recorded)
+
+    def _step(self, parts: StageParts) -> float:
+        for parameter in parts.split.kept.parameters():
+            parameter.grad = None
+        prepared = parts.preparation.begin(self._batch)
+        dist.barrier(group=self._maker.numbers_group)
+        begin = time.perf_counter()
+        parts.runs.run(self._batch, prepared)
+        if self._maker.device.type != "cpu":
+            torch.accelerator.synchronize(self._maker.device)
+        return time.perf_counter() - begin
+
+    def _longest(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(map(max, zip(*gather(seconds, self._maker.numbers_group), strict=True)))
 
 
 def layers_of(module: PipelineModule) -> ModuleConfig:
@@ -264,15 +311,21 @@ def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: St
     return [pad_microbatch(item, length, keys) for item in items]
 
 
-def footprints_of(
-    module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any], settings: StageSettings, precision: Precision
-) -> Pieces[Footprint]:
-    """Return the bytes of each piece of the model for a micro-batch, computed without allocating them."""
+def profiled(
+    measure: Callable[..., Pieces[T]],
+    module: PipelineModule,
+    config: ModuleConfig,
+    settings: StageSettings,
+    precision: Precision,
+    item: Mapping[str, Any],
+    **options: Any,
+) -> Pieces[T]:
+    """Result of ``measure_work`` or ``measure_footprints`` for each piece of the model and a micro-batch."""
     make = example_of(module, 1, item)
     assert make is not None and module.model is not None
     with precision.train_step_context():
         example = make()
-        return measure_footprints(
+        return measure(
             module.model,
             config,
             example.args,
@@ -280,6 +333,7 @@ def footprints_of(
             example.loss_of,
             prepare=lambda stage: settings.parallelism.checkpoint(stage, config.layers),
             varies=settings.parallelism.is_checkpointed,
+            **options,
         )
 
 

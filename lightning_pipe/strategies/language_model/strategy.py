@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import accumulates, optimizers_to_device
+from lightning_pipe._compat.lightning import accumulates, keep_order_of_loaders, optimizers_to_device
 from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
+from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
+from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.optimizer_refusals import refuse_fused, refuse_sharded
-from lightning_pipe.llm.run.options import LLMOptions
+from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.recorder import StageRecorder
+from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_hooks import BatchResult
+from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
-from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
+from lightning_pipe.strategies.base import install_loops
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
-from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
+from lightning_pipe.strategies.refusals import loss_scaler, refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.running_work import Running, RunningStages
 
 
-class LLMPipelineStrategy(StagedStrategy):
+class LLMPipelineStrategy(FolderCheckpointStrategy):
     """Cuts the model of a :class:`PipelineModule` into stages and trains it under a pipeline schedule.
 
     Each rank builds and holds only its own stages. The loss is a sum over tokens, and its gradients are divided once
@@ -78,8 +92,8 @@ class LLMPipelineStrategy(StagedStrategy):
             ``cluster_environment``, ``precision_plugin``, ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        SetupError: If a value has the wrong type, if options exclude each other, or if an argument of an earlier
-            version is given. In the last case the message contains YAML with the options that replace it.
+        SetupError: If a value has the wrong type, or if options exclude each other.
+        TypeError: If an argument is unknown.
     """
 
     evaluates_together = True
@@ -105,9 +119,17 @@ class LLMPipelineStrategy(StagedStrategy):
         given: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
         given |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
         options = LLMOptions(schedule, num_microbatches, stages_per_rank, **given, offload_optimizer=offload_optimizer)
-        uneven = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
-        super().__init__(options, uneven, async_checkpoints=async_checkpoints, **arguments)
+        super().__init__(async_checkpoints=async_checkpoints, **arguments)
         self._take_uneven(uneven_batches, uneven_evaluation)
+        self._options = options
+        compared: dict[str, Any] = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
+        compared["async_checkpoints"] = async_checkpoints
+        self._agreed = [*option_pairs("", options), *((name, repr(value)) for name, value in compared.items())]
+        self._maker: PartsMaker | None = None
+        self._known: dict[int, StageParts] = {}
+        self._parts: StageParts | None = None
+        self._weights: PretrainedWeights | None = None
+        self._restore_buffers: Callable[[], None] | None = None
         self._offloaded: list[OffloadedState] = []
         self._program: TrainingProgram | None = None
         self._evaluations: list[EvaluationProgram] = []
@@ -115,14 +137,68 @@ class LLMPipelineStrategy(StagedStrategy):
 
     # ------------------------------------------------------------------ set-up
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # This check comes first, since the code below would hang if ranks differed.
+        check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
+        settings = self.settings(self.world_size)
+        self._check_plan(settings.plan, settings.sizes)
+        self._maker = PartsMaker.of(settings, self.root_device, loss_scaler(self.precision_plugin))
+
+    def settings(self, world_size: int) -> StageSettings:
+        """Settings of the strategy on *world_size* ranks."""
+        sizes = self._options.parallel.fit(world_size)
+        return self._options.settings(self._first_plan(sizes), sizes)
+
+    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
+        """Default plan for cutting and scheduling models, which does not depend on the model."""
+        return self._options.plan(sizes)
+
+    def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
+        """Refuse plans that would hang or train on wrong gradients, and set compiler options that the plan requires."""
+        check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
+        if self._restore_buffers is None and splits_backward(plan.spec) is not False:
+            # Of compiled layers, and of functions that a model compiles, as FlexAttention.
+            self._restore_buffers = keep_backward_buffers()
+        self._options.check_schedule(plan.spec, sizes)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Context in which modules are built, with equal values on all ranks."""
+        module = self.lightning_module
+        self._weights = None
+        if isinstance(module, PipelineModule) and module.model is None:
+            self._weights = module.pretrained_weights()
+        with self._parts_maker.building():
+            yield
+
+    def _split(self, module: PipelineModule) -> None:
+        """Split the module unless this was done before. A trainer can run several modules in turn."""
+        parts = self._known.get(id(module.model))
+        if parts is None:
+            self._parts_maker.check(module)
+            if self.precision_plugin.precision == "16-true":
+                raise SetupError(
+                    "The trainer's precision is '16-true', with which gradients of summed losses overflow without a"
+                    " loss scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
+                )
+            weights, self._weights = self._weights, None
+            parts = self._parts_maker.make(module, self._plan_for(module), weights)
+            self._known[id(parts.split.kept)] = parts
+        self._parts = parts
+
+    def _plan_for(self, module: PipelineModule) -> StagePlan:
+        """Plan for a module that has not been cut yet."""
+        return self._parts_maker.settings.plan
+
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if len(self._parts_maker.meshes.same_batch) == 1:
             # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
-            trainer._accelerator_connector.use_distributed_sampler = False
-        module = _checked(self.lightning_module, fitting)
+            keep_order_of_loaders(trainer)
+        module = checked_module(self.lightning_module, fitting)
         if fitting and self.world_size > 1:
             refuse_callbacks_of_whole_modules(trainer)
         self._split(module)
@@ -135,10 +211,8 @@ class LLMPipelineStrategy(StagedStrategy):
             "ignore", r"It is recommended to use `self\.log\('(val|test)_loss', \.\.\., sync_dist=True"
         )
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
-        install_evaluation_loops(trainer)
-        install_interrupted_saves(trainer)
+        install_loops(trainer)
         if fitting:
-            PipelineTrainingEpochLoop.install(trainer)
             ZeroGradFirst.install(trainer, self._made.runs.begin_step)
             with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
@@ -154,6 +228,102 @@ class LLMPipelineStrategy(StagedStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
             offloaded = self.optimizers if self._options.offload_optimizer else []
             self._offloaded = [OffloadedState(one) for one in offloaded]
+
+    # ------------------------------------------------------------------ stages and data of this rank
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Device mesh with the dimensions ``pipeline``, ``replicate`` and ``shard`` (data), and ``tensor``."""
+        return self._parts_maker.meshes.root
+
+    @property
+    def _parts_maker(self) -> PartsMaker:
+        if self._maker is None:
+            raise SetupError("The device mesh does not exist yet. Use it after the trainer has set up the strategy.")
+        return self._maker
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """Runner of this rank's stages."""
+        return self._made.runner
+
+    def running(self) -> Running:
+        """Information for callbacks, available after the trainer has set up the strategy."""
+        return Running(
+            title=f"schedule {self.schedule_spec.name}",
+            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
+            stages=RunningStages(
+                self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
+            ),
+        )
+
+    @property
+    def plan(self) -> StagePlan:
+        """Plan by which the current model is cut and scheduled."""
+        return self._parts_maker.settings.plan if self._parts is None else self._parts.plan
+
+    @property
+    def schedule_spec(self) -> ScheduleSpec:
+        """Schedule of the current model."""
+        return self._options.schedule if self._parts is None else self._parts.plan.spec
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of ranks in a pipeline."""
+        return self._parts_maker.meshes.dimensions.pp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches that a batch is cut into."""
+        return self.plan.num_microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages on each rank."""
+        return self.plan.stages_per_rank
+
+    @property
+    def _made(self) -> StageParts:
+        if self._parts is None:
+            raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
+        return self._parts
+
+    def describe_stages(self) -> None:
+        """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
+        self._made.describe()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of Lightning's sampler, with one replica per group of ranks that read the same data."""
+        parts = self._parts_maker.meshes.same_batch
+        mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
+        return {"num_replicas": len(parts), "rank": mine}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give samplers that lack a generator a common seed, so that the ranks of a pipeline shuffle in the same order.
+
+        The order does not depend on the states of the ranks' random generators.
+        """
+        batches = getattr(dataloader, "batch_sampler", None)
+        samplers: tuple[Any, ...] = (getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None))
+        module = self.lightning_module
+        # The epoch is added so that loaders that are rebuilt in each epoch, or for another fit, shuffle differently.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + (0 if module is None else module.trainer.current_epoch)
+        for sampler in samplers:
+            # Random and weighted samplers, and user-defined samplers with a ``generator`` attribute.
+            if getattr(sampler, "generator", self) is None:
+                sampler.generator = torch.Generator().manual_seed(seed)
+        return super().process_dataloader(dataloader)
+
+    @property
+    def ranks_of_one_batch(self) -> list[list[int]]:
+        """Groups of ranks that read the same batches."""
+        return self._parts_maker.meshes.same_batch
+
+    @property
+    def ranks_share_data(self) -> bool:  # type: ignore[override]
+        """True if all ranks belong to one pipeline, which reads one stream of batches."""
+        return len(self._parts_maker.meshes.same_batch) == 1
 
     # ------------------------------------------------------------------ the program
 
@@ -276,6 +446,23 @@ class LLMPipelineStrategy(StagedStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint folder (``torch.distributed.checkpoint``), into which every rank writes its stages."""
+        module = self.lightning_module
+        assert module is not None
+        order = [f"model.{name}" for name in self._made.split.names]
+        path = self._agreed_path(filepath, storage_options)
+        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote, with the same or other stages."""
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else None
+        strict, weights_only = module.strict_loading, self._allowed(weights_only)
+        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimisers' states; offloaded ones return to the host.
 
@@ -301,10 +488,13 @@ class LLMPipelineStrategy(StagedStrategy):
         for one in self._offloaded:
             one.close()
         self._offloaded = []
+        if self._restore_buffers is not None:
+            self._restore_buffers()
+            self._restore_buffers = None
         super().teardown()
 
 
-def _checked(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
+def checked_module(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
     """Return the module if a schedule can run it."""
     if not isinstance(module, PipelineModule):
         raise SetupError(

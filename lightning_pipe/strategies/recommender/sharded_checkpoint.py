@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.managed_collision import is_of_map
@@ -28,10 +27,7 @@ from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_fo
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.table_rates import TableRates
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
-from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start
 from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, match
 
 # Key of Lightning's dictionary for the class of each table's optimiser.
@@ -172,85 +168,3 @@ def _table_states(sharded: ShardedModel) -> dict[str, Any]:
     state = sharded.fused_optimizer.state_dict()
     states = {name: one for name, one in sharded.without_dynamic(state["state"]).items() if one}
     return {"tables": {**state, "state": states}} if states else {}
-
-
-class ShardedCheckpointStrategy(FolderCheckpointStrategy):
-    """Base class of strategies for sharded tables, which saves and loads checkpoints. Subclasses train.
-
-    Args:
-        init_from: checkpoint folder to start a new run from, or its path; see
-            :class:`~lightning_pipe.strategies.WarmStart` (default None).
-        arguments: arguments of :class:`~lightning_pipe.strategies.checkpoint_folder.FolderCheckpointStrategy`.
-    """
-
-    def __init__(
-        self, *, init_from: str | Path | WarmStart | Mapping[str, Any] | None = None, **arguments: Any
-    ) -> None:
-        super().__init__(**arguments)
-        self._init_from = WarmStart.from_config(init_from)
-        self._sharded: ShardedModel | None = None
-        self._rates: TableRates | None = None  # learning rates of the last training
-
-    @property
-    def sharded_model(self) -> ShardedModel:
-        """Sharded module with its tables and their optimisers, available after set-up."""
-        if self._sharded is None:
-            raise SetupError(
-                "the model is not sharded yet. Access it after set-up by Trainer.fit, validate, test or predict"
-            )
-        return self._sharded
-
-    def _set_initial_values(self, path: Any) -> None:
-        """Read ``init_from``, unless a checkpoint is resumed or the module has had its initial values before."""
-        assert self.lightning_module is not None
-        pending = pending_start(self.lightning_module)
-        if pending is not None and not path:
-            start_from_checkpoint(pending, self.sharded_model, self._weights_only)
-            initial_values_set(self.lightning_module)
-        elif self._init_from is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            reason = f"the run resumes from {str(path)!r}" if path else "the module has been used before"
-            rank_zero_info(f"init_from={self._init_from.path!r} is not read, since {reason}")
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        for rows in self.sharded_model.dynamic_rows.values():
-            rows.saves = self._saves
-
-    def end_saves(self) -> None:
-        try:
-            super().end_saves()
-        finally:
-            for rows in self._sharded.dynamic_rows.values() if self._sharded is not None else ():
-                rows.saves = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint folder, to which every rank writes its own shards (``torch.distributed.checkpoint``)."""
-        path = self._agreed_path(filepath, storage_options)
-        if self._rates is not None and self._rates.schedule is not None:
-            checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
-        self.sharded_model.share_buffers()  # in place, so the buffers in the state dict are updated too
-        save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder that :meth:`save_checkpoint` wrote on any number of ranks."""
-        module = self.lightning_module
-        assert module is not None
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        checkpoint = load_sharded_checkpoint(
-            checkpoint_path,
-            self.sharded_model,
-            with_optimizers=fitting,
-            strict=module.strict_loading,
-            weights_only=self._allowed(weights_only),
-        )
-        schedule = None if self._rates is None else self._rates.schedule
-        if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
-            schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
-        initial_values_set(module)
-        return checkpoint
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: :meth:`load_checkpoint` has already filled the module's tensors."""

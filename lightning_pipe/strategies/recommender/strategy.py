@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import optimizers_to_device
+from lightning_pipe._compat.lightning import accumulates, optimizers_to_device, sync_batch_norm
+from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
-from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
-from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
-from lightning_pipe.loops.programs.auto_program import PlanChoice
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
+from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.sharding.replicas import refuse_norm
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
@@ -33,19 +38,33 @@ from lightning_pipe.recsys.tasks.options import (
     ShardingOptions,
     WireOptions,
 )
-from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
+from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
+from lightning_pipe.strategies.base import install_loops
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvaluation
-from lightning_pipe.strategies.recommender.shard_once import shard_once
-from lightning_pipe.strategies.recommender.sharded_checkpoint import ShardedCheckpointStrategy
+from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start, shard_once
+from lightning_pipe.strategies.recommender.sharded_checkpoint import (
+    load_sharded_checkpoint,
+    save_sharded_checkpoint,
+    start_from_checkpoint,
+)
+from lightning_pipe.strategies.recommender.table_gradients import TableGradients
+from lightning_pipe.strategies.recommender.table_profile import TableProfile
 from lightning_pipe.strategies.recommender.training import (
-    TableTraining,
     UsersTransfer,
     checked_transfer,
+    last_to_replace_the_batch,
     leave_tables_out,
+    lightning_loss,
+    tell_left_out,
 )
+from lightning_pipe.strategies.recommender.warm_start import WarmStart
 from lightning_pipe.strategies.refusals import (
+    clips_gradients,
+    loss_scaler,
     most_accumulated,
     refuse_other_precision,
     refuse_scaled_fp16,
@@ -54,7 +73,7 @@ from lightning_pipe.strategies.refusals import (
 from lightning_pipe.strategies.running_work import Running
 
 
-class RecsysPipelineStrategy(ShardedCheckpointStrategy):
+class RecsysPipelineStrategy(FolderCheckpointStrategy):
     """Shards the TorchRec tables of a LightningModule and trains the module under a recsys plan.
 
     The LightningModule needs no changes: it holds unsharded TorchRec modules, its ``training_step(batch, batch_idx)``
@@ -114,9 +133,9 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
             worker thread of a plan such as ``"threaded_input"`` (default False). They must then draw no random numbers
             and call neither ``log`` nor collectives.
-        arguments: arguments of Lightning's ``DDPStrategy``, and two more. ``init_from`` (default None): checkpoint that
-            a new run starts with, also if its tables differ: a path, or a
-            :class:`~lightning_pipe.strategies.WarmStart`. ``async_checkpoints`` (default False): True to copy
+        init_from: checkpoint that a new run starts with, also if its tables differ: a path, or a
+            :class:`~lightning_pipe.strategies.WarmStart` (default None).
+        arguments: arguments of Lightning's ``DDPStrategy``, and ``async_checkpoints`` (default False): True to copy
             checkpoints to the host and write them in the background during training. The next save and the end of
             training wait for the write and raise its errors. Costs host memory for the copy.
 
@@ -149,6 +168,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
         extra_tasks: Mapping[str, RecsysTask] | None = None,
         transfer_on_worker: bool = False,
+        init_from: str | Path | WarmStart | Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
@@ -173,9 +193,14 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._balancer = make_balancer(balancer)
         check_flags(transfer_on_worker=transfer_on_worker)
         self.transfer_on_worker = transfer_on_worker
+        self._init_from = WarmStart.from_config(init_from)
         self.plan_choice: PlanChoice | None = None
+        self._sharded: ShardedModel | None = None
         self._session: RecsysSession | None = None
-        self._training: TableTraining | None = None
+        # State of the training. The rates stay after it, for checkpoints that are written then.
+        self._program: TrainingProgram | None = None
+        self._rates: TableRates | None = None
+        self._gradients: TableGradients | None = None
         self._evaluation: TableEvaluation | None = None
         self._users_transfer = UsersTransfer(transfer_on_worker)
 
@@ -187,6 +212,15 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         if (pipeline := self._pipeline_in_training()) is None:
             raise SetupError("the strategy has no pipeline outside of training. Access it while Trainer.fit runs")
         return pipeline
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """Sharded module with its tables and their optimisers, available after set-up."""
+        if self._sharded is None:
+            raise SetupError(
+                "the model is not sharded yet. Access it after set-up by Trainer.fit, validate, test or predict"
+            )
+        return self._sharded
 
     @property
     def balance_report(self) -> BalanceReport | None:
@@ -227,11 +261,14 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
                 model has managed collision, or a task has effects that it does not declare.
             PlanError: a task is unknown, *batches* is empty, or a number is too small.
         """
-        assert self.pipeline is not None and self._training is not None  # the property raises outside of training
-        return self._training.profile(batches, tasks, rounds, iterations)
+        pipeline = self.pipeline  # raises outside of training
+        assert self._session is not None and self.lightning_module is not None
+        with self._session.suspended(pipeline):
+            profile = TableProfile(self.lightning_module.trainer, self._session, lightning_loss, pipeline.plan)
+            return profile.measure(batches, tasks, rounds, iterations)
 
     def _pipeline_in_training(self) -> SWPipeline | None:
-        return None if self._training is None else self._training.pipeline
+        return None if self._program is None else self._program.pipeline
 
     # ------------------------------------------------------------------ set-up
 
@@ -245,8 +282,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         if fitting:
             refuse_training(trainer, module, self.precision_plugin, self._in_every_batch)
             refuse_scaled_fp16(trainer, self.precision_plugin, self._options.wire.comms.backward)
-            if self._layer_sync is not None:
-                self._layer_sync.apply(module)
+            if (batch_norm := sync_batch_norm(self)) is not None:
+                batch_norm.apply(module)
         self.precision_plugin.convert_module(module)
         self._sharded = shard_once(
             module,
@@ -262,18 +299,18 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # FBGEMM's fused lookups have no CPU kernel for inference tensors; no_grad computes the same.
             loop.inference_mode = False
-        install_evaluation_loops(trainer)
-        install_interrupted_saves(trainer)
+        install_loops(trainer)
         setting = self._sharded, self._declared, self.root_device, self._options
         self._session = RecsysSession(*setting, balancer=self._balancer, extra_tasks=self._extra_tasks)
         self._evaluation = TableEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
         if fitting:
-            PipelineTrainingEpochLoop.install(trainer)
             self.setup_optimizers(trainer)
-            plans = self._plan, self._auto, self._plan_chosen
-            window = not self._in_every_batch and most_accumulated(trainer) > 1
-            self._training = TableTraining(trainer, self._session, *plans, self._sparse_lr_scheduler, window)
-            self._rates = self._training.rates
+            self._rates = TableRates(self._sharded, lambda: trainer.optimizers[0], self._sparse_lr_scheduler)
+            self._gradients = None
+            tell_left_out(self._sharded)
+            if clips_gradients(trainer):
+                refuse_norm(self._sharded.replicas)
+            self._session.begin_training(self._rates.bring)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -286,8 +323,70 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan of the training. The training loop calls this method when training begins."""
-        assert self._training is not None
-        return self._training.build(checked_transfer(trainer, transfer), partial(self._users_transfer.allowed, trainer))
+        session, sharded, precision = self._session, self.sharded_model, self.precision_plugin
+        assert session is not None
+        clipped, loss_scaled = clips_gradients(trainer), loss_scaler(precision) is not None
+        if clipped or loss_scaled:
+            # The scale of the tables' gradients is known only after the optimiser step.
+            check_tables_wait(sharded.sharded_modules)
+        tasks = session.training_tasks(
+            "training_step",
+            transfer=checked_transfer(trainer, transfer),
+            loss_of=lightning_loss,
+            lookup_context=precision.forward_context,
+            clipped=clipped,
+            loss_scaled=loss_scaled,
+            accumulates=not self._in_every_batch and most_accumulated(trainer) > 1,
+        )
+        rewrite = session.rewrite
+        assert rewrite is not None
+        if clipped or loss_scaled:
+            self._gradients = TableGradients(precision, sharded, session.device, self._batch_in_training)
+        arguments: dict[str, Any] = {
+            "transfer": "H2DAndShuffle",
+            "forward": "LossPostprocess",
+            "backward": "FinalizeGrads",
+            "step": "OptimStep",
+            "prepared": last_to_replace_the_batch(tasks),
+            "alone": lambda: self._program is not None and starts_alone(rewrite, self._program.pipeline.plan),
+            "on_close": self._end_training,
+            "on_abandon": self._abandon,
+        }
+        allowed = partial(self._users_transfer.allowed, trainer)
+        if self._plan != AUTO:
+            pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
+            self._program = TrainingProgram(pipeline, **arguments)
+            return self._program
+        exploration = self._auto.search
+        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
+        plans = [*map(allowed, by_hand)]
+        propose = partial(
+            propose_plans,
+            plans,
+            cached=any(cached_tables(module) for module in rewrite.modules.values()),
+            max_in_flight=self._auto.max_in_flight,
+            peers=self.world_size > 1,
+            device=session.device,
+            keep=exploration.found,
+        )
+        self._program = AutoProgram(
+            plans, propose, session.device, session.world, exploration, self._plan_chosen, **arguments
+        )
+        return self._program
+
+    def _batch_in_training(self) -> Any:
+        return None if self._program is None else self._program.current
+
+    def _abandon(self, contexts: Sequence[Any]) -> None:
+        assert self._session is not None
+        self.pipeline.settle()  # a worker may still prefetch rows
+        self._session.abandon(contexts)
+
+    def _end_training(self) -> None:
+        assert self._session is not None
+        self._session.end_training()
+        if self._gradients is not None:
+            self._gradients.close()
 
     def _plan_chosen(self, choice: PlanChoice) -> None:
         """Store the choice; rank 0 prints it and writes the plan."""
@@ -306,26 +405,51 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._training is not None
-        return self._training.forward(partial(super().training_step, *args, **kwargs))
+        assert self._program is not None and self._session is not None and self.lightning_module is not None
+        if self._gradients is not None:
+            self._gradients.begin()
+        if (window := self._session.window) is not None:
+            trainer = self.lightning_module.trainer
+            loop = trainer.fit_loop.epoch_loop
+            window.is_last = not accumulates(loop)
+            if loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                window.drop()  # Lightning clears the dense gradients here, too, if an earlier window has no end
+        output = self._program.run_forward(partial(super().training_step, *args, **kwargs))
+        if output is None and self.world_size > 1:
+            # Lightning refuses None on several ranks, because DDP would wait forever for the rank's gradients. Here the
+            # rank sends zero gradients. The returned loss satisfies Lightning; no backward runs from it.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
+        return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        assert self._training is not None and self.lightning_module is not None
+        assert self._program is not None and self.lightning_module is not None
         module, precision = self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
         scaled = precision.pre_backward(closure_loss, module)
-        self._training.backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
+        self._program.run_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
         # After the tasks of backward, so that on_after_backward sees gradients averaged over ranks.
         detached = precision.post_backward(scaled, module)
         self.post_backward(detached)
         return detached
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        assert self._training is not None
-        step = super().optimizer_step
-        return self._training.optimizer_step(
-            optimizer, closure, lambda and_open: step(optimizer, and_open, model, **kwargs)
-        )
+        program, gradients = self._program, self._gradients
+        assert program is not None and self._rates is not None
+
+        def closure_and_open_step() -> Any:
+            result = closure()
+            program.begin_step()
+            if gradients is not None:
+                gradients.after_backward(optimizer)
+                if gradients.leave_scaler_alone(optimizer):
+                    return None  # Lightning treats None as a batch without a loss
+            return result
+
+        with nullcontext() if gradients is None else gradients.stepping(optimizer):
+            output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
+        program.end_step()
+        self._rates.step()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -368,6 +492,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         assert self._evaluation is not None
         self._evaluation.refuse_existing_rows()
         super().on_train_start()
+        for rows in self.sharded_model.dynamic_rows.values():
+            rows.saves = self._saves
 
     def on_validation_start(self) -> None:
         assert self._evaluation is not None
@@ -383,14 +509,71 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         if self.sharded_model.dynamic_rows:
             self.sharded_model.commit_rows()
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def _set_initial_values(self, path: Any) -> None:
+        """Read ``init_from``, unless a checkpoint is resumed or the module has had its initial values before."""
+        assert self.lightning_module is not None
+        pending = pending_start(self.lightning_module)
+        if pending is not None and not path:
+            start_from_checkpoint(pending, self.sharded_model, self._weights_only)
+            initial_values_set(self.lightning_module)
+        elif self._init_from is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            reason = f"the run resumes from {str(path)!r}" if path else "the module has been used before"
+            rank_zero_info(f"init_from={self._init_from.path!r} is not read, since {reason}")
+
+    def end_saves(self) -> None:
+        try:
+            super().end_saves()
+        finally:
+            for rows in self._sharded.dynamic_rows.values() if self._sharded is not None else ():
+                rows.saves = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint folder, to which every rank writes its own shards (``torch.distributed.checkpoint``)."""
+        path = self._agreed_path(filepath, storage_options)
+        if self._rates is not None and self._rates.schedule is not None:
+            checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
+        self.sharded_model.share_buffers()  # in place, so the buffers in the state dict are updated too
+        save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote on any number of ranks."""
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        checkpoint = load_sharded_checkpoint(
+            checkpoint_path,
+            self.sharded_model,
+            with_optimizers=fitting,
+            strict=module.strict_loading,
+            weights_only=self._allowed(weights_only),
+        )
+        schedule = None if self._rates is None else self._rates.schedule
+        if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
+            schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
+        initial_values_set(module)
+        return checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: :meth:`load_checkpoint` has already filled the module's tensors."""
+
     # ------------------------------------------------------------------ end
 
     def teardown(self) -> None:
-        for part in (self._training, self._evaluation, self._session):
+        module = self.lightning_module
+        if module is not None and self._rates is not None:
+            for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+                search = callback.optimal_lr if isinstance(callback, LearningRateFinder) else None
+                if search is not None and (rate := search.suggestion()) is not None:
+                    self._rates.note_search(rate)
+        for part in (self._program, self._evaluation, self._session):
             if part is not None:
                 part.close()
-        self._evaluation = self._session = None
-        module = self.lightning_module
-        if module is not None and self._layer_sync is not None:
-            self._layer_sync.revert(module)
+        self._program = self._evaluation = self._session = None
+        if module is not None and (batch_norm := sync_batch_norm(self)) is not None:
+            batch_norm.revert(module)
         super().teardown()

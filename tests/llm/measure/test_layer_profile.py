@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
@@ -18,6 +20,7 @@ from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5
 HIDDEN = ROWS * LENGTH * WIDTH * 4  # bytes
@@ -289,3 +292,55 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
     assert measure_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0] > found.layers[0].kept
     with pytest.raises(Exception, match="nonzero"):
         measure_footprints(model, CONFIG, (ids().to("meta"),), {}, loss_of_chosen)
+
+
+# ---------------------------------------------------------------------- one number a layer
+
+
+def costs(model: nn.Module, **options: Any) -> Pieces[float]:
+    return measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
+
+
+def test_time_is_of_forward_and_backward_without_what_every_stage_takes() -> None:
+    found = costs(Timed())
+    assert (found.empty, found.layers) == (0.0, (7.0, 7.0))
+
+
+def test_layers_that_are_alike_are_measured_once() -> None:
+    before = CLOCK.now
+    costs(Timed())
+    alike, before = CLOCK.now - before, CLOCK.now
+    other = Timed()
+    other.layers[1].name = "other"  # type: ignore[assignment]
+    costs(other)
+    assert CLOCK.now - before > alike
+
+
+def test_memory_is_of_parameters_gradients_states_buffers_and_what_is_kept_for_backward() -> None:
+    found, of_footprints = costs(Plain(), unit="memory"), footprints(Plain())
+    trained, frozen = Plain(), Plain()
+    frozen.layers[0].requires_grad_(False)
+    size = of_footprints.layers[0].parameters
+    assert found.input == 4 * VOCABULARY * WIDTH * 4 + HIDDEN
+    assert found.layers == (4 * size + 9 * HIDDEN, 4 * size + 9 * HIDDEN + 3 * 4)
+    assert costs(trained, unit="memory").layers[0] - costs(frozen, unit="memory").layers[0] >= 3 * size
+
+
+def fails(output: Tensor, part: nn.Module) -> Tensor:
+    raise KeyError("labels")
+
+
+def two_ranks(rank: int, world: int) -> tuple[Pieces[float], str]:
+    model = Timed()
+    if rank == 1:
+        model.layers.append(Slow())  # what the other ranks would measure does not matter
+    found = costs(model, group=dist.group.WORLD)
+    with pytest.raises(SetupError) as caught:
+        measure_costs(Timed(), CONFIG, (ids(),), {}, fails, group=dist.group.WORLD)
+    return found, str(caught.value)
+
+
+def test_all_ranks_get_what_the_first_has_measured_or_its_failure() -> None:
+    for found, says in run_ranks(two_ranks, 2):
+        assert found.layers == (7.0, 7.0)
+        assert "could not measure what layers cost: KeyError: 'labels'" in says

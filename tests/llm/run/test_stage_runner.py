@@ -40,7 +40,6 @@ from tests.strategies.llm_cases import (
 STEPS = 3
 # schedule, options, norm to clip to
 CASES: dict[str, tuple[str, dict[str, Any], float | None]] = {
-    "1f1b": ("1f1b", {}, None),
     "clipped": ("interleaved_zero_bubble", {}, 0.05),
     "in a V": ("zbv_zero_bubble", {"activation_checkpoint": {"mode": "full"}}, None),
     "in half precision": ("1f1b", {}, 0.05),
@@ -64,6 +63,9 @@ class Failing(Hooks):
         if self.fails:
             raise KeyError("no such label")
         return super().summed_loss(output, micro_batch)
+
+    def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Any:
+        return "words"
 
 
 class Tied(Hooks):
@@ -127,8 +129,8 @@ def by_strategy(case: str, rank: int) -> dict[str, Any]:
     return {"losses": module.losses, "predicted": predicted[0], **whole(module.model)}
 
 
-def many_calls() -> dict[str, Any]:
-    runner, optimizer = make()
+def many_calls(**options: Any) -> dict[str, Any]:
+    runner, optimizer = make(**options)
     losses = []
     for index, micro_batches in enumerate(calls()):
         losses.append(float(runner.forward_backward(micro_batches).loss))
@@ -156,6 +158,7 @@ def faults(rank: int) -> dict[str, Any]:
     hooks.fails = True
     found: dict[str, Any] = {"loss": message(lambda: runner.forward_backward(first))}
     hooks.fails = False
+    found["prediction"] = message(lambda: runner.forward_only(first))
     found["numbers"] = message(lambda: runner.forward_backward(first[: 1 + rank]))
     found["nothing"] = message(lambda: runner.forward_backward([]))
     found["mapping"] = message(lambda: runner.forward_backward(first[0]))  # type: ignore[arg-type]
@@ -183,7 +186,8 @@ def described(schedule: str, **options: Any) -> str:
 def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     tables = described("zbv_zero_bubble"), described("1f1b", parallel={"pp": 1, "dp_shard": 2})
     compared = {case: (by_runner(case, rank), by_strategy(case, rank)) for case in CASES}
-    return {"compared": compared, "calls": many_calls(), "faults": faults(rank), "tables": tables}
+    calls = {"kept": many_calls(), "released": many_calls(batching={"schedule_cache_bytes": 0})}
+    return {"compared": compared, "calls": calls, "faults": faults(rank), "tables": tables}
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +229,17 @@ def trained_alone(batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> tuple[li
     return losses, values_of(model)
 
 
-def test_calls_of_any_size_in_any_order_are_a_plain_loop_and_use_schedules_again(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("way", "schedules"), [("kept", len(set(CALLS))), ("released", 1)])
+def test_calls_of_any_size_in_any_order_are_a_plain_loop_and_use_schedules_again(
+    way: str, schedules: int, ranks: list[dict[str, Any]]
+) -> None:
     losses, parameters = trained_alone(calls())
     together: dict[str, Tensor] = {}
     for rank in ranks:
-        found = dict(rank["calls"])
+        found = dict(rank["calls"][way])
         assert found.pop("losses") == losses
-        assert found.pop("schedules") == len(set(CALLS))
-        assert found.pop("again") == ranks[0]["calls"]["again"] != losses[0]
+        assert found.pop("schedules") == schedules
+        assert found.pop("again") == ranks[0]["calls"][way]["again"] != losses[0]
         together |= found
     assert differing(together, parameters) == []
 
@@ -241,6 +248,7 @@ def test_calls_of_any_size_in_any_order_are_a_plain_loop_and_use_schedules_again
     ("what", "words"),
     [
         ("loss", "no such label"),
+        ("prediction", "the result of a micro-batch is a str; expected a tensor"),
         ("numbers", "InputError: the ranks have [1, 2] micro-batches"),
         ("nothing", "InputError: the call has no micro-batch; expected a list of micro-batches"),
         ("mapping", "InputError: the call has a mapping; expected a list of micro-batches"),
@@ -276,7 +284,6 @@ def test_what_each_rank_holds_is_printed_on_the_first(ranks: list[dict[str, Any]
 # schedule that these run under.
 REPLACED = {
     "1f1b": ([2, 1, 1], "gpipe"),
-    "interleaved_1f1b": ([4, 5, 7], "looped_bfs"),
     "interleaved_zero_bubble": ([4, 5, 7], "looped_bfs"),
     "dualpipev": ([4, 3, 2], "zbv_zero_bubble"),
 }

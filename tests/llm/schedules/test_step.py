@@ -40,23 +40,14 @@ EVALUATED = (1, 3)
 
 @dataclass
 class Case:
-    """What a schedule did on one rank.
-
-    Attributes:
-        wrong: names of the parameters whose gradients differ from one device's.
-        losses: of each step, whether they are one device's; empty lists come out as the list itself.
-        outputs: of an evaluation, likewise.
-        forwards: of each stage of the rank, in all steps.
-        kept: how many tensors of the batch were still referenced after the step, by where.
-        has_last: whether the rank has the last stage.
-    """
+    """What a schedule did on one rank."""
 
     has_last: bool
-    wrong: list[str] = field(default_factory=list)
-    losses: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # parameters whose gradients differ from one device's
+    losses: list[Any] = field(default_factory=list)  # of each step, whether they are one device's; or the empty list
+    outputs: list[Any] = field(default_factory=list)  # of an evaluation, likewise
+    forwards: list[int] = field(default_factory=list)  # of each stage of the rank, in all steps
+    kept: list[int] = field(default_factory=list)  # tensors of the batch that were still referenced after a step
 
 
 def references(values: Iterable[Any]) -> list[weakref.ref[Any]]:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules.step import build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage, median_durations
 from tests.distributed import run_ranks
 from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages, stage_of
@@ -30,8 +30,6 @@ class Recorded:
 
     def __init__(self) -> None:
         self.train: list[Bar] = []
-        self.evaluation: list[Bar] = []
-        self.silent: list[Bar] = []
         self.losses: list[tuple[float, float]] = []
 
 
@@ -62,17 +60,10 @@ def record(rank: int, name: str) -> Recorded:
         recorded.losses.append((start, time.perf_counter()))
         return loss
 
-    on = True
-    stages = make_stages(spec, rank, pieces, events=recorded.train, recording=lambda: on)
+    stages = make_stages(spec, rank, pieces, events=recorded.train, recording=lambda: True)
     make_neighbour_late(stages, rank, name)
     schedule = build_schedule(spec, stages, MICROBATCHES, timed_loss)
     run_schedule(schedule, *make_batch(MICROBATCHES))
-    on = False
-    before = len(recorded.train)
-    run_schedule(schedule, *make_batch(MICROBATCHES))
-    recorded.silent = recorded.train[before:]
-    stages = make_stages(spec, rank, pieces, train=False, events=recorded.evaluation)
-    run_schedule(build_evaluation(spec, stages, MICROBATCHES), *make_batch(MICROBATCHES))
     dist.barrier()
     return recorded
 
@@ -98,18 +89,6 @@ def test_what_ran_is_what_the_schedule_lists_in_its_order(ranks: list[dict[str, 
     for rank, row in actions_of(SCHEDULES[name], 2, MICROBATCHES).items():
         events = [event for event in ranks[rank][name].train if event.kind in KINDS]
         assert [f"{e.stage}{KINDS[e.kind]}{e.microbatch}" for e in events] == list(map(str, row))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
-    ranks: list[dict[str, Recorded]], name: str
-) -> None:
-    for recorded in ranks:
-        events = [event for event in recorded[name].evaluation if event.kind != "wait_forward"]
-        stages = sorted({stage_of(event) for event in recorded[name].train})
-        assert [(e.stage, e.kind, e.microbatch) for e in events] == [
-            (stage, "forward", m) for stage in stages for m in range(MICROBATCHES)
-        ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,11 +132,6 @@ def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, R
         for forward, (start, end) in zip(forwards, losses, strict=True):
             assert forward.start < start
             assert end <= forward.end
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_recorded_while_recording_is_off(ranks: list[dict[str, Recorded]], name: str) -> None:
-    assert [recorded[name].silent for recorded in ranks] == [[], []]
 
 
 def test_durations_are_medians_in_seconds_by_stage_and_kind() -> None:

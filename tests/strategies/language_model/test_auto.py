@@ -21,7 +21,7 @@ from lightning_pipe.llm.measure import layer_profile
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.split import stage_split
-from lightning_pipe.strategies.language_model import stage_choice, stage_trials
+from lightning_pipe.strategies.language_model import stage_choice
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import InParts, run_ranks
@@ -180,11 +180,9 @@ def refused_on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     rows = row_batches(3)
     vars(stage_choice)["measure_work"] = uneven_clock(rank)
     refused = {
-        "rows": refusal(Tiny(), AutoLLMPipelineStrategy(), row_batches(1, rows=17)),
         "fixed": refusal(Tiny(), AutoLLMPipelineStrategy(num_microbatches=3), rows),
         "memory": refusal(Tiny(), AutoLLMPipelineStrategy(memory_limit=1000, num_microbatches=4), rows),
         "data": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 1), 16)),
-        "data of the first": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 0), 16)),
         "loss": refusal(Broken(), AutoLLMPipelineStrategy(num_microbatches=4), rows),
         "layers": refusal(Tiny(1), AutoLLMPipelineStrategy(num_microbatches=4), rows),
         "ranks": refusal(Tiny(), AutoLLMPipelineStrategy(trials=rank), rows),
@@ -196,7 +194,7 @@ def by_steps(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Chosen by steps, among several numbers of micro-batches."""
     found: dict[str, Any] = {}
     rows, path = row_batches(2, ROWS), Path(folder) / "made" / "choice.yaml"
-    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 2  # as few steps as can be: the rest is no matter of time
+    stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 2  # as few steps as can be: the rest is no matter of time
     torch.manual_seed(SEED)
     auto = AutoLLMPipelineStrategy(trials=2, save_plan=path, batching={"max_length": 12})
     found["steps"] = as_named(Tiny, auto, rows, batching={"max_length": 12})
@@ -219,7 +217,7 @@ def by_simulation(rank: int, world: int) -> dict[str, Any]:
 
 def of_other_kinds(rank: int, world: int) -> dict[str, Any]:
     """For a model of Hugging Face's, for packed documents, and with a number of micro-batches that is given."""
-    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 1
     rows = row_batches(2, ROWS)
     hugging = as_named(lambda: TinyHF(hf_config("llama")), AutoLLMPipelineStrategy(trials=1, num_microbatches=4), rows)
     full = AutoLLMPipelineStrategy(trials=0, activation_checkpoint={"mode": "full"}, num_microbatches=8)
@@ -233,7 +231,7 @@ def of_other_kinds(rank: int, world: int) -> dict[str, Any]:
 def around_a_choice(rank: int, world: int) -> dict[str, Any]:
     """What a choice does not depend on, and what it leaves as it was."""
     found: dict[str, Any] = {}
-    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 1
     rows = row_batches(1)
 
     # Reading rows draws random numbers, which training then draws again.
@@ -323,7 +321,7 @@ def test_what_does_not_fit_the_memory_is_left_out(found: Any) -> None:
 
 def with_full_memory(rank: int, world: int) -> tuple[tuple[str, ...], dict[str, Any]]:
     strategy = AutoLLMPipelineStrategy(trials=1, num_microbatches=4)
-    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 1
     with mock.patch.object(stage_split, "fill_with_placeholders", out_of_memory_once(rank)):
         trained(Tiny(), strategy, row_batches(1))
     assert strategy.choice is not None
@@ -356,11 +354,9 @@ def test_evaluation_chooses_nothing(found: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("rows", "SetupError: the batch has 17 row(s), which no number of micro-batches from 2 to 16"),
         ("fixed", "SetupError: `num_microbatches` must divide the rows of a batch, got 3 for 16 row(s)"),
         ("memory", "candidate schedules fits into 1,000 bytes per rank"),
         ("data", "no batch is available for measurements: the disk is gone"),
-        ("data of the first", "no batch is available for measurements: the disk is gone"),
         ("loss", "the layers cannot be measured: KeyError: 'labels'"),
         ("layers", "No schedule supports 4 micro-batches with this number of ranks and layers"),
         ("ranks", "the pipeline's configuration differs between ranks: rank 0 has 'trials' = '0'"),

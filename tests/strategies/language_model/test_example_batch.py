@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.example_batch import example_batch
@@ -55,12 +55,6 @@ def test_rows_come_from_the_dataset_past_its_sampler() -> None:
     assert torch.equal(sampler.generator.get_state(), state)
 
 
-def test_a_sampler_of_batches_says_how_many_rows_there_are() -> None:
-    rows = Rows()
-    batches = BatchSampler(RandomSampler(rows), 3, drop_last=False)
-    assert len(example_batch(Tiny(), DataLoader(rows, batch_sampler=batches), None)["labels"]) == 3
-
-
 def test_a_dataset_of_batches_gives_its_first() -> None:
     batches = row_batches(2)
     assert torch.equal(example_batch(Tiny(), loader(batches), None)["input_ids"], batches[0]["input_ids"])
@@ -91,10 +85,9 @@ def test_the_modules_example_is_repeated_to_as_many_rows_as_a_batch_has(given: i
         ),
         (Tiny(), iter([1]), "No batch can be read in advance from .*list_iterator.*, since training would miss it"),
         (WithExample(), iter([1]), "The number of rows in a batch is unknown for a list_iterator"),
-        (Tiny(), DataLoader(TensorDataset(torch.zeros(0)), 4), "The training data are empty"),
         (Tiny(), DataLoader(Rows(), batch_sampler=[[1, 2]]), "DataLoader of Rows with a batch sampler"),
     ],
-    ids=["stream", "iterator", "example of an iterator", "empty", "sampler"],
+    ids=["stream", "iterator", "example of an iterator", "sampler"],
 )
 def test_without_a_batch_it_is_said_what_is_needed(module: Tiny, given: Any, says: str) -> None:
     with pytest.raises(SetupError, match=f"{says}.* Use a DataLoader over a map-style dataset, or"):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
@@ -80,15 +79,3 @@ def test_what_a_parameter_is_marked_with_is_seen() -> None:
     found = optimizer_bytes(module, derive_config(module.model))
     assert found.layers == (0, 0, 0, 0)
     assert found.output > 0
-
-
-def test_what_is_not_trained_has_no_states() -> None:
-    module = Trained(lambda one: torch.optim.Adam([p for p in one.parameters() if p.requires_grad]))
-    module.configure_model()
-    assert module.model is not None
-    layers = module.model.layers
-    assert isinstance(layers, nn.ModuleList)
-    layers[1].requires_grad_(False)
-    found = optimizer_bytes(module, derive_config(module.model))
-    assert found.layers[0] > 0
-    assert found.layers[1] == 0

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,
-    VOCABULARY,
     WIDTH,
     Tiny,
     as_one,
@@ -60,13 +58,6 @@ def test_a_batch_without_loss_tokens_has_a_loss_of_zero() -> None:
     batch = row_batches(1)[0]
     result = built().run_batch(batch | {"labels": torch.full_like(batch["labels"], -100)})
     assert (result.tokens, float(result.loss)) == (0, 0.0)
-
-
-def test_predictions_have_a_row_for_each_row_of_the_batch() -> None:
-    module = Tiny()
-    data = row_batches(2, 7)
-    outputs: Any = trainer("auto").predict(module, loader(data))
-    assert [output.shape for output in outputs] == [(7, one["labels"].shape[1], VOCABULARY) for one in data]
 
 
 def test_metrics_are_logged_as_means_over_tokens() -> None:
@@ -143,44 +134,6 @@ def test_an_evaluation_without_counted_labels_has_no_mean(strategy: Any) -> None
     assert all(metrics[name].isnan() for name in METRICS)
 
 
-# Labels that count in the batches of two ranks, one of which has fewer batches.
-TWO_RANKS = ((2, 0, 3), (0, 0))
-
-
-def evaluated_on_ranks(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-    """Metrics of batches some of which count, and of batches none of which does; the ranks have different data."""
-    data = counting([*TWO_RANKS[0], *TWO_RANKS[1]])
-    mine, none = data[:3] if rank == 0 else data[3:], counting([0] * (1 + rank))
-    strategy = partial(llm, "1f1b", 2, dp_replicate=2)
-    return [evaluated(strategy, batches, use_distributed_sampler=False)[0] for batches in (mine, none)]
-
-
-def test_ranks_without_counted_labels_have_no_weight_either() -> None:
-    data = counting([*TWO_RANKS[0], *TWO_RANKS[1]])
-    expected = mean_of(evaluated("auto", data)[1], data)
-    for counted, none in run_ranks(evaluated_on_ranks, 2):
-        assert expected.differences(counted) == []
-        assert all(none[name].isnan() for name in METRICS)
-
-
-def test_a_model_made_before_is_not_made_again() -> None:
-    module = Tiny(early=True)
-    model = module.model
-    module.configure_model()
-    assert module.model is model
-
-
-def test_its_own_description_goes_before_the_models() -> None:
-    class Describing(Tiny):
-        def get_pp_module_config(self) -> dict[str, Any]:
-            return {"num_layers": 4, "layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
-
-    found = Describing().pipeline_config()
-    assert found is not None
-    assert found.output_fqns == ("head",)
-    assert Tiny().pipeline_config() is None
-
-
 def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
     class Regression(PipelineModule):
         def build_model(self) -> nn.Module:
@@ -212,11 +165,6 @@ def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
     assert module.predict_step(batch, 0).shape == (5,)
 
 
-def test_a_batch_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the batch is a tensor.*expected a mapping"):
-        built().run_batch(torch.zeros(2, 3))
-
-
 @pytest.mark.parametrize("strategy", ["auto", "stages"])
 def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) -> None:
     used = "auto" if strategy == "auto" else llm("gpipe", 2)
@@ -224,9 +172,3 @@ def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) 
     assert len(trainer(used).predict(Tiny(), loader(batches))) == 1  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"The loss needs 'labels', but the batch has only the keys 'input_ids'"):
         fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
-
-
-def test_a_batch_without_the_ids_of_its_tokens_is_refused() -> None:
-    batches = [{"ids": batch["input_ids"], "labels": batch["labels"]} for batch in row_batches(1)]
-    with pytest.raises(InputError, match=r"The model needs 'input_ids', .* only the keys 'ids', 'labels'"):
-        fit(Tiny(), llm("gpipe", 2), batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,24 @@ from lightning.pytorch.plugins import Precision
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
+from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
-from lightning_pipe.llm.measure.rank_memory import RankMemory
+from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
+from lightning_pipe.strategies.language_model.stage_estimate import (
+    Refused,
+    StageEstimate,
+    compare,
+    estimate,
+    estimate_stages,
+    precision_plugin,
+)
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
+from tests.llm.measure.test_rank_memory import PIECES, STATES
 from tests.strategies.llm_cases import Tiny, TinyHF, fit, hf_config, llm, row_batches
 from tests.tiers import sampled, wanted
 
@@ -105,12 +117,6 @@ def test_all_is_what_training_holds_at_the_worst_moment_within_a_tenth(schedule:
         assert expected.total == pytest.approx(one[schedule][2], rel=0.1)
 
 
-def test_all_schedules_are_compared_where_that_is_asked_for() -> None:
-    assert estimated("1f1b").others == ()
-    found = estimated("1f1b", all_schedules=True).others
-    assert [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)] == list(SCHEDULES)
-
-
 def test_the_model_is_not_made_and_micro_batches_are_as_in_training() -> None:
     module = Tiny()
     found = estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=8), module, row_batches(1)[0], 2, Precision())
@@ -157,3 +163,26 @@ def test_what_is_not_known_or_refused_is_an_error() -> None:
         estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
     with pytest.raises(SetupError, match="do not make the 3 ranks"):
         estimate_stages(llm(pp=2), Tiny(), row_batches(1)[0], 3, Precision())
+
+
+# ---------------------------------------------------------------------- schedules, from operations and bytes
+
+LAYER = replace(PIECES.layers[0], operations=LayerWork(1e9, 2e9, 1e9, 1e9))
+FOOTPRINTS = Pieces(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
+CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
+
+
+def test_ranks_share_the_work_of_layers_but_not_that_of_the_head() -> None:
+    head = replace(PIECES.output, operations=LayerWork(1e9, 2e9, 1e9, 1e9))
+    candidate = ScheduleCandidate(SCHEDULES["gpipe"], 1, 1, (2, 2))
+    found = estimate(candidate, 2, replace(FOOTPRINTS, output=head), STATES, Sharing(tensor=4))
+    assert found.seconds == pytest.approx(4 * 3e9 / 4 + 3e9)
+
+
+def test_every_schedule_is_compared_or_refused() -> None:
+    found = compare(CONFIG, 2, 3, FOOTPRINTS, STATES)
+    refused = {one.schedule: one.reason for one in found if isinstance(one, Refused)}
+    assert list(refused) == ["dualpipev"]
+    assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
+    others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]
+    assert [*others, "dualpipev"] == list(SCHEDULES)

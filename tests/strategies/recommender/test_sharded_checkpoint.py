@@ -23,7 +23,6 @@ from tests.strategies.cases import (
     ROW_WISE_ADAGRAD,
     SGD,
     Clicks,
-    Dlrm,
     Mixed,
     Pooled,
     Sequenced,
@@ -94,12 +93,11 @@ def check_resumed(results: dict[str, Any]) -> None:
         assert result["steps"] == len(uninterrupted)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"sparse_lr_scheduler": SCHEDULE}], ids=["the dense schedule", "their own"])
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(arguments: dict[str, Any], tmp_path: Path) -> None:
-    check_resumed(resumed_and_uninterrupted(tmp_path, **arguments))
+def test_training_goes_on_from_a_checkpoint_with_a_schedule_of_the_tables_own(tmp_path: Path) -> None:
+    check_resumed(resumed_and_uninterrupted(tmp_path, sparse_lr_scheduler=SCHEDULE))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["serial", "prefetch"])
 def test_what_was_in_flight_in_mid_epoch_is_trained_by_the_run_that_goes_on(plan: str, tmp_path: Path) -> None:
     whole, first, second = (Clicks(optimizers=all_in_one) for _ in range(3))
     expected = state_of(fit(whole, recsys(plan, optimizer=SGD), max_epochs=2))
@@ -129,17 +127,7 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         with pytest.raises(SetupError) as caught:
             fit(Clicks(network, optimizers=by_step), recsys(), ckpt_path=folder / "from one" / "epoch=1.ckpt")
         results[name] = str(caught.value)
-    (folder / "a file").touch()
-    for name, path in bad_paths(folder).items():
-        try:
-            trainer(recsys(kinds=KINDS)).validate(clicks(), loader(), ckpt_path=path)
-        except SetupError as error:
-            results[name] = str(error)
     return results
-
-
-def bad_paths(folder: Path) -> dict[str, str]:
-    return {"not there": str(folder / "nothing"), "a file": str(folder / "a file"), "a folder without": str(folder)}
 
 
 def on_three_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -181,8 +169,6 @@ def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> 
         assert difference(results["loaded"], from_one) == []
         assert difference(from_two, results["saved"]) == []
         check_resumed(results["resumed"])
-        for name in bad_paths(tmp_path):
-            assert f"is {name}" in results[name]
 
 
 # ---------------------------------------------------------------------- Lightning's ways with checkpoints
@@ -246,34 +232,11 @@ def _ddp_checkpoint(folder: Path) -> Path:
     return folder / "file.ckpt"
 
 
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (
-            Mixed,
-            r"missing in it: network\.normalize\.bias, network\.normalize.* network\.weighted\..*; of another size",
-        ),
-        (Dlrm, r"missing in it: network\.dlrm\..*; unexpected in it: network\.bags\..*people\.weight, .*network\.over"),
-    ],
-    ids=["more modules", "other modules"],
-)
-def test_a_checkpoint_of_another_model_is_refused(network: Any, message: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
-    with pytest.raises(SetupError, match=f"does not fit the module: {message}"):
-        fit(Clicks(network), recsys(), ckpt_path=tmp_path / "pooled")
-
-
-def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
-    class Wider(Pooled):
-        def __init__(self) -> None:
-            super().__init__()
-            self.over = nn.Sequential(nn.Linear(3 + 3 * 8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-    fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
-    with pytest.raises(
-        SetupError, match=r"of another size: network\.over\.2\.bias \(\[1\], expected \[2\]\), .*over\.2\.weight"
-    ):
-        fit(Clicks(Wider), recsys(), ckpt_path=tmp_path / "pooled")
+    missing = r"missing in it: network\.normalize\.bias, network\.normalize.* network\.weighted\..*; of another size"
+    with pytest.raises(SetupError, match=f"does not fit the module: {missing}"):
+        fit(Clicks(Mixed), recsys(), ckpt_path=tmp_path / "pooled")
 
 
 def test_a_checkpoint_can_be_read_into_another_sharding(tmp_path: Path) -> None:
@@ -334,23 +297,6 @@ def test_a_write_that_breaks_leaves_what_was_there(part: str, tmp_path: Path, mo
     assert {folder.name for folder in tmp_path.iterdir()} == {"kept"}
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "message"),
-    [
-        ("no-store://bucket/checkpoint", {}, "URL 'no-store://bucket/checkpoint' cannot be used"),
-        ("{folder}/kept/meta.pt/below", {}, "below' cannot be written: .*Not a directory"),
-        ("{folder}/other", {"storage_options": {"key": "hidden"}}, "storage_options were given(?!.*hidden)"),
-    ],
-    ids=["remote", "unwritable", "storage options"],
-)
-def test_where_no_checkpoint_can_be_written_is_said(
-    path: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    used, _ = trained(tmp_path)
-    with pytest.raises(SetupError, match=message):
-        used.save_checkpoint(path.format(folder=tmp_path), **options)
-
-
 def resumed_on_ranks(rank: int, size: int, folder: str, kind: str) -> tuple[int, list[str]]:
     kinds = dict.fromkeys(("people", "things"), kind)
     whole = Clicks()
@@ -362,9 +308,8 @@ def resumed_on_ranks(rank: int, size: int, folder: str, kind: str) -> tuple[int,
     return used.global_step, [str(loss) for loss in module.losses if loss not in whole.losses]
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_ranks_that_have_no_shard_of_a_table_go_on_too(kind: str, tmp_path: Path) -> None:
-    for steps, others in run_ranks(resumed_on_ranks, 2, str(tmp_path), kind):
+def test_ranks_that_have_no_shard_of_a_table_go_on_too(tmp_path: Path) -> None:
+    for steps, others in run_ranks(resumed_on_ranks, 2, str(tmp_path), "table_wise"):
         assert steps > 0
         assert others == []
 

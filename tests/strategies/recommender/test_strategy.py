@@ -94,26 +94,6 @@ def test_a_plan_without_a_place_for_a_task_of_the_users_own_is_refused(plan: str
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("validate_ids", "checks.validate_ids"),
-        ("detect_nan", "checks.detect_nan"),
-        ("free_features_early", "memory.free_features_early"),
-        ("async_checkpoints", "async_checkpoints"),
-    ],
-)
-def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
-    options: dict[str, Any] = {name: "false"}
-    with pytest.raises(SetupError, match=f"{shown} is 'false'; expected True or False"):
-        recsys(**options)
-
-
-def test_an_argument_that_nobody_takes_is_named() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shardign'"):
-        RecsysPipelineStrategy(shardign={})
-
-
-@pytest.mark.parametrize(
     "group",
     [
         {"sharding": ShardingOptions(constraints={"people": {"sharding_types": ["row_wise"]}})},
@@ -175,31 +155,6 @@ def test_a_module_sharded_for_an_evaluation_without_an_optimiser_is_not_trained(
     trainer(recsys(optimizer=None)).validate(module, loader(), verbose=False)
     with pytest.raises(SetupError, match=f"sharded for an evaluation.*{PEOPLE}, {THINGS}.*cannot be trained"):
         fit(module, recsys(optimizer=None))
-
-
-@pytest.mark.parametrize("plan", ["serial", "prefetch"])
-def test_outputs_that_are_detached_from_an_epoch_on_leave_tables_unchanged(plan: str) -> None:
-    class Later(Pooled):
-        frozen = False
-
-        def forward(self, batch: Any) -> torch.Tensor:
-            found = self.bags(batch.sparse).values()
-            return self.over(torch.cat([batch.dense, found.detach() if self.frozen else found], dim=1))[:, 0]
-
-    class Freeze(Callback):
-        before: dict[str, torch.Tensor]
-
-        def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            assert isinstance(module.network, Later)
-            module.network.frozen = trainer.current_epoch == 1
-            if module.network.frozen:
-                tables = strategy_of(trainer).sharded_model
-                self.before = {name: tables.full_table(name) for name in tables.tables}
-
-    freeze = Freeze()
-    tables = strategy_of(fit(Clicks(Later), recsys(plan, optimizer=ADAGRAD), callbacks=[freeze])).sharded_model
-    assert set(freeze.before) == {PEOPLE, THINGS}
-    assert all(torch.equal(tables.full_table(name), values) for name, values in freeze.before.items())
 
 
 def test_freezing_tables_in_a_hook_is_refused_by_name() -> None:
@@ -276,19 +231,6 @@ def test_values_set_before_training_survive_sharding() -> None:
     assert torch.equal(sharded.full_table(THINGS), expected[THINGS])
 
 
-def test_a_table_kept_whole_on_every_rank_is_trained_like_the_others() -> None:
-    def unsharded() -> dict[str, Any]:
-        return state_of(fit(Clicks(in_backward=ADAGRAD), "auto"))
-
-    reference = Reference.of(unsharded)
-    states = [
-        state_of(fit(Clicks(), recsys(kinds={"people": kind, "things": "table_wise"})))
-        for kind in ("table_wise", "data_parallel")
-    ]
-    assert set(states[0]) == set(states[1])
-    assert [reference.differences(state) for state in states] == [[], []]
-
-
 def test_a_module_on_the_meta_device_is_filled_and_trained() -> None:
     def meta() -> nn.Module:
         with torch.device("meta"):
@@ -328,11 +270,9 @@ class Iterating(Clicks):
         (Manual, {}, "uses manual optimisation.*strategy='pipeline'"),
         (Iterating, {}, "takes the dataloader_iter.*strategy='pipeline'"),
         (Clicks, {"precision": "bf16-true"}, "precision is 'bf16-true'.*'bf16-mixed'"),
-        (Clicks, {"precision": "64-true"}, "precision is '64-true'.*'32-true'"),
-        (Clicks, {"precision": "16-true"}, "precision is '16-true'.*'bf16-mixed'"),
         (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*Remove the plugin"),
     ],
-    ids=["manual optimisation", "dataloader_iter", "bf16-true", "64-true", "16-true", "a plugin for checkpoints"],
+    ids=["manual optimisation", "dataloader_iter", "bf16-true", "a plugin for checkpoints"],
 )
 def test_what_a_plan_cannot_do_is_refused(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):
