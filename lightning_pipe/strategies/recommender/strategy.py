@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,6 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import PlanChoice
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
-from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
@@ -31,6 +30,7 @@ from lightning_pipe.recsys.tasks.options import (
     SessionOptions,
     ShardingOptions,
     WireOptions,
+    make_balancer,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
@@ -51,6 +51,9 @@ from lightning_pipe.strategies.refusals import (
     refuse_training,
 )
 from lightning_pipe.strategies.running_work import Running
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer
 
 
 class RecsysPipelineStrategy(ShardedCheckpointStrategy):
@@ -139,7 +142,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         wire: WireOptions | Mapping[str, Any] | None = None,
         memory: MemoryOptions | Mapping[str, Any] | None = None,
         checks: CheckOptions | Mapping[str, Any] | None = None,
-        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        balancer: bool | BatchBalancer | Mapping[str, Any] | None = None,
         auto: AutoOptions | Mapping[str, Any] | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",

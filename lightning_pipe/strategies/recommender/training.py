@@ -28,7 +28,6 @@ from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions
@@ -108,6 +107,8 @@ class TableTraining:
             pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self.program = TrainingProgram(pipeline, **arguments)
             return self.program
+        from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans  # lazy: plan="auto" only
+
         exploration = self._auto.search
         by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         plans = [*map(allowed, by_hand)]
