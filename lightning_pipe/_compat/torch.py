@@ -67,6 +67,7 @@ __all__ = [
     "dispatch_mode_stack",
     "empty_optimizers_allowed",
     "flatten_state_dict",
+    "forget_optimizers_in_backward",
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
@@ -310,6 +311,11 @@ def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str,
 def set_optimizer_in_backward(parameter: Any, optimizer: Any, arguments: dict[str, Any]) -> None:
     """Attach an optimizer to a parameter as ``apply_optimizer_in_backward`` does, for TorchRec's sharders."""
     parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [arguments]
+
+
+def forget_optimizers_in_backward(parameter: Any) -> None:
+    """Release the optimizers that ``apply_optimizer_in_backward`` has made for a parameter, with their state."""
+    parameter._in_backward_optimizers = []
 
 
 def gradient_buckets(model: DistributedDataParallel) -> list[list[torch.Tensor]]:

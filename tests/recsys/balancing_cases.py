@@ -102,8 +102,8 @@ def balanced(balancer: BatchBalancer, batch: Any) -> Any:
 
 # Samples of each rank, by name: as many on each, uneven, nothing on one, nothing anywhere.
 COUNTS = {
-    2: {"even": [6, 6], "odd": [5, 5], "uneven": [7, 3], "last": [4, 1], "nothing on one": [0, 5], "nothing": [0, 0]},
-    3: {"even": [6, 6, 6], "uneven": [9, 2, 4], "last": [3, 3, 1]},
+    2: {"even": [6, 6], "uneven": [7, 3], "nothing on one": [0, 5], "nothing": [0, 0]},
+    3: {"uneven": [9, 2, 4]},
 }
 
 

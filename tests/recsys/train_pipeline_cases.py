@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import Awaitable
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
@@ -27,7 +25,6 @@ from lightning_pipe.engine.plans.checked_context import CHECK
 from lightning_pipe.engine.ranks import together
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.kernels.fused import fused_kernels
-from tests.patience import HANG
 from tests.recsys.pipeline_cases import (
     CASES,
     DEPTHS,
@@ -630,62 +627,6 @@ def around_tasks(run: Callable[[PipelineTask, Any], None]) -> Iterator[None]:
         yield
 
 
-def waits() -> dict[str, Any]:
-    """Where each kind of awaitable is waited for, with the prefetch held back until the lookups wait for it."""
-    current = threading.local()
-    seen: list[tuple[str, int, str]] = []
-    about_to_look_up = {index: threading.Event() for index in range(STEPS)}
-
-    def run(task: PipelineTask, ctx: Any) -> None:
-        if task.name == "EmbPrefetch" and threading.current_thread() is not threading.main_thread():
-            assert about_to_look_up[ctx.iter_idx].wait(HANG)
-        current.task, current.depth = task.name, 0
-        task.fn(ctx)
-
-    wait = Awaitable.wait
-
-    def noted(awaitable: Any) -> Any:
-        seen.append((current.task, current.depth, type(awaitable).__name__))
-        current.depth += 1
-        try:
-            return wait(awaitable)
-        finally:
-            current.depth -= 1
-
-    model = sharded(EVERYTHING)
-    with around_tasks(run), pipeline_of(model) as pipeline:
-        feed = iter(EVERYTHING.data(STEPS))
-        executor = pipeline.pipeline._executor
-        executor_wait = executor._wait
-
-        def arriving(op: Any, slot: Any) -> None:
-            if op.name == "EmbForward":
-                about_to_look_up[slot.iteration].set()
-            executor_wait(op, slot)
-
-        pipeline.progress(feed)  # the recorded one, all of it in one thread
-        pipeline.pipeline.start_trace()
-        with mock.patch.object(executor, "_wait", arriving), mock.patch.object(Awaitable, "wait", noted):
-            for _ in range(STEPS - 1):
-                pipeline.progress(feed)
-        spans = pipeline.pipeline.stop_trace()
-    place = {(span.task, span.iteration): (span.start_order, span.end_order) for span in spans}
-    order = ["H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward"]
-    return {
-        "in order": all(
-            place[one, index][1] < place[other, index][0] for index in range(1, STEPS) for one, other in pairwise(order)
-        ),
-        "threads of the prefetch": {span.thread for span in spans if span.task == "EmbPrefetch"},
-        "waited for": {
-            task: sorted({kind for where, depth, kind in seen if where == task and depth == 0})
-            for task in ("EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward", "EmbBackward")
-        },
-        "inside the waits of EmbForward": {kind for where, _, kind in seen if where == "EmbForward"},
-        "waits of EmbForward a batch": sum(where == "EmbForward" and depth == 0 for where, depth, _ in seen)
-        / (STEPS - 1),
-    }
-
-
 # What holds on two ranks.
 
 
@@ -705,7 +646,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     # Of the second two, one sends ids in a process group more than the other.
     "differing plans": lambda: {plans: differing_plans(*plans) for plans in (("base", "prefetch"), ("serial", "base"))},
     "schedules": schedules,
-    "waits": waits,
 }
 # Parts of a case for each plan; of bad batches, for each name and place.
 OF_CASES: dict[str, Callable[[Any], Any]] = {

@@ -85,20 +85,12 @@ class _Partition:
 
 @dataclass(frozen=True)
 class Balance:
-    """Pending exchange of a batch's samples, returned by ``BatchBalancer.start``.
+    """Pending exchange of a batch's samples, returned by ``BatchBalancer.start``."""
 
-    Args:
-        samples: samples of this rank's batch; None if the batch failed.
-        workloads: workload of each sample; None if the batch failed.
-        error: the error of this rank's batch, if it failed.
-        found: future of the partition; None if there is only one rank.
-        keep: the balancer's ``keep``.
-    """
-
-    samples: Samples | None
+    samples: Samples | None  # None if the batch failed, as are the workloads
     workloads: torch.Tensor | None
     error: Exception | None
-    found: Future[_Partition] | None
+    found: Future[_Partition] | None  # None if there is only one rank
     keep: Collection[str]
 
     def around(self, batch: Any) -> Balance:
@@ -144,12 +136,9 @@ class BatchBalancer:
         keep: Collection[str] = (),
     ) -> None:
         check_choice("the balancer's exchange", exchange, get_args(ExchangeKind))
-        if isinstance(keep, str) or not isinstance(keep, Collection) or not all(isinstance(one, str) for one in keep):
+        if isinstance(keep, str):
             raise SetupError(f"the balancer's keep is {keep!r}; expected a list of names such as 'batch.class_weights'")
         self._workload = _imported(workload) if isinstance(workload, str) else workload
-        for name, value in (("workload", self._workload), ("samples", samples)):
-            if value is not None and not callable(value) and not (name == "samples" and isinstance(value, str)):
-                raise SetupError(f"the balancer's {name} is {value!r}; expected a function of the batch")
         self._samples = samples
         self._kind: ExchangeKind = exchange
         self._keep = tuple(keep)
@@ -298,33 +287,6 @@ class BatchBalancer:
         return found[: samples.real].detach().to(torch.float64).contiguous()
 
 
-def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> BatchBalancer | None:
-    """Make the balancer that the argument ``balancer`` of a strategy or pipeline describes."""
-    if config is None or config is False:
-        return None
-    if isinstance(config, BatchBalancer):
-        return config
-    if config is True:
-        return BatchBalancer()
-    try:
-        if not isinstance(config, Mapping):
-            raise TypeError(f"it is a {type(config).__name__}")
-        if "class_path" not in config:
-            return BatchBalancer(**config)
-        unknown = sorted(set(config) - {"class_path", "init_args"})
-        made = _imported(config["class_path"])(**config.get("init_args") or {})
-    except TypeError as error:
-        raise SetupError(
-            f"balancer is {config!r}; expected true, a BatchBalancer, or a mapping of its arguments: {error}"
-        ) from error
-    if unknown or not isinstance(made, BatchBalancer):
-        raise SetupError(
-            f"balancer is {config!r}, which makes a {type(made).__name__}; expected a mapping of class_path and"
-            " init_args that makes a BatchBalancer"
-        )
-    return made
-
-
 def _partition(gathered: Gathered, ranks: int) -> _Partition:
     if not gathered.complete:
         return _Partition(gathered)
@@ -340,12 +302,12 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}" + (f", {value!r}" if isinstance(value, int | float | str) else "")
 
 
-def _imported(path: Any) -> Any:
+def _imported(path: str) -> Any:
     try:
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(
-            f"the balancer names {path!r}, which cannot be imported ({error}); expected the import path of a function"
-            " or class, such as 'my_package.costs.tokens'"
+            f"the balancer names {path!r}, which cannot be imported ({error}); expected the import path of a function,"
+            " such as 'my_package.costs.tokens'"
         ) from error

@@ -26,12 +26,7 @@ _HEAD = 4
 
 @dataclass(frozen=True)
 class Room:
-    """Capacity of a message.
-
-    Args:
-        samples: number of samples of one rank.
-        jagged: number of jagged tensors.
-    """
+    """Capacity of a message: samples of one rank, and jagged tensors."""
 
     samples: int = 0
     jagged: int = 0
@@ -39,26 +34,15 @@ class Room:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Gathered information on all samples, numbered rank by rank; the same on every rank.
+    """Gathered information on all samples, numbered rank by rank; the same on every rank."""
 
-    Args:
-        failed: ranks whose batch cannot be balanced.
-        forms_differ: True if the ranks' batches have different structures.
-        needed: capacity that a message needs.
-        complete: True if the messages had room, no rank failed and the structures agree; otherwise the fields below are
-            empty.
-        source: rank of each sample.
-        workloads: workload of each sample.
-        totals: number of ids of each sample in each jagged tensor, [jagged tensors, samples].
-    """
-
-    failed: tuple[int, ...]
+    failed: tuple[int, ...]  # ranks whose batch cannot be balanced
     forms_differ: bool
     needed: Room
-    complete: bool
-    source: npt.NDArray[np.int32]
+    complete: bool  # messages had room, no rank failed and the forms agree; otherwise the fields below are empty
+    source: npt.NDArray[np.int32]  # rank of each sample
     workloads: npt.NDArray[np.float64]
-    totals: npt.NDArray[np.int64]
+    totals: npt.NDArray[np.int64]  # ids of each sample in each jagged tensor, [jagged tensors, samples]
 
 
 def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.int32]) -> None:

@@ -26,19 +26,12 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass
 class _Jagged:
-    """View of a jagged tensor as lists, samples x keys.
-
-    Args:
-        piece: the jagged tensor in the batch.
-        lengths: lengths of the lists, rows x keys, integers.
-        streams: the values, and the weights if the tensor has any; one entry per id.
-        totals: number of ids of each row.
-    """
+    """View of a jagged tensor as lists, samples x keys."""
 
     piece: KeyedJaggedTensor | JaggedTensor
-    lengths: Tensor
-    streams: list[Tensor]
-    totals: Tensor
+    lengths: Tensor  # rows x keys
+    streams: list[Tensor]  # the values, and the weights if the tensor has any; one entry per id
+    totals: Tensor  # number of ids of each row
 
 
 class Samples:

@@ -126,16 +126,13 @@ def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tenso
 def _count_of(tokens: object) -> torch.Tensor:
     """Return the count as a float64 tensor of one element."""
     try:
-        count = torch.as_tensor(tokens).detach().reshape(-1)
+        count = torch.as_tensor(tokens).detach().to(torch.float64).reshape(1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"the number of tokens is {tokens!r}, a {type(tokens).__name__}; expected one number, such as the result of"
+            f"the number of tokens is a {type(tokens).__name__} ({error}); expected one number, such as the result of"
             " tensor.sum()"
         ) from error
-    if len(count) != 1 or count.is_complex():
-        kind = "is complex" if count.is_complex() else f"has {len(count)} elements"
-        raise InputError(f"the number of tokens {kind}; expected one number, such as the result of tensor.sum()")
-    return count.to(torch.float64)
+    return count
 
 
 def _own_group() -> dist.ProcessGroup | None:

@@ -200,11 +200,6 @@ class _Bucket:
     """Gradients that are reduced together in one flat buffer: the gradients, then a flag for each parameter.
 
     A flag is 1 if this rank has a gradient, otherwise 0. The sum over ranks is 0 if no rank has one.
-
-    Attributes:
-        parameters: names and parameters.
-        missing: names of the parameters whose gradient has not arrived in this step.
-        work: the all-reduce; None before launch.
     """
 
     def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
@@ -219,8 +214,8 @@ class _Bucket:
         self._device = first.device if first.is_cuda else None
         # Streams that gradients of this step have arrived on: autograd runs a hook on a stream of the forward.
         self._streams: set[Any] = set()
-        self.work: dist.Work | None = None
-        self.missing: set[str] = set()
+        self.work: dist.Work | None = None  # the all-reduce
+        self.missing: set[str] = set()  # parameters whose gradient has not arrived in this step
         self.clear()
 
     @property

@@ -17,8 +17,6 @@ from lightning_pipe.engine.common.options import check_choice, check_whole_numbe
 
 Existing = Literal["refuse", "keep", "forget"]
 IdsOn = Literal["host", "device"]
-# FBGEMM has no kernels that train rows in BF16.
-_DATA_TYPES = (DataType.FP32, DataType.FP16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +60,9 @@ class DynamicTable:
 
     def __post_init__(self) -> None:
         where = f"dynamic table {self.name!r}"
-        if not isinstance(self.name, str) or not self.name or "." in self.name or hasattr(nn.ModuleDict, self.name):
-            raise SetupError(
-                f"{where} cannot have that name, which becomes the name of a child module: expected a name without dots"
-                f" that is no attribute of a module. Use for example 'table_{str(self.name).replace('.', '_')}'."
-            )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
             check_whole_number(f"{field} of {where}", getattr(self, field), 1)
         check_whole_number(f"host_rows of {where}", self.host_rows, 0)
-        if self.embedding_dim % 4:
-            raise SetupError(
-                f"embedding_dim of {where} must be a multiple of 4, as FBGEMM's kernels require, got"
-                f" {self.embedding_dim}. Set it to {-(-self.embedding_dim // 4) * 4}, for example."
-            )
-        if self.data_type not in _DATA_TYPES:
-            raise SetupError(
-                f"data_type of {where} must be a type that can be trained, got {self.data_type!r}. Use DataType."
-                f"{', DataType.'.join(one.name for one in _DATA_TYPES)}."
-            )
         check_whole_number(f"ttl of {where}", self.ttl, 1, optional=True)
         if isinstance(self.feature_names, str) or not self.feature_names:
             raise SetupError(
@@ -87,21 +70,15 @@ class DynamicTable:
                 " features that are looked up in the table."
             )
         check_choice(f"pooling of {where}", self.pooling, ("sum", "mean"))
-        if not callable(self.eviction) and self.eviction not in ("lru", "lfu"):
-            raise SetupError(
-                f"eviction of {where} must be 'lru', 'lfu' or a function, got {self.eviction!r}. Use one of these."
-            )
+        if not callable(self.eviction):
+            check_choice(f"eviction of {where}", self.eviction, ("lru", "lfu"))
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of the rows of a dynamic module; see :class:`DynamicEmbeddingBagCollection`.
+    """Arguments of a dynamic module for the storage of its rows."""
 
-    Attributes:
-        path: folder of the store, in which each rank has a subfolder.
-    """
-
-    path: Path
+    path: Path  # each rank has a subfolder in it
     seed: int | None = None
     commit_every: int | None = None
     check_nan: bool = False
@@ -117,14 +94,7 @@ class _Dynamic:
 
     def _keep(self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: Storage) -> list[DynamicTable]:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
-        if not found:
-            raise SetupError(f"{type(self).__name__} must have at least one table, got none. Pass a DynamicTable.")
         check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
-        names = [table.name for table in found]
-        if len(set(names)) < len(names):
-            raise SetupError(
-                f"the tables of a {type(self).__name__} must have different names, got {names}. Rename the duplicates."
-            )
         self.dynamic_tables = {table.name: table for table in found}
         check_choice(f"existing of {type(self).__name__}", storage.existing, get_args(Existing))
         check_choice(f"ids_on of {type(self).__name__}", storage.ids_on, get_args(IdsOn))
@@ -163,7 +133,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         ids_on: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
 
     Raises:
-        SetupError: a table is invalid, or two tables have the same name.
+        SetupError: a table is invalid.
     """
 
     def __init__(
@@ -182,12 +152,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
-                    name=table.name,
-                    embedding_dim=table.embedding_dim,
-                    num_embeddings=table.cache_rows,
-                    feature_names=list(table.feature_names),
-                    pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-                    data_type=table.data_type,
+                    **_config(table), pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM
                 )
                 for table in found
             ],
@@ -208,7 +173,7 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
             *ids_on*.
 
     Raises:
-        SetupError: a table is invalid, two tables have the same name, or their dimensions differ.
+        SetupError: a table is invalid.
     """
 
     def __init__(
@@ -223,26 +188,22 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         ids_on: IdsOn = "host",
     ) -> None:
         found = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
-        dims = {table.name: table.embedding_dim for table in found}
-        if len(set(dims.values())) > 1:
-            raise SetupError(
-                f"tables of one DynamicEmbeddingCollection must have the same embedding_dim, got {dims}. Give them one"
-                " dimension, or put them into separate modules."
-            )
         super().__init__(
-            tables=[
-                EmbeddingConfig(
-                    name=table.name,
-                    embedding_dim=table.embedding_dim,
-                    num_embeddings=table.cache_rows,
-                    feature_names=list(table.feature_names),
-                    data_type=table.data_type,
-                )
-                for table in found
-            ],
+            tables=[EmbeddingConfig(**_config(table)) for table in found],
             device=torch.device("meta"),
         )
         self.register_load_state_dict_pre_hook(_put_own_in)
+
+
+def _config(table: DynamicTable) -> dict[str, Any]:
+    """Arguments of TorchRec's description of a table, which has the rows of the cache."""
+    return {
+        "name": table.name,
+        "embedding_dim": table.embedding_dim,
+        "num_embeddings": table.cache_rows,
+        "feature_names": list(table.feature_names),
+        "data_type": table.data_type,
+    }
 
 
 def _put_own_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -254,3 +215,8 @@ def _put_own_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 def is_dynamic_type(module_type: type[nn.Module]) -> bool:
     """Return True if a module's class is one of the dynamic modules."""
     return issubclass(module_type, _Dynamic)
+
+
+def is_dynamic(module: nn.Module) -> bool:
+    """Return True for a dynamic module, sharded or not."""
+    return hasattr(module, "dynamic_tables")

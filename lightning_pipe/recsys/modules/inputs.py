@@ -21,19 +21,12 @@ from lightning_pipe.engine.common.errors import InputError
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """Properties of features that must not change from batch to batch, and must be equal on all ranks.
+    """Properties of features that must not change from batch to batch, and must be equal on all ranks."""
 
-    Attributes:
-        keys: the features in the first batch's order.
-        weighted: True if ids have weights.
-        inverse_keys: with a batch size per feature, the features of its inverse indices in order; otherwise None.
-        dtypes: types of values, lengths and, if weighted, weights.
-    """
-
-    keys: tuple[str, ...]
-    weighted: bool
-    inverse_keys: tuple[str, ...] | None
-    dtypes: tuple[torch.dtype, ...]
+    keys: tuple[str, ...]  # in the first batch's order
+    weighted: bool  # True if ids have weights
+    inverse_keys: tuple[str, ...] | None  # of the inverse indices, in order; None with one batch size
+    dtypes: tuple[torch.dtype, ...]  # of values, lengths and, if weighted, weights
 
     @classmethod
     def of(cls, features: KeyedJaggedTensor) -> FeatureForm:

@@ -29,8 +29,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number
-from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
+from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.modules.tables import Table
 
@@ -59,8 +58,6 @@ class QuantizedComms:
             (default None).
         backward_loss_scale: the same for gradients. Without it, gradients below 6e-8 become 0 in fp16; in int8, those
             below 1e-8 or far below the largest of their row.
-        int8_row_dim: number of adjacent values that share a scale and an offset, which take 8 bytes. It must divide the
-            widths of all shards of a module's tables (default: their greatest common divisor).
 
     Raises:
         SetupError: a precision is unknown, or a number is not positive.
@@ -70,7 +67,6 @@ class QuantizedComms:
     backward: str = "fp32"
     forward_loss_scale: float | None = None
     backward_loss_scale: float | None = None
-    int8_row_dim: int | None = None
 
     def __post_init__(self) -> None:
         for way, precision, scale in (
@@ -80,12 +76,11 @@ class QuantizedComms:
             check_choice(f"{way} of quantized_comms", precision, tuple(PRECISIONS))
             if scale is None:
                 continue
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= _LARGEST:
+            if not 0 < scale <= _LARGEST:
                 raise SetupError(
                     f"{way}_loss_scale of quantized_comms must be a positive number of 32 bits, got {scale!r}. Set it"
                     " to 1024.0, for example."
                 )
-        check_whole_number("int8_row_dim of quantized_comms", self.int8_row_dim, 1, optional=True)
 
     @property
     def quantizes(self) -> bool:
@@ -105,16 +100,11 @@ class QuantizedComms:
         """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""
         types = list(sharding_types or ())
         if types and not self.usable(types, pooled=not issubclass(table.module_type, EmbeddingCollection)):
-            if issubclass(table.module_type, DynamicEmbeddingBagCollection):
-                raise SetupError(
-                    f"quantized_comms has forward={self.forward!r} and backward={self.backward!r}, but the dynamic"
-                    f" module {table.module_name or 'given'!r}, which is always sharded by rows, adds up parts of a"
-                    " pooled embedding between ranks, which int8 does not support. Use fp16 or bf16."
-                )
+            fix = "" if table.is_dynamic else ", or shard the table table_wise or column_wise"
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, which adds up parts of a pooled embedding"
                 f" between ranks, but quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"
-                " int8 does not support that. Use fp16 or bf16, or shard the table table_wise or column_wise."
+                f" int8 does not support that. Use fp16 or bf16{fix}."
             )
 
     def check_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:
@@ -124,38 +114,21 @@ class QuantizedComms:
             assert isinstance(module_plan, EmbeddingModuleShardingPlan)
             where = f"the sharding plan of table {table.name}"
             self.check_types(where, [module_plan[table.config.name].sharding_type], table)
-            self._row(module_plan, table.module_name)
 
     def registry(
         self, sharding: Mapping[str, ParameterSharding] | None = None
     ) -> dict[str, QuantizedCommCodecs] | None:
-        """Return the codecs for TorchRec, by collective; None if nothing is quantised.
-
-        Args:
-            sharding: sharding of each table of the module; None for a registry that only the planner reads.
-        """
+        """Return the codecs for a module's sharding, or those that the planner reads; None if nothing is quantised."""
         if not self.quantizes:
             return None
-        row = self._row(sharding or {}, "")
+        shards = (shard for one in (sharding or {}).values() for shard in getattr(one.sharding_spec, "shards", ()))
+        # In int8, values that share a scale. Their number divides the size of any data that the module exchanges.
+        row = math.gcd(*(int(shard.shard_sizes[1]) for shard in shards)) or 1
         codecs = QuantizedCommCodecs(
             forward=_Codec(PRECISIONS[self.forward], self.forward_loss_scale, row),
             backward=_Codec(PRECISIONS[self.backward], self.backward_loss_scale, row),
         )
         return {op.name: codecs for op in _OPS}
-
-    def _row(self, sharding: Mapping[str, ParameterSharding], module_name: str) -> int:
-        """Number of values that share a scale. It divides the size of any data that the module's ranks exchange."""
-        shards = (shard for one in sharding.values() for shard in getattr(one.sharding_spec, "shards", ()))
-        widest = math.gcd(*(int(shard.shard_sizes[1]) for shard in shards))
-        if self.int8_row_dim is None:
-            return widest or 1  # no data of the module is exchanged
-        if widest % self.int8_row_dim:
-            raise SetupError(
-                f"int8_row_dim of quantized_comms must be {widest} or one of its divisors, to divide the widths of all"
-                f" shards of the tables of module {module_name or 'given'}, got {self.int8_row_dim}. Use one of these,"
-                " or remove int8_row_dim."
-            )
-        return self.int8_row_dim
 
 
 class _Codec(QuantizedCommCodec):

@@ -61,23 +61,14 @@ _REFUSED: tuple[type[nn.Module], ...] = (
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table, as the user's module describes it.
+    """One embedding table, as the user's module describes it."""
 
-    Attributes:
-        name: the name of its parameter in the sharded module, for example ``model.ebc.embedding_bags.users.weight``.
-        module_name: the name of the module that holds it, for example ``model.ebc``.
-        module_type: the class of that module.
-        config: TorchRec's description: ``config.name`` (``users``), rows, columns, features, ``init_fn``.
-        optimizer: optimiser of the table; None until it is resolved.
-        sharding_type: its sharding type (``table_wise``, ...); empty until it is planned.
-    """
-
-    name: str
-    module_name: str
+    name: str  # of its parameter in the sharded module, for example model.ebc.embedding_bags.users.weight
+    module_name: str  # for example model.ebc
     module_type: type[nn.Module]
-    config: BaseEmbeddingConfig
-    optimizer: TableOptimizer | None = None
-    sharding_type: str = ""
+    config: BaseEmbeddingConfig  # config.name is users
+    optimizer: TableOptimizer | None = None  # until it is resolved
+    sharding_type: str = ""  # until it is planned
 
     @property
     def key(self) -> str:
@@ -119,7 +110,8 @@ class Table:
 
 def check_data_type(table: Table, device: torch.device) -> None:
     """Check that FBGEMM can train a table of this type on a device."""
-    types = ["FP32", "FP16"] if device.type == "cpu" else ["FP32", "FP16", "NFP8"]  # of SplitTableBatchedEmbeddingBags
+    # Of SplitTableBatchedEmbeddingBags.
+    types = ["FP32", "FP16"] if device.type == "cpu" or table.is_dynamic else ["FP32", "FP16", "NFP8"]
     if table.config.data_type.name not in types:
         raise SetupError(
             f"table {table.name} has the data_type {table.config.data_type.name}, which FBGEMM cannot train on the"
@@ -174,13 +166,15 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
 
 def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Parameter]]) -> None:
     """Refuse shared tables: sharding replaces a table's parameter, and other holders would silently train a copy."""
-    names: dict[int, str] = {}
+    tables: dict[int, str] = {}
     for table, parameter in found:
-        other = names.setdefault(id(parameter), table.name)
+        other = tables.setdefault(_memory(parameter), table.name)
         if other != table.name:
             raise SetupError(
-                f"tables {other} and {table.name} are one parameter. Give each table a separate parameter."
+                f"tables {other} and {table.name} share memory, but sharding gives each table memory of its own. Give"
+                " each table a separate parameter."
             )
+    holders = tuple({f"{table.holder_name}." if table.holder_name else "" for table, _ in found})
     for name, child in module.named_modules():
         held: dict[int, str] = {}
         for own, part in child._modules.items():
@@ -189,60 +183,20 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
                     f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, of which"
                     " sharding would only replace the first. Hold it under one name, and call it by that name."
                 )
-    holders = {table.holder_name for table, _ in found}
-    memory = _memory((table.name, parameter) for table, parameter in found)
-    for (first, values), (second, others) in _overlaps(memory, memory):
-        if first < second and values is not others:
-            raise SetupError(
-                f"tables {first} and {second} share memory, but sharding gives each table memory of its own. Give each"
-                " table separate values, for example weight.data = other.weight.data.clone()."
-            )
-    dense: list[tuple[str, torch.Tensor]] = []
-    for name, child in module.named_modules():
-        if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):
+        if f"{name}.".startswith(holders):
             continue
-        for own, parameter in child.named_parameters(recurse=False):
-            if id(parameter) in names:
+        for own, tensor in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
+            if (shared := tables.get(_memory(tensor))) is not None:
                 raise SetupError(
-                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are the same tensor, but a sharded"
-                    " table cannot be shared with a dense layer. Give that layer a separate parameter."
+                    f"table {shared} and {_join(name, own)} share memory, but a sharded table cannot be shared with a"
+                    " dense layer, which would silently keep a copy. Give that layer a separate parameter."
                 )
-        own_tensors = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
-        dense += ((_join(name, own), tensor) for own, tensor in own_tensors)
-    for (table_name, _), (other_name, _) in _overlaps(memory, _memory(dense)):
-        raise SetupError(
-            f"table {table_name} and {other_name} share memory, but a sharded table cannot be shared with a dense"
-            " layer, which would silently keep a copy. Give that layer separate values, for example"
-            " weight.data = table.weight.data.clone()."
-        )
 
 
-_Memory = dict[int, list[tuple[str, torch.Tensor]]]
-
-
-def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
-    """Group named tensors by the address of their storage. Tensors without a storage of their own are left out."""
-    grouped: _Memory = {}
-    for name, tensor in tensors:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and not tensor.is_meta and tensor.numel():
-            grouped.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    return grouped
-
-
-def _overlaps(first: _Memory, second: _Memory) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
-    """Yield the pairs of a tensor of *first* and a tensor of *second* that share elements."""
-    for address in first.keys() & second.keys():
-        for one in first[address]:
-            for other in second[address]:
-                if _span(one[1])[0] < _span(other[1])[1] and _span(other[1])[0] < _span(one[1])[1]:
-                    yield one, other
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor, and the byte after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def _memory(tensor: torch.Tensor) -> int:
+    """Address of a tensor's values, or the tensor's identity if it has none."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return tensor.data_ptr() if plain and not tensor.is_meta and tensor.numel() else id(tensor)
 
 
 def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Parameter]]:

@@ -2,69 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
-from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, end_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
+
 
 @dataclass
 class Inputs:
-    """Inputs of the pipelined modules' calls that are taken from a batch ahead of the step.
-
-    Attributes:
-        batch: the transferred batch.
-        arguments: arguments of each pipelined module's call, as found in the batch, before keys are reordered or copies
-            are made.
-        postprocessed: results of post-processing modules.
-        contexts: TorchRec's context of this batch, for each module.
-    """
+    """Inputs of the pipelined modules' calls that are taken from a transferred batch ahead of the step."""
 
     batch: Any
     postprocessed: PostprocessResults
+    # As found in the batch, before keys are reordered or copies are made.
     arguments: dict[str, Arguments] = field(default_factory=dict)
-    contexts: dict[str, Any] = field(default_factory=dict)
+    contexts: dict[str, Any] = field(default_factory=dict)  # TorchRec's, for each module
 
 
 @dataclass
 class Splits:
-    """State after EmbInputDistStart.
-
-    Attributes:
-        request: the fused splits; None if this rank failed or nothing is pipelined.
-        status: with several ranks, the collective that reports whether any rank has failed, and its tensor; None if the
-            splits report it.
-        error: reason why this rank sent no splits.
-        answer: work that this rank submitted instead.
-    """
+    """State after EmbInputDistStart."""
 
     inputs: Inputs
-    request: SplitsRequest | None = None
-    status: tuple[dist.Work, torch.Tensor] | None = None
-    error: Exception | None = None
-    answer: dist.Work | None = None
+    request: SplitsRequest | None = None  # the fused splits; None if this rank failed or nothing is pipelined
+    status: tuple[dist.Work, torch.Tensor] | None = None  # reports a failed rank, unless the splits do
+    error: Exception | None = None  # reason why this rank sent no splits
+    answer: dist.Work | None = None  # submitted in place of splits
 
 
 @dataclass
 class Requests:
-    """State after EmbInputDistWait: each module's awaitable of its distributed features.
-
-    Attributes:
-        error: error of the batch, the same on all ranks, that the lookup raises; None if the batch can be trained.
-    """
+    """State after EmbInputDistWait: each module's awaitable of its distributed features."""
 
     inputs: Inputs
     tensors: dict[str, Awaitable[Any]]
-    error: Exception | None = None
+    error: Exception | None = None  # of the batch, the same on all ranks; the lookup raises it
 
 
 @dataclass
@@ -78,32 +61,22 @@ class Features:
 
 @dataclass
 class ModuleCall:
-    """One call of a sharded module in a step.
-
-    Attributes:
-        name: name of the module.
-        cuts: cuts of its output.
-        lookups: captured calls of its lookups, if they are captured.
-    """
+    """One call of a sharded module in a step."""
 
     name: str
     cuts: list[Cut]
-    lookups: LookupCalls | None = None
+    lookups: LookupCalls | None = None  # if they are captured
 
 
 class Embeddings:
-    """State after EmbForward: the cut outputs of the pipelined modules, and during the step those of other modules.
-
-    Attributes:
-        ready: outputs that were looked up ahead and not taken yet, by module. A second call makes another lookup.
-        calls: module calls in the order of the lookups, which is the same on every rank.
-        kernel_gradients: result of the first half of the tables' backward, if that runs in two halves.
-    """
+    """State after EmbForward: the cut outputs of the pipelined modules, and during the step those of other modules."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+        # Outputs that were looked up ahead and not taken yet, by module. A second call makes another lookup.
         self.ready: dict[str, Any] = {}
-        self.calls: list[ModuleCall] = []
+        self.calls: list[ModuleCall] = []  # in the order of the lookups, which is the same on every rank
+        # Of the first half of the tables' backward, if that runs in two halves.
         self.kernel_gradients: KernelGradients | None = None
         self._rows: list[BatchRows] = []
 
@@ -136,11 +109,15 @@ class Embeddings:
 
     def end(self, trained: bool) -> None:
         """Release all state, after the tables' backward or in its place."""
-        end_step(self.hand_over_rows(), trained)
-        self.clear()
-
-    def clear(self) -> None:
-        """Release outputs, graphs and gradients."""
+        end_rows(self.hand_over_rows(), trained)
         self.ready.clear()
         self.calls.clear()
         self.kernel_gradients = None
+
+
+def end_rows(rows: Sequence[BatchRows], trained: bool) -> None:
+    """End the lookups in dynamic tables of one step."""
+    if rows:
+        from lightning_pipe.recsys.dynamic.tables.row_tables import end_step  # lazy: few models have dynamic tables
+
+        end_step(rows, trained)

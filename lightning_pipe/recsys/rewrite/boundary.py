@@ -22,20 +22,14 @@ from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
 
 
 class Cut:
-    """One tensor at the boundary.
-
-    Attributes:
-        name: the feature it belongs to, or "" if one tensor holds all features of its module.
-        source: output of the lookup and the output dist, with its autograd graph.
-        gradient: sum of the gradients that the dense backward has sent so far; None if it has sent none.
-    """
+    """One tensor at the boundary."""
 
     __slots__ = ("gradient", "name", "source")
 
     def __init__(self, name: str, source: torch.Tensor) -> None:
-        self.name = name
-        self.source = source
-        self.gradient: torch.Tensor | None = None
+        self.name = name  # of its feature, or "" if one tensor holds all features of its module
+        self.source = source  # output of the lookup and the output dist, with its autograd graph
+        self.gradient: torch.Tensor | None = None  # sum of those that the dense backward has sent so far
 
     def scaled_gradient(self, scale: torch.Tensor | float | None) -> torch.Tensor:
         """Return the gradient times ``scale``, shaped like the source; zeros if this rank did not use the output."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 from torchrec.distributed.train_pipeline.tracing import Tracer
 from torchrec.distributed.types import ShardedModule
@@ -29,6 +30,10 @@ from lightning_pipe.recsys.modules.call_arguments import (
     Source,
 )
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 # Beginning of the reason if the step computes an argument.
 COMPUTED = "its argument is computed in the step, "
 
@@ -138,11 +143,12 @@ def _postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Po
     module = model.get_submodule(name)
     if any(isinstance(child, ShardedModule) for child in module.modules()):
         raise _Unknown(f"its argument depends on the output of the sharded module {name!r}")
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        raise _Unknown(f"its argument depends on the module {name!r}, which has trainable parameters")
-    if any(isinstance(child, torch.nn.modules.dropout._DropoutNd) for child in module.modules()):
-        raise _Unknown(f"its argument depends on the module {name!r}, which draws random numbers (dropout)")
     calls = [other for other in node.graph.nodes if other.op == "call_module" and other.target == node.target]
-    if len(calls) > 1:
-        raise _Unknown(f"its argument depends on the module {name!r}, which is called {len(calls)} times")
+    reasons = {
+        "has trainable parameters": any(parameter.requires_grad for parameter in module.parameters()),
+        "draws random numbers (dropout)": any(isinstance(child, _DROPOUTS) for child in module.modules()),
+        f"is called {len(calls)} times": len(calls) > 1,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise _Unknown(f"its argument depends on the module {name!r}, which {reason}")
     return Postprocessed(name, _call_arguments(node, batch, model))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.engine.runtime.sequencer import submitted
 from lightning_pipe.engine.runtime.worker import on_worker
-from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
-from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
 from lightning_pipe.recsys.kernels.kernel_calls import (
     LookupCalls,
@@ -43,17 +41,26 @@ from lightning_pipe.recsys.kernels.kernel_calls import (
 )
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
+from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
-from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, check_on_host, find_sharded
+from lightning_pipe.recsys.rewrite.sharded_modules import (
+    Announced,
+    Sharded,
+    check_on_host,
+    find_sharded,
+    lookup_mode,
+)
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
 
 _ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
 
@@ -453,7 +460,7 @@ class ModelRewrite:
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
-        return call_now(entry, lambda: self._prepare(entry, call), self._agree_group, self.announce)
+        return entry.call_now(lambda: self._prepare(entry, call), self._agree_group, self.announce)
 
     def join(self, announced: Announced) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
@@ -461,7 +468,8 @@ class ModelRewrite:
         Args:
             announced: name of the module, and the arguments of the call with features replaced by their forms.
         """
-        join_call(self._sharded[announced[0]], announced[1], self._device)
+        name, forms = announced
+        self._sharded[name].join_call(forms)
 
     def _postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, positional, named):
@@ -497,4 +505,5 @@ def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
 
 def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
     """Return the rows of dynamic tables that these modules have just looked up."""
-    return [rows for module in modules if isinstance(module, ShardedDynamicModule) for rows in module.claim_rows()]
+    dynamic: Iterable[Any] = filter(is_dynamic, modules)
+    return [rows for module in dynamic for rows in module.claim_rows()]

@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather, raise_together
 from lightning_pipe.recsys.batches.pieces import describe, walk
-from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
+from lightning_pipe.recsys.modules.call_arguments import (
+    Arguments,
+    BatchArgument,
+    CallArguments,
+    PostprocessResults,
+)
 from lightning_pipe.recsys.modules.inputs import FeatureForm
-from lightning_pipe.recsys.rewrite.find_direct import find_directly
 from lightning_pipe.recsys.rewrite.find_fx import COMPUTED, find_by_trace
 from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
@@ -27,11 +31,7 @@ Found = dict[str, CallArguments | str]
 
 
 class Resolution:
-    """Finds the input of each module by the chosen method, and sets it in the modules' records.
-
-    Attributes:
-        done: True if every module is either pipelined or has a reason.
-    """
+    """Finds the input of each module by the chosen method, and sets it in the modules' records."""
 
     def __init__(
         self,
@@ -43,12 +43,7 @@ class Resolution:
         group: dist.ProcessGroup | None,
     ) -> None:
         check_choice("method", method, ("auto", "record", "direct", "fx"))
-        if not callable(getattr(type(model), step, None)):
-            raise SetupError(
-                f"step must be a method of {type(model).__name__} that trains a batch, got {step!r}. Use the name of"
-                " such a method."
-            )
-        self.done = False
+        self.done = False  # True if every module is either pipelined or has a reason
         self._model = model
         self._method = method
         self._step = step
@@ -70,8 +65,6 @@ class Resolution:
         check_agreement(sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error=InputError)
         if self.records:
             return  # the step may make its features from other tensors
-        if not jagged and self._method == "direct":
-            raise self._no_features(batch)
         try:
             self.without_step(batch)  # post-processing may make features from a batch without jagged tensors
         except InputError as error:
@@ -92,8 +85,6 @@ class Resolution:
 
     def without_step(self, batch: Any) -> None:
         """Resolve directly or by fx, from a batch before any step."""
-        if self._method == "record":
-            raise SetupError("method='record' resolves during the first step. Run that step in recording(batch).")
         found: Found = {}
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         if self._method == "direct":
@@ -188,3 +179,20 @@ class Resolution:
     def _postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
         names = {name for arguments in agreed.values() for name in arguments.postprocesses()}
         return {name: self._model.get_submodule(name).forward for name in names}
+
+
+def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
+    """Return the only keyed jagged tensor of the batch that has all *features*, or the reason why it is unknown."""
+    wanted = set(features)
+    jagged = [(path, piece) for path, piece in walk(batch) if isinstance(piece, KeyedJaggedTensor)]
+    fitting = [(path, piece) for path, piece in jagged if wanted <= set(piece.keys())]
+    exact = [(path, piece) for path, piece in fitting if wanted == set(piece.keys())]
+    if len({id(piece) for _, piece in exact}) == 1:
+        fitting = exact
+    if len({id(piece) for _, piece in fitting}) == 1:
+        return CallArguments((BatchArgument(fitting[0][0]),))
+    if fitting:
+        places = ", ".join(describe(path) for path, _ in fitting)
+        return f"several keyed jagged tensors of the batch have its features {sorted(wanted)}: {places}"
+    places = ", ".join(f"{describe(path)} with {piece.keys()}" for path, piece in jagged)
+    return f"no keyed jagged tensor of the batch has all of its features {sorted(wanted)}; found: {places or 'none'}"

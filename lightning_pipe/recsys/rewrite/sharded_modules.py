@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisio
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe._compat.torchrec import (
     all_to_alls_of,
     group_of,
@@ -28,10 +29,11 @@ from lightning_pipe._compat.torchrec import (
     with_tensors,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.batches.pieces import walk
-from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
-from lightning_pipe.recsys.kernels.fused import cached_kernels
+from lightning_pipe.recsys.kernels.fused import cached_kernels, caches_restored, evaluating, prefetches_suspended
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
+from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.inputs import (
     FeatureForm,
@@ -45,6 +47,7 @@ from lightning_pipe.recsys.modules.inputs import (
     refuse_trained_weights,
     without_side_effects,
 )
+from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
 from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, splits_length
 
@@ -56,18 +59,12 @@ _PIPELINED = (
 )
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
+# Name of a module, and the arguments of a call with features replaced by their forms.
+Announced = tuple[str, Arguments]
+
 
 class Sharded:
-    """Record of one sharded module.
-
-    Attributes:
-        name: its name in the model.
-        module: the module.
-        forward: its original forward.
-        arguments: sources of its arguments in a batch; None if it is not pipelined, or not yet.
-        reason: reason why it is not pipelined, as the end of a sentence that begins with its name.
-        splits: number of rows of splits that its input dist sends to each rank.
-    """
+    """Record of one sharded module."""
 
     def __init__(
         self,
@@ -77,18 +74,19 @@ class Sharded:
         ids_on_wire: IdsOnWire,
     ) -> None:
         self.name = name
-        self.module = module
-        self.forward: Callable[..., Any] = module.forward
-        self.arguments: CallArguments | None = None
+        self.module: Any = module
+        self.forward: Callable[..., Any] = module.forward  # the original
+        self.arguments: CallArguments | None = None  # sources in a batch; None if not pipelined, or not yet
+        # Why it is not pipelined, as the end of a sentence that begins with its name.
         self.reason = "has not been called in a step yet"
-        self.splits = 0
+        self.splits = 0  # number of rows of splits that its input dist sends to each rank
         self.form: FeatureForm | None = None
         # A worker may prefetch rows during calls of the module; the lock serialises the two.
         self.lock = threading.Lock()
         self._caches = cached_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
-        maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
+        maps_ids = isinstance(module, BaseShardedManagedCollisionEmbeddingCollection) or is_dynamic(module)
         self._validates = validate_ids
         self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
         self._sends_int32 = sends_int32(name, table_configs(module), maps_ids, ids_on_wire)
@@ -153,7 +151,7 @@ class Sharded:
             return
         kinds = sharding_types(self.module)
         if kinds & BY_ROWS:
-            dynamic = isinstance(self.module, ShardedDynamicModule)  # always sharded by rows
+            dynamic = is_dynamic(self.module)  # always sharded by rows
             raise InputError(
                 f"sharded module {self.name!r} got features with a batch size per feature, but has tables sharded"
                 f" {', '.join(sorted(kinds & BY_ROWS))}: their gradients differ in size between ranks, and"
@@ -178,13 +176,43 @@ class Sharded:
         """Let cached tables prefetch the rows of distributed ``features``. Otherwise the lookup loads them."""
         if type(self.module).prefetch is ShardedModule.prefetch:
             return
-        if not isinstance(self.module, ShardedDynamicModule):
+        if not is_dynamic(self.module):
             # Without prefetch_pipeline, a prefetch may replace rows that a batch in flight still trains.
             unsafe = splits_backward or not all(kernel.prefetch_pipeline for kernel in self._caches)
             if self.device.type == "cpu" or (self._caches and unsafe):
                 return
         with self.lock:
             self.module.prefetch(dist_input=features, ctx=context, forward_stream=forward_stream)
+
+    def call_now(
+        self,
+        prepare: Callable[[], Arguments],
+        group: dist.ProcessGroup | None,
+        announce: Callable[[Announced], None] | None,
+    ) -> Any:
+        """Make a call that no task made ahead: all its steps at once, on the module's process group."""
+        with lookup_mode(self.module):
+            if announce is None:
+                call = on_all_ranks(prepare, "", group, InputError)
+            else:
+                call = prepare()
+                announce((self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
+            positional, named = call
+            with self._direct():
+                return wait_output(self.forward(*positional, **named))
+
+    def join_call(self, forms: Arguments) -> None:
+        """Take part in a call that other ranks have announced, with empty features. The output is discarded."""
+        positional, named = tree_map_only(FeatureForm, lambda form: form.empty(self.device), forms)
+        with lookup_mode(self.module), self._direct():
+            wait_output(self.forward(*positional, **named))
+
+    @contextmanager
+    def _direct(self) -> Iterator[None]:
+        """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
+        restored = nullcontext() if torch.is_grad_enabled() else caches_restored([self.module])
+        with self.lock, prefetches_suspended([self.module]), restored:
+            yield
 
     def without_prefetch(self) -> AbstractContextManager[Any]:
         """Context of a backward: a worker does not submit the prefetch of a module with a cache meanwhile.
@@ -235,6 +263,15 @@ class Sharded:
     def _unfuse(self) -> None:
         for fusable in self._fusable:
             fusable.restore()
+
+
+def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
+    """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
+    return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, KeyedJaggedTensor)  # without this, tree_map descends into it
 
 
 def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, TableRows]:

@@ -8,29 +8,27 @@ optimiser as for one large batch: FBGEMM adds up all gradients of a row before i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import Tensor, nn
 
-from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, end_step
 from lightning_pipe.recsys.kernels.kernel_calls import JoinedCall, KernelCall, KernelGradients
 from lightning_pipe.recsys.modules.managed_collision import on_eviction
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, end_rows
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
 
 _Pair = tuple[KernelCall, Tensor]
 
 
 class TableWindow:
-    """Gradients of the micro-batches of a window.
-
-    Attributes:
-        is_last: True if the current batch ends the window. The caller sets it before each batch's forward pass.
-    """
+    """Gradients of the micro-batches of a window."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.is_last = False
+        self.is_last = False  # True if the current batch ends the window; the caller sets it before each forward pass
         self._pairs: list[_Pair] = []
         self._replicated: dict[nn.Parameter, Tensor] = {}
         self._rows: list[BatchRows] = []
@@ -80,7 +78,7 @@ class TableWindow:
         """Drop the gradients of an unfinished window, as the dense gradients are cleared."""
         rows = self._rows
         self._pairs, self._replicated, self._rows, self._overflowed = [], {}, [], False
-        end_step(rows, trained=False)
+        end_rows(rows, trained=False)
 
     def close(self) -> None:
         """Drop all gradients, and leave the modules as they were."""

@@ -20,15 +20,11 @@ class FlatBatch:
 
     A ``KeyedJaggedTensor`` is given as its values of shape [ids], its lengths of shape [keys, B] and, if it has them,
     its weights of shape [ids]. Tensors whose first dimension is B can have another batch size; others keep their shape.
-
-    Attributes:
-        names: name of each tensor, such as ``dense`` or ``sparse.values``.
-        rows: batch size B of the example.
     """
 
     def __init__(self, batch: Any, without: Collection[str] = ()) -> None:
         self._example, self._without = batch, frozenset(without)
-        self.names: list[str] = []
+        self.names: list[str] = []  # such as "dense" or "sparse.values"
         self._keys: dict[str, list[str]] = {}
         for name, piece in _named(batch):
             if isinstance(piece, KeyedJaggedTensor):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
-from lightning_pipe.recsys.serving.arrow import pa, pq
-from lightning_pipe.recsys.serving.table_files import Rows, open_checkpoint, saved_tables, write_vectors
+from lightning_pipe.recsys.serving.table_files import Rows, open_checkpoint, pa, pq, saved_tables, write_vectors
 
 
 def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str | Path) -> dict[str, int]:

@@ -20,7 +20,14 @@ from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_fo
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
-from lightning_pipe.recsys.serving.arrow import pa, pq
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise SetupError(
+        f"Parquet files need the package pyarrow, which cannot be imported: {error}. Install lightning-pipe[data]"
+    ) from error
 
 _CHUNK = 65_536  # rows of a row group
 

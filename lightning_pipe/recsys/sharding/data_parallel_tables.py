@@ -64,18 +64,14 @@ class _ReplicatedOptimizer(KeyedOptimizer):
 
 
 class DataParallelTables:
-    """All replicated tables of a model, which step together.
-
-    Attributes:
-        keyed_optimizers: one optimiser per table, to combine with TorchRec's fused ones.
-    """
+    """All replicated tables of a model, which step together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._kernels: list[BatchedDenseEmbeddingBag] = []
         self._tables: list[list[_ReplicatedTable]] = []
         self._averaged: list[torch.Tensor] = []
-        self.keyed_optimizers: list[KeyedOptimizer] = []
+        self.keyed_optimizers: list[KeyedOptimizer] = []  # one per table, to combine with TorchRec's fused ones
 
     def add(
         self,

@@ -25,9 +25,6 @@ from lightning_pipe.recsys.sharding.sharders import (
     check_types,
 )
 
-_SET_BY_THE_PROJECT = {"self", "world_size", "compute_device", "custom_topology_data", "generalized_comms_bandwidths"}
-_PLANNER_KEYS = {"batch_size"}
-
 
 def _value(where: str, hint: Any, value: Any) -> Any:
     """Convert a value from YAML to the annotated type: enums by name or value, dataclasses from mappings."""
@@ -39,11 +36,12 @@ def _value(where: str, hint: Any, value: Any) -> Any:
             names = ", ".join(member.name for member in wanted)
             raise SetupError(f"{where} must be one of {names}, got {value!r}. Use one of these names.")
         if wanted in (CacheParams, KeyValueParams) and isinstance(value, Mapping):
-            return _dataclass(where, wanted, value)
+            return plain_dataclass(where, wanted, value)
     return value
 
 
-def _dataclass(where: str, cls: type, values: Mapping[str, Any]) -> Any:
+def plain_dataclass(where: str, cls: type, values: Mapping[str, Any]) -> Any:
+    """Build a dataclass of TorchRec from plain values."""
     hints = typing.get_type_hints(cls)
     allowed = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(values) - set(allowed))
@@ -60,11 +58,6 @@ def read_constraints(
     without: Collection[str] = (),
 ) -> dict[str, ParameterConstraints]:
     """Read constraints, by table name, from plain mappings or TorchRec objects, and add those that must hold."""
-    if constraints is not None and not isinstance(constraints, Mapping):
-        raise SetupError(
-            f"constraints must be a mapping from table names to constraints, got {constraints!r}. Use for example"
-            " {'users': {'sharding_types': ['row_wise']}}."
-        )
     names = {table.config.name for table in tables}
     unknown = [name for name in constraints or {} if name not in names]
     if unknown:
@@ -75,11 +68,7 @@ def read_constraints(
     read: dict[str, ParameterConstraints] = {}
     for name, given in (constraints or {}).items():
         if not isinstance(given, ParameterConstraints):
-            if not isinstance(given, Mapping):
-                raise SetupError(
-                    f"constraints of table {name} must be a mapping, got {given!r}. Set a mapping, or remove the entry."
-                )
-            given = _dataclass(f"constraints of table {name}", ParameterConstraints, given)
+            given = plain_dataclass(f"constraints of table {name}", ParameterConstraints, given)
         read[name] = dataclasses.replace(given)
     for table in tables:
         _add_what_must_hold(table, read, without)
@@ -119,20 +108,7 @@ def read_topology(
                 f" world_size={world_size}."
             )
         return topology, None
-    if topology is not None and not isinstance(topology, Mapping):
-        raise SetupError(
-            f"topology must be a mapping or TorchRec's Topology, got {topology!r}. Use for example"
-            " {'hbm_cap': 80000000000} (bytes per rank)."
-        )
     given = dict(topology or {})
-    arguments = inspect.signature(Topology.__init__).parameters
-    allowed = [key for key in arguments if key not in _SET_BY_THE_PROJECT and key != "created_by_factory"]
-    unknown = sorted(set(given) - set(allowed) - _PLANNER_KEYS)
-    if unknown:
-        raise SetupError(
-            f"topology has the unknown key {', '.join(unknown)}. Remove it; expected one of"
-            f" {', '.join([*allowed, *_PLANNER_KEYS])}."
-        )
     batch_size = given.pop("batch_size", None)
     local = get_local_size(world_size)
     if given.setdefault("local_world_size", local) != local:
@@ -141,7 +117,8 @@ def read_topology(
             " node, and TorchRec's sharded modules use the environment. Set LOCAL_WORLD_SIZE to the ranks on this node."
         )
     given.setdefault("pod_size", get_topology_domain_multiple())
-    if "created_by_factory" in arguments:  # only silences a warning about topologies of data centres
+    # Only silences a warning about topologies of data centres.
+    if "created_by_factory" in inspect.signature(Topology.__init__).parameters:
         given["created_by_factory"] = True
     try:
         return Topology(world_size=world_size, compute_device=device.type, **given), batch_size

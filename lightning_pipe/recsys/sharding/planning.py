@@ -95,10 +95,6 @@ def _planner(
 
 def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
     """Check that all tables can be trained under a plan, which may be the user's."""
-    if not isinstance(plan, ShardingPlan):
-        raise SetupError(
-            f"the sharding plan must be TorchRec's ShardingPlan, got a {type(plan).__name__}. Pass one, or none."
-        )
     types: dict[str, str] = {}
     for table in tables:
         module_plan = plan.get_plan_for_module(table.module_name)

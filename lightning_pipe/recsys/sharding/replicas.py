@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import placement
@@ -45,19 +44,12 @@ _KERNELS = frozenset(kernel.value for kernel in (EmbeddingComputeKernel.FUSED, E
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Process groups of the replica that this rank belongs to, from :func:`make_replica_groups`.
+    """Process groups of the replica that this rank belongs to, from :func:`make_replica_groups`."""
 
-    Attributes:
-        count: number of replicas, at least 2.
-        sync_every: number of table steps between two averages.
-        shards: group of the ranks of this replica, which the tables are sharded over.
-        peers: group of the ranks that hold the same shards as this rank, one per replica.
-    """
-
-    count: int
-    sync_every: int
-    shards: dist.ProcessGroup
-    peers: dist.ProcessGroup
+    count: int  # of replicas, at least 2
+    sync_every: int  # number of table steps between two averages
+    shards: dist.ProcessGroup  # of the ranks of this replica, which the tables are sharded over
+    peers: dist.ProcessGroup  # of the ranks that hold the same shards as this rank, one per replica
 
     def new_shard_group(self) -> dist.ProcessGroup:
         """Make another group of this replica's ranks. Every rank of the world calls this method."""
@@ -106,11 +98,6 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
     for name, number in (("replicas", found), ("sync_every", steps)):
         check_whole_number(name, number, 1)
     if found == 1:
-        if sync_every is not None:
-            raise SetupError(
-                f"sync_every is {sync_every}, but the tables have a single replica, which needs no average. Remove"
-                " sync_every, or set replicas to the number of groups that ranks are divided into."
-            )
         return None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % found:
@@ -159,7 +146,6 @@ def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Ta
 
 def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
     """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica."""
-    size = groups.shards.size()
     for table in tables:
         sharding = _sharding_of(plan, table)
         check_replicated("the sharding plan", [sharding.sharding_type], table)
@@ -169,23 +155,17 @@ def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaG
                 f" is not averaged over the {groups.count} replicas of tables. Use fused or fused_uvm (constraints:"
                 " compute_kernels)."
             )
-        most = max(sharding.ranks or [0])
-        if most >= size:
-            raise SetupError(
-                f"the sharding plan has rank {most} for table {table.name}, but each of the {groups.count} replicas has"
-                f" {size} rank(s), counted from 0. Make the plan for {size} rank(s)."
-            )
     placed = copy.deepcopy(plan)
     ranks = dist.get_process_group_ranks(groups.shards)
     for table in tables:
         sharding = _sharding_of(placed, table)
         spec = sharding.sharding_spec
         if isinstance(spec, EnumerableShardingSpec):
-            for shard in spec.shards:
-                assert isinstance(shard.placement, _remote_device)
-                rank, device = shard.placement.rank(), shard.placement.device()
+            for index, shard in enumerate(spec.shards):
+                rank, device = shard.placement.rank(), shard.placement.device()  # type: ignore[union-attr]
                 assert rank is not None
-                shard.placement = _remote_device(placement(device.type, ranks[rank], get_local_size()))
+                there = placement(device.type, ranks[rank], get_local_size())
+                spec.shards[index] = type(shard)(shard.shard_offsets, shard.shard_sizes, there)
     return placed
 
 
@@ -208,15 +188,11 @@ def refuse_norm(replicas: ReplicaAverage | None) -> None:
 
 
 class ReplicaAverage:
-    """Averages the tables and the states of their optimisers over the replicas, every ``sync_every`` steps.
-
-    Attributes:
-        steps: number of table steps since the last average.
-    """
+    """Averages the tables and the states of their optimisers over the replicas, every ``sync_every`` steps."""
 
     def __init__(self, groups: ReplicaGroups, states: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self.groups = groups
-        self.steps = 0
+        self.steps = 0  # of the tables since the last average
         self._states = states
         self._tensors: list[torch.Tensor] | None = None
 

@@ -27,9 +27,8 @@ from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
-from lightning_pipe.recsys.dynamic.tables.opening import in_kernel, open_rows
-from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
+from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
 from lightning_pipe.recsys.sharding.cached_tables import read_fused_params, with_cache_params
@@ -119,16 +118,23 @@ def shard_model(
     per_node = nullcontext if replicas is None else replicas.counted_per_node
 
     def look() -> _Unsharded:
-        comms = _look_at_comms(quantized_comms, sharders)
+        if sharders is not None:
+            _refuse_own_sharders(quantized_comms=quantized_comms, fused_params=fused_params)
+        comms = option_group(QuantizedComms, "quantized_comms", quantized_comms)
         with per_node():
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
-            return replace(found, cache=_look_at_caches(fused_params, sharders, found))
+        cache = read_fused_params(fused_params, found.tables)
+        for name, params in cache.items():  # for the planner's estimates
+            known = found.constraints.get(name, ParameterConstraints())
+            found.constraints[name] = replace(known, cache_params=params)
+        return replace(found, cache=cache)
 
     found = on_all_ranks(look, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
     agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms
-    all_sharders = default_sharders(comms) if sharders is None else list(sharders)
+    has_dynamic = any(table.is_dynamic for table in found.tables)
+    all_sharders = default_sharders(comms, dynamic=has_dynamic) if sharders is None else list(sharders)
     sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:
         sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
@@ -150,8 +156,8 @@ def shard_model(
         torch.manual_seed(agreed_seed)
         materialise_dense(module, _table_modules(module, tables), device)
         for parameter, table in zip(found.parameters, tables, strict=True):
-            told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
-            set_optimizer_in_backward(parameter, told.optimizer_class, told.fused_arguments())
+            in_kernel = _in_kernel(table, device)
+            set_optimizer_in_backward(parameter, in_kernel.optimizer_class, in_kernel.fused_arguments())
         fixed = [table for table in tables if not table.is_dynamic]
         with warnings.catch_warnings(), per_node(), _initial_values_left_out(fixed):
             warnings.simplefilter("ignore", FutureWarning)  # from torch, about TorchRec's calls
@@ -169,10 +175,8 @@ def shard_model(
         held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
     model.id_maps.take_over(ids)
-    for name, sharded in model.sharded_modules.items():
-        if isinstance(sharded, ShardedDynamicModule):
-            own = {table.config.name: table.known_optimizer for table in tables if table.module_name == name}
-            model.dynamic_rows[name] = open_rows(name, sharded, own, agreed_seed, group, device)
+    if has_dynamic:
+        _open_rows(model, agreed_seed, group, device)
     for table, parameter in zip(tables, found.parameters, strict=True):
         model.table_parameters().add_original(table.name, parameter)
         release(parameter)
@@ -252,6 +256,26 @@ def _look(
     )
 
 
+def _in_kernel(table: Table, device: torch.device) -> TableOptimizer:
+    """Optimiser of a table's fused kernel."""
+    if not table.is_dynamic:
+        return table.known_optimizer
+    from lightning_pipe.recsys.dynamic.tables.opening import in_kernel  # lazy: few models have dynamic tables
+
+    return in_kernel(table.known_optimizer, device)
+
+
+def _open_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    from lightning_pipe.recsys.dynamic.tables.opening import open_rows
+
+    for name, sharded in model.sharded_modules.items():
+        if is_dynamic(sharded):
+            own = {
+                table.config.name: table.known_optimizer for table in model.tables.values() if table.module_name == name
+            }
+            model.dynamic_rows[name] = open_rows(name, sharded, own, seed, group, device)
+
+
 def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) -> list[str]:
     """One line per property, so that an error only shows the properties that differ between ranks."""
     rows, columns = parameter.shape
@@ -268,32 +292,13 @@ def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) 
     return [f"table {table.name} {one}" for one in properties]
 
 
-def _look_at_comms(
-    given: QuantizedComms | Mapping[str, Any] | None, sharders: Sequence[ModuleSharder[nn.Module]] | None
-) -> QuantizedComms:
-    comms = option_group(QuantizedComms, "quantized_comms", given)
-    if comms.quantizes and sharders is not None:
-        raise SetupError(
-            f"both sharders and quantized_comms={given!r} are set, but sharders bring their own codecs. Pass a"
-            " qcomm_codecs_registry to the sharders, or remove sharders."
-        )
-    return comms
-
-
-def _look_at_caches(
-    fused_params: Mapping[str, Any] | None, sharders: Sequence[ModuleSharder[nn.Module]] | None, found: _Unsharded
-) -> dict[str, CacheParams]:
-    """Read arguments of tables with a cache, and add them to the constraints, for the planner's estimates."""
-    if fused_params is not None and sharders is not None:
-        raise SetupError(
-            f"both sharders and fused_params={fused_params!r} are set, but sharders bring their own fused_params. Pass"
-            " them to the sharders, or remove sharders."
-        )
-    cache = read_fused_params(fused_params, found.tables, found.constraints)
-    for name, params in cache.items():
-        known = found.constraints.get(name, ParameterConstraints())
-        found.constraints[name] = replace(known, cache_params=params)
-    return cache
+def _refuse_own_sharders(**of_our_sharders: Any) -> None:
+    for name, value in of_our_sharders.items():
+        if value is not None:
+            raise SetupError(
+                f"both sharders and {name}={value!r} are set, but sharders bring their own codecs and fused_params."
+                " Pass them to the sharders, or remove sharders."
+            )
 
 
 def _fill(

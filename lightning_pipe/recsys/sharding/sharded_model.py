@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.dense.dense_optimizer import TableParameters
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
-from lightning_pipe.recsys.dynamic.store.row_files import rows_folder
-from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows
-from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.gradient_norm import table_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.modules.tables import Table
@@ -31,6 +28,10 @@ from lightning_pipe.recsys.sharding.id_maps import IdMaps
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
 from lightning_pipe.recsys.sharding.table_parameter import refuse_freezing
 from lightning_pipe.recsys.sharding.table_values import full_tensor, pieces_of
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows
+    from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 
 
 class ShardedModel:
@@ -256,6 +257,8 @@ class ShardedModel:
 
     def dump_rows(self) -> DumpedRows:
         """Prepare a commit and a checkpoint of the current rows. All ranks call it together."""
+        from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows  # lazy: few models have dynamic tables
+
         return DumpedRows({name: rows.dump() for name, rows in self.dynamic_rows.items()})
 
     def commit_rows(self) -> dict[str, dict[str, Any]]:
@@ -282,7 +285,7 @@ class ShardedModel:
                 0).
         """
         for name, rows in self.dynamic_rows.items():
-            rows.write(rows_folder(Path(folder), name), since)
+            rows.write(_rows_folder(Path(folder), name), since)
 
     def close(self) -> None:
         """Close the stores of dynamic tables, so that another module can open them. Uncommitted rows are lost."""
@@ -318,7 +321,7 @@ class ShardedModel:
                     " optimisers as in the checkpoint."
                 )
             rows.read(
-                rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
+                _rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
             )
 
     def _named(self, name: str) -> Table:
@@ -331,6 +334,12 @@ class ShardedModel:
                 f" {len(found)} tables. Pass a full name from this list."
             )
         return found[0]
+
+
+def _rows_folder(folder: Path, module: str) -> Path:
+    from lightning_pipe.recsys.dynamic.store.row_files import rows_folder  # lazy: few models have dynamic tables
+
+    return rows_folder(folder, module)
 
 
 def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[Any, Any, Any, Any]]]:
@@ -361,15 +370,13 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 def _check_committed(committed: Any) -> None:
     """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
-    of_modules = list(committed.values()) if isinstance(committed, Mapping) else [committed] * (committed is not None)
-    for found in of_modules:
-        if not (
-            isinstance(found, Mapping)
-            and "tables" in found
-            and isinstance(found.get("progress"), Mapping)
-            and isinstance(found.get("version", 0), str | None)
-        ):
-            raise SetupError(
-                "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress"
-                f" and tables, got {shown(found)}. Take another checkpoint."
-            )
+    try:
+        for found in ({} if committed is None else committed).values():
+            if not isinstance(found["progress"], Mapping) or not isinstance(found["version"], str | None):
+                raise TypeError
+            found["tables"]
+    except (AttributeError, LookupError, TypeError):
+        raise SetupError(
+            "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress and"
+            f" tables, got {shown(committed)}. Take another checkpoint."
+        ) from None

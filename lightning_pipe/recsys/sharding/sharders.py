@@ -28,7 +28,6 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.tables.sharded_tables import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from lightning_pipe.recsys.modules.managed_collision import ManagedCollisionBags, ManagedCollisionSequences
 from lightning_pipe.recsys.modules.output_order import (
@@ -122,25 +121,29 @@ class _ManagedSequenceSharder(_Managed, ManagedCollisionEmbeddingCollectionShard
     kind = ManagedCollisionSequences
 
 
-def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Return sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works."""
+def default_sharders(comms: QuantizedComms | None = None, *, dynamic: bool = True) -> list[ModuleSharder[nn.Module]]:
+    """Return sharders for the modules in ``tables.TABLE_MODULES``, of dynamic modules on request."""
     comms = QuantizedComms() if comms is None else comms
     bags, sequences = _BagSharder(comms), _SequenceSharder(comms)
-    return [
+    sharders = [
         bags,
         sequences,
         _ProcessedSharder(comms, bags),
         _ManagedBagSharder(bags, comms),
         _ManagedSequenceSharder(sequences, comms),
-        DynamicBagSharder(comms),
-        DynamicSequenceSharder(comms),
     ]
+    if not dynamic:
+        return sharders
+    from lightning_pipe.recsys.dynamic.tables.sharded_tables import (  # lazy: few models have dynamic tables
+        DynamicBagSharder,
+        DynamicSequenceSharder,
+    )
+
+    return [*sharders, DynamicBagSharder(comms), DynamicSequenceSharder(comms)]
 
 
 def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
     """Check a list of names from a configuration."""
-    if isinstance(found, str):
-        raise SetupError(f"{where} must be a list, got the text {found!r}. Use a list, for example [{found!r}].")
     wrong = [name for name in found or [] if name not in allowed]
     if wrong:
         raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}. Use some of {', '.join(allowed)} instead.")

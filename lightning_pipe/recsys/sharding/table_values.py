@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe._compat.torch import ShardedTensor
+from lightning_pipe._compat.torch import ShardedTensor, forget_optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
@@ -26,15 +26,10 @@ BLOCK_BYTES = 64 * 2**20  # rows filled or sent at a time
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A part of a tensor that this rank holds.
+    """A part of a tensor that this rank holds."""
 
-    Attributes:
-        offsets: position of the part in the whole tensor, one number per dimension.
-        values: the part, a view of the storage that the kernel trains.
-    """
-
-    offsets: tuple[int, ...]
-    values: torch.Tensor
+    offsets: tuple[int, ...]  # position in the whole tensor, one number per dimension
+    values: torch.Tensor  # a view of the storage that the kernel trains
 
 
 def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
@@ -91,7 +86,7 @@ def copy_values(
 def release(original: nn.Parameter) -> None:
     """Free the memory of an unsharded table, whose parameter TorchRec and torch's in-backward optimisers keep alive."""
     original.data = original.data.new_empty(0)
-    original._in_backward_optimizers = []  # type: ignore[attr-defined]
+    forget_optimizers_in_backward(original)
 
 
 @torch.no_grad()

@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_pipe.engine import InputError, IterContext, State
+from lightning_pipe.engine import InputError, IterContext, SetupError, State
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.engine.runtime.worker import on_worker
-from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Requests
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
-from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
+from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, refuse_norm
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 
 TABLES = State("tables")
 TABLE_LEARNING_RATES = State("table_learning_rates")
@@ -36,20 +40,13 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class TableHooks:
-    """What is called around lookups and their backward.
+    """What is called around lookups and their backward."""
 
-    Attributes:
-        before_lookup: called before the lookups, and again at the batch's turn if they run ahead of it; copies the
-            learning rates to the tables.
-        after_backward: called after the lookups' backward; steps the tables that no fused kernel trains.
-        context: context of the lookups, such as a precision plugin's.
-        window: keeps the gradients of tables for one step at the end of several batches; None if tables step in every
-            batch. Requires a rewrite with a split backward.
-    """
-
+    # Copies the learning rates to the tables; called again at the batch's turn if its lookup ran ahead of it.
     before_lookup: Callable[[], None] | None = None
-    after_backward: Callable[[], None] | None = None
-    context: LookupContext | None = None
+    after_backward: Callable[[], None] | None = None  # steps the tables that no fused kernel trains
+    context: LookupContext | None = None  # of the lookups, such as a precision plugin's
+    # Keeps gradients for one step at the end of several batches. Requires a rewrite with a split backward.
     window: TableWindow | None = None
 
 
@@ -315,6 +312,20 @@ class RecsysActions:
     def _bring_rates(self) -> None:
         if self._before_lookup is not None:
             self._before_lookup()
+
+
+def clipping(model: ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
+    """Function that scales the gradients of a batch down to a norm of at most *max_norm*."""
+    if not max_norm > 0:
+        raise SetupError(f"max_norm must be a number above 0, or None for no clipping, got {max_norm!r}")
+    refuse_norm(model.replicas)
+    dense = [parameter for _, parameter in model.dense_parameters()]
+
+    def clip(embeddings: Embeddings) -> torch.Tensor:
+        assert embeddings.kernel_gradients is not None
+        return clip_by_global_norm(dense, model.table_gradient_norm(embeddings.kernel_gradients), max_norm)
+
+    return clip
 
 
 def _refuse_uneven_rows(error: RuntimeError) -> None:

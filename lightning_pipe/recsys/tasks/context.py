@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from lightning_pipe.engine import TrainingContext
-from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Requests, Splits
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import Balance
 
 
 class RecsysContext(TrainingContext):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_pipe.engine import State
-from lightning_pipe.engine.planning.costs import Resource
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.recsys.plans.named import AVERAGING
 from lightning_pipe.recsys.tasks.actions import (
@@ -26,20 +25,17 @@ from lightning_pipe.recsys.tasks.actions import (
 )
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
 
+if TYPE_CHECKING:
+    from lightning_pipe.engine.planning.costs import Resource
+
 
 @dataclass(frozen=True)
 class LateScaling:
-    """Changes of a task if gradients are scaled late, that is, in the optimiser step.
+    """Changes of a task if gradients are scaled late, that is, in the optimiser step."""
 
-    Args:
-        reads: further context fields that the task reads.
-        writes: all that the task writes; None for no change.
-        after_step: True if the task follows the optimiser step.
-    """
-
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] | None = None
-    after_step: bool = False
+    reads: tuple[str, ...] = ()  # further context fields
+    writes: tuple[str, ...] | None = None  # all that the task writes; None for no change
+    after_step: bool = False  # True if the task follows the optimiser step
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 class PipelinedEvaluation:
     """Runs a model on batches without training them, as far ahead as the plan of its training.
 
-    Built while training is suspended (:meth:`RecsysSession.suspended`). Every rank builds it.
-
-    Attributes:
-        pipeline: pipeline of the evaluation.
+    Built on every rank while training is suspended (:meth:`RecsysSession.suspended`).
     """
 
     def __init__(

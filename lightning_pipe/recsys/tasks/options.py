@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_choice, option_group
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,10 @@ class RewriteOptions:
             traces the step if it computes an input.
         evaluation: also rewrite the model for validation, test and prediction, which are then pipelined (default True).
             Set False for steps whose calls of the sharded modules vary from batch to batch.
-
-    Raises:
-        SetupError: a value of the wrong type.
     """
 
     method: Literal["auto", "record", "direct", "fx"] = "auto"
     evaluation: bool = True
-
-    def __post_init__(self) -> None:
-        check_flags(**{"rewrite.evaluation": self.evaluation})
 
 
 @dataclass(frozen=True)
@@ -100,15 +98,9 @@ class MemoryOptions:
         free_features_early: release a batch's ids and weights once the input dist has sent them, if only pipelined
             sharded modules use them (default False). Steps, hooks and callbacks may still read keys, lengths and batch
             sizes; reading ids is an error.
-
-    Raises:
-        SetupError: the value is neither True nor False.
     """
 
     free_features_early: bool = False
-
-    def __post_init__(self) -> None:
-        check_flags(**{"memory.free_features_early": self.free_features_early})
 
 
 @dataclass(frozen=True)
@@ -120,16 +112,10 @@ class CheckOptions:
             pass over them. The number of lengths and their sums are always checked.
         detect_nan: check the loss on all ranks (default False). Costs a small all-reduce in each step and, on a GPU, a
             synchronisation.
-
-    Raises:
-        SetupError: a value is neither True nor False.
     """
 
     validate_ids: bool = False
     detect_nan: bool = False
-
-    def __post_init__(self) -> None:
-        check_flags(**{"checks.validate_ids": self.validate_ids, "checks.detect_nan": self.detect_nan})
 
 
 @dataclass(frozen=True)
@@ -151,3 +137,19 @@ class SessionOptions:
         for field in fields(self):
             group = option_group(type(field.default), field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, group)
+
+
+def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> BatchBalancer | None:
+    """Make the balancer that the argument ``balancer`` of a strategy or pipeline describes."""
+    if config is None or config is False:
+        return None
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer  # lazy: few models balance samples
+
+    if isinstance(config, BatchBalancer):
+        return config
+    try:
+        return BatchBalancer(**({} if config is True else config))
+    except TypeError as error:
+        raise SetupError(
+            f"balancer is {config!r}; expected true, a BatchBalancer, or a mapping of its arguments: {error}"
+        ) from error

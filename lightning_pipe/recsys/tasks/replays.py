@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,16 @@ from torchrec.distributed.types import NoWait
 from lightning_pipe._compat.torchrec import feature_processors
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
-from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import count_lookups, newest_prefetches, prefetch_again
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
+from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.context import RecsysContext
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import Balance
 
 
 class RecsysReplays:
@@ -86,7 +88,7 @@ class RecsysReplays:
             ctx.features = Features(inputs, kept["distributed"])
             for name, features in kept["distributed"].items():
                 module = self._rewrite.modules[name]
-                if isinstance(module, ShardedDynamicModule):
+                if is_dynamic(module):
                     module.prefetch_again(inputs.contexts[name], features)
 
         def prefetched(ctx: RecsysContext) -> Any:

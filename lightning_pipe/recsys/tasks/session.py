@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
 from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import any_of
-from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import caches_restored, clear_prefetches, fused_kernels, prefetches_suspended
 from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group, suits_caches
@@ -38,6 +37,9 @@ from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer
+
 Transfer = Callable[[Any], Any]
 
 
@@ -45,13 +47,6 @@ class RecsysSession:
     """Builds and holds the shared parts of the training and the evaluations of one sharded model, until it is closed.
 
     Process groups are made at first use, so every rank makes the same calls in the same order.
-
-    Attributes:
-        options: the options passed to the session.
-        world: group of all ranks; None without ``torch.distributed``.
-        reducer: averages the dense gradients; None outside of training, and for a model whose wrapper averages them.
-        rewrite: rewrite of the training; None outside of it.
-        window: gradients of tables that a training with ``accumulates`` keeps; None otherwise.
     """
 
     def __init__(
@@ -82,9 +77,9 @@ class RecsysSession:
         self._input_group_known = input_group is not None
         self._bring_rates: Callable[[], None] | None = None
         self._actions: RecsysActions | None = None
-        self.reducer: DenseGradientReducer | None = None
-        self.rewrite: ModelRewrite | None = None
-        self.window: TableWindow | None = None
+        self.reducer: DenseGradientReducer | None = None  # in training, unless the model's wrapper averages gradients
+        self.rewrite: ModelRewrite | None = None  # in training
+        self.window: TableWindow | None = None  # in a training that accumulates the gradients of tables
 
     @property
     def sharded(self) -> ShardedModel:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
-from lightning_pipe.engine.common.options import check_flags, option_group
-from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
+from lightning_pipe.engine.common.options import check_whole_number, option_group
 from lightning_pipe.recsys.batches.transfer import move_batch
-from lightning_pipe.recsys.dense.accumulation import Accumulation
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+from lightning_pipe.recsys.tasks.actions import clipping
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
-from lightning_pipe.recsys.tasks.options import SessionOptions
+from lightning_pipe.recsys.tasks.options import SessionOptions, make_balancer
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
-from lightning_pipe.recsys.tasks.train_pipeline_checks import (
-    clipping,
-    refuse_late_gradients,
-    refuse_of_strategies,
-)
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer
 
 
 class TrainPipeline:
@@ -107,17 +107,23 @@ class TrainPipeline:
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         # All refusals come before anything is built.
-        check_flags(execute_all_batches=execute_all_batches)
         chosen = option_group(SessionOptions, "options", options)
-        refuse_of_strategies(chosen)
-        declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
-        self._sharded = model if isinstance(model, ShardedModel) else None
-        clip = None if max_norm is None else clipping(model, max_norm)
-        if clip is not None and accumulate != 1:
+        if chosen.wire.quantized_comms is not None:
             raise SetupError(
-                f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
-                " norm of the accumulated gradients is known. Remove one of the two."
+                "wire.quantized_comms cannot be set for a TrainPipeline, because its model is sharded already. Pass"
+                " quantized_comms to shard_model() instead."
             )
+        declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
+        self._sharded = sharded = model if isinstance(model, ShardedModel) else None
+        clip = None
+        if max_norm is not None:
+            if sharded is None or accumulate != 1:
+                raise SetupError(
+                    f"max_norm is {max_norm}, but the model is a {type(model).__name__} and accumulate is {accumulate},"
+                    " so tables step before the norm of all gradients is known. Pass the model that shard_model()"
+                    " returns and set accumulate to 1, or remove max_norm."
+                )
+            clip = clipping(sharded, max_norm)
         self._balancer = make_balancer(balancer)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
@@ -138,7 +144,7 @@ class TrainPipeline:
         with ExitStack() as undo:
             undo.callback(session.close)
             session.begin_training(None if tables is None else tables.step)
-            self._accumulation = Accumulation(accumulate, optimizer, session.reducer)
+            self._accumulation = _Accumulation(accumulate, optimizer, session.reducer)
             tasks = session.training_tasks(
                 "forward",
                 transfer=self._transfer,
@@ -150,7 +156,7 @@ class TrainPipeline:
             )
             assert session.rewrite is not None
             self.rewrite = session.rewrite
-            refuse_late_gradients(self._model, self.rewrite)
+            _refuse_late_gradients(self._model, self.rewrite)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), session.device, session.world)
             undo.callback(self.pipeline.close)
             self._evaluating = False
@@ -312,3 +318,76 @@ class TrainPipeline:
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
         return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
+
+
+class _Accumulation:
+    """Selects the batches that clear gradients, average them over ranks and step the dense optimiser.
+
+    Table optimisers are fused into backward. Tables therefore step in every batch, with the gradients of that batch's
+    part of the loss.
+    """
+
+    def __init__(self, batches: int, optimizer: torch.optim.Optimizer, reducer: DenseGradientReducer | None) -> None:
+        check_whole_number("accumulate", batches, 1)
+        if batches > 1 and reducer is None:
+            raise SetupError(
+                f"accumulate is {batches}, but the model averages its gradients in every backward. Pass the model that"
+                " shard_model() returns, or set accumulate to 1"
+            )
+        self._batches = batches
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._done = 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self._done == self._batches - 1
+
+    def zero_grad(self) -> None:
+        """Clear gradients before the first forward of a step."""
+        if self._done == 0:
+            self._optimizer.zero_grad()
+
+    def part_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Part of a batch's loss that its backward starts from."""
+        return loss if self._batches == 1 else loss / self._batches
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Context for the backward of a batch: gradients are averaged over ranks only in the last batch of a step."""
+        return nullcontext() if self._reducer is None or self._is_last else self._reducer.no_sync()
+
+    def step(self) -> None:
+        """Step the dense optimiser after the backward of the last batch of a step."""
+        if self._is_last:
+            self._optimizer.step()
+
+    def trained(self, ctx: IterContext) -> None:
+        """Count a batch that has finished."""
+        if ctx.has_gradients:
+            self._done = (self._done + 1) % self._batches
+
+
+def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
+    """Refuse trained feature processors inside DistributedDataParallel.
+
+    They get their gradients with the tables, after DistributedDataParallel has reduced its gradients.
+    """
+    for wrapper in model.modules():
+        if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() == 1:
+            continue
+        reduced = {
+            id(parameter)
+            for name, parameter in wrapper.module.named_parameters()
+            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
+        }
+        late = [
+            name
+            for name, module in rewrite.modules.items()
+            if any(id(parameter) in reduced for parameter in module.parameters())
+        ]
+        if late:
+            raise SetupError(
+                f"sharded module(s) {', '.join(late)} hold trained feature processors inside DistributedDataParallel,"
+                " which averages gradients before the processors have theirs, so ranks would diverge. Shard the model"
+                " with lightning_pipe.recsys.shard_model, or freeze the processors before the model is wrapped."
+            )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,6 @@ from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
-from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
@@ -37,6 +36,7 @@ from lightning_pipe.recsys.tasks.options import (
     SessionOptions,
     ShardingOptions,
     WireOptions,
+    make_balancer,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
 from lightning_pipe.recsys.tasks.table_rates import TableRates
@@ -71,6 +71,9 @@ from lightning_pipe.strategies.refusals import (
     refuse_training,
 )
 from lightning_pipe.strategies.running_work import Running
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer
 
 
 class RecsysPipelineStrategy(FolderCheckpointStrategy):
@@ -161,7 +164,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         wire: WireOptions | Mapping[str, Any] | None = None,
         memory: MemoryOptions | Mapping[str, Any] | None = None,
         checks: CheckOptions | Mapping[str, Any] | None = None,
-        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        balancer: bool | BatchBalancer | Mapping[str, Any] | None = None,
         auto: AutoOptions | Mapping[str, Any] | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",

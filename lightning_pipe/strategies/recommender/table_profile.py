@@ -19,9 +19,9 @@ from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.loops.programs.batch_hooks import users_transfers
 from lightning_pipe.recsys.plans.named import recsys_plan, with_transfer_on_main
+from lightning_pipe.recsys.tasks.actions import clipping
 from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
-from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
 from lightning_pipe.strategies.refusals import loss_scaler
 
 

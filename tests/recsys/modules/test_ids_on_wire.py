@@ -19,9 +19,7 @@ from tests.recsys.pipeline_cases import CASES as TRAINED
 from tests.recsys.pipeline_cases import sharded
 from tests.recsys.rewrite_cases import (
     Bags,
-    Batch,
     Managed,
-    Processed,
     Sequences,
     batches,
     groups,
@@ -38,7 +36,6 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "pooled": (Bags, lambda: batches(4), MIXED),
     "weighted": (lambda: Bags(weighted=True), lambda: batches(4, weighted=True), "row_wise"),
     "sequences": (Sequences, lambda: batches(4), "row_wise"),
-    "processed features": (Processed, lambda: batches(4), "table_wise"),
     "a batch size per feature": (Bags, lambda: variable_batches(4), "table_wise"),
 }
 LARGEST, LEAST = torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min
@@ -65,15 +62,6 @@ def test_ids_and_lengths_are_sent_as_int32_and_are_int64_where_they_arrive() -> 
     for found, expected in zip(received.dist_tensors(), features.dist_tensors(), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-
-
-def test_the_features_of_the_batch_stay_as_they_are() -> None:
-    features = features_of(3, 1, 2)
-    assert SentAsInt32.of(features) is not features
-    assert type(features) is KeyedJaggedTensor
-    assert features.values().dtype == torch.int64
-    already = features_of(3, 1, 2, dtype=torch.int32)
-    assert SentAsInt32.of(already) is already
 
 
 @pytest.mark.parametrize(
@@ -188,7 +176,7 @@ def test_ids_that_travel_as_int32_train_the_same_to_the_bit(two_ranks: list[dict
         assert same_values(values, exact)
 
 
-@pytest.mark.parametrize("case", ["pooled", "sequences", "processed features"])
+@pytest.mark.parametrize("case", ["pooled", "sequences"])
 def test_the_input_dist_sends_half_the_bytes(two_ranks: list[dict[str, Any]], case: str) -> None:
     for found in two_ranks:
         half, full = (found["trained"][case][asked][2] for asked in ("int32", "int64"))
@@ -202,24 +190,16 @@ def test_an_evaluation_sends_ids_as_its_pipeline_was_asked_to(two_ranks: list[di
         assert sent["auto"] == sent["int32"] < sent["int64"]
 
 
-def test_weights_and_batch_sizes_travel_as_they_are(two_ranks: list[dict[str, Any]]) -> None:
-    for found in two_ranks:
-        half, full = (found["trained"]["weighted"][asked][2] for asked in ("int32", "int64"))
-        data: list[Batch] = batches(2, weighted=True)
-        assert data[1].sparse.weights().dtype == torch.float32
-        assert full / 2 < half < full
-
-
 def test_an_id_without_a_row_is_looked_up_as_if_it_had_travelled_as_int64(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert isinstance(found["wrong"]["int32", False], float)
         assert found["wrong"]["int32", False] == found["wrong"]["int64", False]
 
 
-@pytest.mark.parametrize("asked", ["int32", "int64"])
-def test_where_ids_are_validated_every_rank_says_which_has_no_row(two_ranks: list[dict[str, Any]], asked: str) -> None:
+def test_where_ids_are_validated_every_rank_says_which_has_no_row(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
-        assert "rank 1: feature 'f0' has the id 4294967297, but ids must be" in found["wrong"][asked, True]
+        for asked in ("int32", "int64"):
+            assert "rank 1: feature 'f0' has the id 4294967297, but ids must be" in found["wrong"][asked, True]
 
 
 def test_a_module_whose_ids_are_mapped_where_they_arrive_is_refused_by_name(two_ranks: list[dict[str, Any]]) -> None:

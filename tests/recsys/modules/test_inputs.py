@@ -10,7 +10,6 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_pipe.data import JaggedCollator
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.modules.inputs import (
     FeatureForm,
@@ -74,12 +73,6 @@ def test_variable_batch_sizes_are_re_ordered_with_their_inverse_indices() -> Non
     assert indices.tolist() == [[0, 0], [1, 0]]
 
 
-def test_inverse_indices_alone_in_another_order_are_re_ordered() -> None:
-    form = FeatureForm.of(variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}))
-    later = variable(["a", "b"], [[1], [2, 3]], {"b": [1, 0], "a": [0, 0]})
-    assert conform("m", later, form).inverse_indices()[1].tolist() == [[0, 0], [1, 0]]
-
-
 def test_missing_and_extra_keys_are_named() -> None:
     with pytest.raises(InputError, match=r"'m' expected .* got \['a', 'c'\]: missing \['b'\], extra \['c'\]"):
         conform("m", kjt(["a", "c"], [[1], [2]]), FeatureForm.of(FIRST))
@@ -127,43 +120,13 @@ OF_SIZES = [[2], [1], [3]]
 # Malformed features, and the problem in the message.
 MISFITS: dict[str, tuple[KeyedJaggedTensor, str]] = {
     "a length is missing": (malformed(lengths=torch.tensor([1, 1, 2, 0, 2])), "have 5 lengths, expected 3 for 3 keys"),
-    "a key is missing": (malformed(lengths=torch.tensor([3, 3]), stride=2), "have 2 lengths, expected 6 for 3 keys"),
     "no lengths": (malformed(lengths=None), "have neither lengths nor offsets"),
-    "an offset is missing": (
-        malformed(lengths=None, offsets=torch.tensor([0, 1, 2, 4, 4, 6])),
-        "have 5 offsets besides the first, expected 3",
-    ),
     "another number of samples": (malformed(stride=3), "have 6 lengths, expected 9 for 3 keys with 3 samples for each"),
-    "another number of samples of a feature": (
-        malformed(stride_per_key_per_rank=[[2], [2], [3]]),
-        r"have 6 lengths, expected 7 for 3 keys with \[2, 2, 3\] samples",
-    ),
-    "features without sizes": (
-        malformed(stride_per_key_per_rank=[[2], [4]]),
-        r"have 6 lengths, expected 6 for 3 keys with \[2, 4\] samples",
-    ),
-    "more offsets than lengths": (
-        malformed(offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6, 6, 6, 6])),
-        "have 6 lengths, expected 9 for 3 keys",
-    ),
     "too many ids": (malformed(values=torch.arange(8)), "have 8 ids, but their lengths add up to 6"),
     "too few ids": (malformed(values=torch.arange(5)), "have 5 ids, but their lengths add up to 6"),
-    "offsets of fewer ids": (
-        malformed(lengths=None, offsets=torch.tensor([0, 1, 2, 4, 4, 4, 5])),
-        "have 6 ids, but their lengths add up to 5",
-    ),
-    "too few ids of varying sizes": (
-        malformed(values=torch.arange(5), stride_per_key_per_rank=OF_SIZES),
-        "have 5 ids, but their lengths add up to 6",
-    ),
     "too few weights": (malformed(weights=torch.ones(5)), "have 6 ids, but 5 weights"),
     "sums that are shifted": (
         malformed(length_per_key=[3, 1, 2]),
-        r"have length_per_key \[3, 1, 2\], but their lengths add up to \[2, 2, 2\]",
-    ),
-    "sums of too few keys": (malformed(length_per_key=[2, 4]), r"have length_per_key \[2, 4\]"),
-    "sums of varying sizes": (
-        malformed(stride_per_key_per_rank=OF_SIZES, length_per_key=[3, 1, 2]),
         r"have length_per_key \[3, 1, 2\], but their lengths add up to \[2, 2, 2\]",
     ),
     "offsets of keys that are shifted": (
@@ -185,14 +148,6 @@ WRONG_LENGTHS: dict[str, tuple[KeyedJaggedTensor, str]] = {
     "negative": (
         malformed(lengths=torch.tensor([1, 1, 3, -1, 0, 2])),
         "have the length -1 for key 'b' in sample 1",
-    ),
-    "negative in varying sizes": (
-        malformed(lengths=torch.tensor([1, 1, 2, 4, -1, -1]), stride_per_key_per_rank=OF_SIZES),
-        "have the length -1 for key 'c' in sample 1",
-    ),
-    "falling offsets": (
-        malformed(lengths=None, offsets=torch.tensor([0, 3, 2, 4, 4, 4, 6])),
-        "have the length -1 for key 'a' in sample 1",
     ),
     "offsets that begin late": (
         malformed(lengths=None, offsets=torch.tensor([1, 2, 3, 5, 5, 5, 7])),
@@ -218,36 +173,19 @@ def of_lengths(*lengths: int) -> JaggedTensor:
 
 
 OF_ONE_SIZE = {"a": of_lengths(1, 2), "b": of_lengths(0, 0), "c": of_lengths(3, 1)}
-VARYING = {"a": of_lengths(1, 2), "b": of_lengths(), "c": of_lengths(3)}
-COLLATE = JaggedCollator(["a", "b"], batch=lambda dense, sparse, label: sparse)
 HEALTHY: dict[str, Callable[[], KeyedJaggedTensor]] = {
     "lengths": malformed,
-    "lengths of 32 bits": lambda: malformed(lengths=torch.tensor([1, 1, 2, 0, 0, 2], dtype=torch.int32)),
-    "ids of 32 bits": lambda: malformed(values=torch.arange(6, dtype=torch.int32)),
     "weights": lambda: malformed(weights=torch.ones(6)),
     "offsets": lambda: malformed(lengths=None, offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6])),
     "lengths and offsets": lambda: malformed(offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6])),
     "sums": lambda: malformed(length_per_key=[2, 2, 2], offset_per_key=[0, 2, 4, 6], stride=2),
-    "a matrix of lengths": lambda: malformed(lengths=torch.tensor([[1, 1], [2, 0], [0, 2]])),
     "synchronised": lambda: malformed().sync(),
     "no ids": lambda: malformed(values=torch.empty(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int64)),
-    "no samples": lambda: malformed(
-        values=torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64)
-    ),
     "no keys": KeyedJaggedTensor.empty,
     "a size per feature": lambda: malformed(stride_per_key_per_rank=OF_SIZES),
-    "a size per feature and rank": lambda: malformed(stride_per_key_per_rank=[[1, 1], [1, 0], [0, 3]]),
     "a size per feature, inverse": lambda: variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}),
-    "offsets of a size per feature": lambda: malformed(
-        lengths=None, offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6]), stride_per_key_per_rank=OF_SIZES
-    ),
     "of a dictionary": lambda: KeyedJaggedTensor.from_jt_dict(OF_ONE_SIZE),
-    "of a dictionary of varying sizes": lambda: KeyedJaggedTensor.from_jt_dict(VARYING),
-    "collated": lambda: COLLATE([{"a": 1, "b": [1, 2], "label": 0.0}, {"a": 2, "b": [], "label": 1.0}]),
-    "concatenated of synchronised ones": lambda: KeyedJaggedTensor.concat(malformed().sync().split([1, 2])),
-    "split": lambda: malformed().split([1, 2])[1],
     "permuted": lambda: malformed(weights=torch.ones(6)).permute([2, 0]),
-    "permuted, of varying sizes": lambda: malformed(stride_per_key_per_rank=OF_SIZES).permute([2, 0]),
     "unpickled": lambda: pickle.loads(pickle.dumps(malformed().sync())),
 }
 

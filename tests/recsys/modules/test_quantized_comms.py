@@ -9,10 +9,7 @@ last places of the sum of their absolute values.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +22,9 @@ from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from tests.distributed import run_ranks
-from tests.recsys.rewrite_cases import WIDTH, Bags, Batch, batches, groups, variable_batches
 from tests.recsys.sharding_cases import (
-    BATCH,
     SGD,
     SumPooled,
     constraints_for,
@@ -40,48 +34,26 @@ from tests.recsys.sharding_cases import (
     tables_of,
 )
 from tests.rounding import Reference
-from tests.tiers import sampled, wanted
 
 BITS = {"fp16": 11, "bf16": 8}
 PRECISIONS = ["fp16", "bf16", "int8"]
 ADDED_UP = ["row_wise", "table_row_wise", "grid_shard"]
-# Sharding types of pooled tables, and of the sequence table.
-ONE_NODE = [
-    ("table_wise", "table_wise"),
-    ("column_wise", "row_wise"),
-    ("table_column_wise", "column_wise"),
-    ("row_wise", "table_wise"),
-    ("data_parallel", "table_wise"),
+# Each kind of tables in one format.
+CASES = [
+    ("table_wise", "table_wise", "int8"),
+    ("column_wise", "row_wise", "bf16"),
+    ("table_column_wise", "column_wise", "fp16"),
+    ("row_wise", "table_wise", "fp16"),
+    ("data_parallel", "table_wise", "bf16"),
 ]
 # Ids of a bag, at most (see make_batch).
 LONGEST = 3
-TWO_NODES = [
-    ("table_row_wise", "row_wise", "fp16"),
-    ("grid_shard", "row_wise", "bf16"),
-    ("table_column_wise", "row_wise", "int8"),
-]
-POSSIBLE = [(*pair, one) for pair in ONE_NODE for one in PRECISIONS if one != "int8" or pair[0] not in ADDED_UP]
 RATE = 0.5  # SGD's
-# A sum of errors that are spread evenly is off by more with a probability below 3e-8 (see tests/rounding.py).
-DEVIATIONS = 6
 LAST_PLACE = torch.finfo(torch.float32).eps
 
 
 def both(precision: str, **options: Any) -> dict[str, Any]:
     return {"forward": precision, "backward": precision, **options}
-
-
-def often(case: tuple[str, ...]) -> bool:
-    """Each kind of tables in one format."""
-    pooled, sequence, precision = case
-    formats = {
-        ("table_wise", "table_wise"): "int8",
-        ("column_wise", "row_wise"): "bf16",
-        ("table_column_wise", "column_wise"): "fp16",
-        ("row_wise", "table_wise"): "fp16",
-        ("data_parallel", "table_wise"): "bf16",
-    }
-    return formats[pooled, sequence] == precision
 
 
 # ---------------------------------------------------------------------- how far off
@@ -190,27 +162,6 @@ def bytes_sent(precision: str) -> list[int]:
     return sizes + [one.bytes for one in sent[before:]]
 
 
-def reduced_bytes(precision: str) -> dict[str, int]:
-    """By the reduce-scatter of a row-wise step, and by the all-gather of its backward."""
-    model = make_model(SumPooled)
-    shard(model, constraints=constraints_for("row_wise"), quantized_comms=both(precision))
-    sent: dict[str, int] = {}
-
-    def noting(name: str) -> Any:
-        collective = getattr(dist, name)
-
-        def noted(output: Tensor, given: Tensor, *arguments: Any, **named: Any) -> Any:
-            sent[name] = max(output.nbytes, given.nbytes)
-            return collective(output, given, *arguments, **named)
-
-        return mock.patch.object(dist, name, noted)
-
-    with noting("reduce_scatter_tensor"), noting("all_gather_into_tensor"):
-        found = outputs(model, make_batch(0, dist.get_rank()))
-        torch.autograd.backward(found, [torch.ones_like(one) for one in found])
-    return sent
-
-
 # ---------------------------------------------------------------------- options
 
 
@@ -237,62 +188,6 @@ def moved_by_small_gradients(scale: float | None) -> float:
     return float((before - sharded.full_table("users"))[:, 0].sum() / expected)
 
 
-def norms(precision: str) -> tuple[float, float, float]:
-    """Of the tables' gradients, as clipping takes it, and of how far the tables then moved; how far off that may be."""
-    model = make_model(SumPooled)
-    kinds = constraints_for("table_wise", "row_wise")
-    sharded = shard(model, sparse_optimizer=SGD, constraints=kinds, quantized_comms=both(precision))
-    rewrite = ModelRewrite(_Step(sharded.module), split_backward=True, **groups())
-    try:
-        for step in range(2):  # the first one is recorded
-            batch = make_batch(step, dist.get_rank())
-            before = [sharded.full_table(name) for name in sharded.tables]
-            features = rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch)))
-            embeddings = rewrite.lookup(features)
-            with rewrite.serving(embeddings, batch):
-                rewrite.model(batch).backward()
-            norm = sharded.table_gradient_norm(rewrite.tables_backward.begin(embeddings))
-            rewrite.backward(embeddings)
-    finally:
-        rewrite.restore()
-    start = torch.cat([table.flatten() for table in before]).double()
-    moved = start - torch.cat([sharded.full_table(name).flatten() for name in sharded.tables]).double()
-    # New rows are rounded to half a last place, and a norm of so many numbers like their sum.
-    of_rows = LAST_PLACE / 2 * float(start.norm() + moved.norm()) / RATE
-    of_norm = DEVIATIONS * LAST_PLACE / 2 * len(start) ** 0.5 * float(norm)
-    return float(norm), float(moved.norm() / RATE), of_rows + of_norm
-
-
-class _Step(nn.Module):
-    """Takes the batch as one argument."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any) -> Any:
-        return self.model(*batch)
-
-
-def uneven(precision: str, data: Sequence[Batch]) -> bool:
-    """Whether pooled embeddings are near those in 32 bits."""
-    model, exact, absolute = Bags(), Bags(), Bags()
-    with torch.no_grad():
-        for parameter in absolute.parameters():
-            parameter.abs_()
-    names = [name.split(".")[-2] for name, _ in model.named_parameters() if "embedding" in name]
-    constraints = {name: {"sharding_types": ["table_wise"]} for name in names}
-    for module, comms in ((model, both(precision)), (exact, None), (absolute, None)):
-        shard(module, sparse_optimizer=SGD, constraints=constraints, quantized_comms=comms)
-    near = []
-    for batch in data:
-        found = model.get_submodule("a")(batch.sparse).values()
-        value, magnitude = (one.get_submodule("a")(batch.sparse).values() for one in (exact, absolute))
-        limit = may_be_off(precision, value, magnitude, 1, LONGEST, WIDTH)
-        near.append(bool(((found - value).abs() <= limit).all()))
-    return all(near)
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -314,9 +209,6 @@ def refusals(rank: int) -> dict[str, str]:
     return {
         "constraints": refused(constraints=constraints_for("row_wise"), quantized_comms=both("int8")),
         "plan": refused(sharding_plan=planned_rows(), quantized_comms={"forward": "int8"}),
-        "row": refused(
-            constraints=constraints_for("column_wise"), quantized_comms=both("int8", int8_row_dim=8)
-        ),  # the shards have 4 columns
         "other ranks": refused(quantized_comms=both("fp16") if rank == 0 else None),
         "sharders": refused(quantized_comms=both("fp16"), sharders=default_sharders()),
     }
@@ -325,40 +217,23 @@ def refusals(rank: int) -> dict[str, str]:
 # ---------------------------------------------------------------------- what the ranks run
 
 
-def on_two_ranks(rank: int, world_size: int, cases: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     chosen = shard(make_model(), quantized_comms=both("int8"))
     return {
-        "off": {case: off_by(case, rank, world_size) for case in POSSIBLE if case in cases},
+        "off": {case: off_by(case, rank, world_size) for case in CASES},
         "bytes": {precision: bytes_sent(precision) for precision in ["fp32", *PRECISIONS]},
-        "reduced": {precision: reduced_bytes(precision) for precision in ["fp32", "fp16", "bf16"]},
         "small": {scale: moved_by_small_gradients(scale) for scale in (None, 1024.0)},
-        "norms": {precision: norms(precision) for precision in PRECISIONS},
-        "uneven": {
-            # Each feature has its own batch size, or each rank has.
-            precision: [uneven(precision, variable_batches(2)), uneven(precision, batches(2, size=3 + rank))]
-            for precision in PRECISIONS
-        },
         "refusals": refusals(rank),
         "chosen": {table.sharding_type for table in chosen.tables.values() if table.module_name == "pooled"},
     }
 
 
-def on_two_nodes(rank: int, world_size: int) -> dict[Any, dict[str, bool]]:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    return {case: off_by(case, rank, world_size) for case in TWO_NODES}
-
-
 @pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, wanted(request.config, POSSIBLE, often))
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2)
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> list[dict[Any, dict[str, bool]]]:
-    return run_ranks(on_two_nodes, 4)
-
-
-@pytest.mark.parametrize("case", sampled(POSSIBLE, often, "-".join))
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_embeddings_and_gradients_are_off_by_no_more_than_their_format(
     two_ranks: list[dict[str, Any]], case: tuple[str, str, str]
 ) -> None:
@@ -373,19 +248,6 @@ def test_embeddings_and_gradients_are_off_by_no_more_than_their_format(
         }
 
 
-@pytest.mark.parametrize("case", TWO_NODES, ids="-".join)
-def test_embeddings_and_gradients_between_nodes_are_off_by_no_more_than_their_format(
-    two_nodes: list[dict[Any, dict[str, bool]]], case: tuple[str, str, str]
-) -> None:
-    for found in two_nodes:
-        assert all(found[case].values()), found[case]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_batches_of_any_size_can_be_cut_into_rows(two_ranks: list[dict[str, Any]], precision: str) -> None:
-    assert [found["uneven"][precision] for found in two_ranks] == [[True, True]] * 2
-
-
 def test_bytes_of_all_to_alls_are_what_the_format_says(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         sent = found["bytes"]
@@ -396,29 +258,12 @@ def test_bytes_of_all_to_alls_are_what_the_format_says(two_ranks: list[dict[str,
             assert sent[precision] == [size * of_8_columns // 32 for size in sent["fp32"]], precision
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_bytes_of_reduce_scatters_are_half(two_ranks: list[dict[str, Any]], precision: str) -> None:
-    for found in two_ranks:
-        full, half = found["reduced"]["fp32"], found["reduced"][precision]
-        assert full == {"reduce_scatter_tensor": 2 * BATCH * 24 * 4, "all_gather_into_tensor": 2 * BATCH * 24 * 4}
-        assert half == {name: size // 2 for name, size in full.items()}
-
-
 def test_a_loss_scale_saves_gradients_that_are_nothing_in_fp16(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert found["small"][None] == 0.0
         # Half a step of fp16's smallest numbers, over what travels: on each rank half of the scaled gradient. A table
         # that moves by some 1e-2 is rounded by 1e-8.
         assert found["small"][1024.0] == pytest.approx(1.0, rel=2.0**-25 / (1024 * SMALL / 2) + 1e-6)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_are_clipped_by_the_norm_of_what_arrives_at_the_tables(
-    two_ranks: list[dict[str, Any]], precision: str
-) -> None:
-    (norm, moved, within), (other_norm, *_) = (found["norms"][precision] for found in two_ranks)
-    assert norm == pytest.approx(moved, rel=0.0, abs=within)
-    assert norm == other_norm
 
 
 def test_the_planner_chooses_types_that_int8_can_travel_under(two_ranks: list[dict[str, Any]]) -> None:
@@ -430,7 +275,6 @@ def test_the_planner_chooses_types_that_int8_can_travel_under(two_ranks: list[di
 REFUSED = {
     "constraints": "names row_wise for table pooled.embedding_bags.users.weight",
     "plan": "the sharding plan of table pooled.embedding_bags.users.weight names row_wise",
-    "row": "must be 4 or one of its divisors, to divide the widths of all shards",
     "other ranks": "the module differs between ranks",
     "sharders": "sharders bring their own codecs",
 }
@@ -470,7 +314,6 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
             {"backward": "fp16", "backward_loss_scale": 0},
             "backward_loss_scale of .* must be a positive .*, got 0",
         ),
-        ({"forward": "int8", "int8_row_dim": 1.5}, "int8_row_dim of quantized_comms is 1.5; expected a whole number"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
@@ -483,9 +326,3 @@ def test_one_that_is_made_by_hand_is_checked_as_well() -> None:
         QuantizedComms(forward="fp8")
     with pytest.raises(SetupError, match=r"forward_loss_scale of .* must be a positive number .*, got -1\.0"):
         QuantizedComms(forward="fp16", forward_loss_scale=-1.0)
-
-
-def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
-    assert QuantizedComms() == QuantizedComms("fp32", "fp32")
-    assert QuantizedComms().registry() is None
-    assert not QuantizedComms(forward="fp32").quantizes

@@ -91,12 +91,6 @@ def on_ranks(rank: int, world: int) -> dict[str, list[str]]:
     return {name: differences(rank, world, kinds) for name, kinds in CASES.items()}
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", CASES)
-def test_one_rank_gives_and_trains_what_the_unsharded_module_does(name: str) -> None:
-    assert differences(0, 1, CASES[name]) == []
-
-
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, list[str]]]:
     return run_ranks(on_ranks, 2)

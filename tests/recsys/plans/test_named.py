@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from lightning_pipe.engine.plans.collectives import check_one_order, turns_of
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.plans.named import evaluation_plan, with_transfer_on_main
 from tests.distributed import run_ranks
-from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, Case, difference, outcome
-from tests.tiers import sampled, wanted
+from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, difference, outcome
 
 Results = list[dict[str, dict[str, bool]]]
 
 # What needs several nodes to be more than what its part within a node is.
 ACROSS_NODES = ("table_row_wise", "table_column_wise", "grid_shard")
-ON_TWO_RANKS = [name for name in CASES if not name.endswith("grid_shard")]
+ON_TWO_RANKS = [
+    name for name in CASES if name in ("everything", "TorchRec's DLRM") or name.endswith(("_row_wise", "row_wise"))
+]
+ON_ONE_RANK = [name for name in CASES if name not in ON_TWO_RANKS]
 ON_TWO_NODES = [
     name
     for name in CASES
@@ -52,17 +55,8 @@ def compare(names: Iterable[str]) -> dict[str, dict[str, bool]]:
     return found
 
 
-def often(case: str) -> bool:
-    return case in ("everything", "TorchRec's DLRM") or case.endswith("row_wise")
-
-
-def often_on_one_rank(case: str) -> bool:
-    """What `make test` does not train on two ranks, and the largest model."""
-    return case == "everything" or not often(case)
-
-
-def on_one_node(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, dict[str, bool]]:
-    found = compare(cases)
+def on_one_node(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
+    found = compare(ON_TWO_RANKS)
     for steps in (0, 1, 2):
         serial = outcome(CASES["everything"], "serial", steps)
         for plan in DEPTHS:
@@ -77,8 +71,8 @@ def on_two_nodes(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> Results:
-    return run_ranks(on_one_node, 2, wanted(request.config, ON_TWO_RANKS, often))
+def two_ranks() -> Results:
+    return run_ranks(on_one_node, 2)
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +85,12 @@ def holds(results: Results, case: str) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("case", sampled(CASES, often_on_one_rank))
+@pytest.mark.parametrize("case", ON_ONE_RANK)
 def test_every_plan_trains_the_same_to_the_bit_on_one_rank(case: str) -> None:
     holds([compare([case])], case)
 
 
-@pytest.mark.parametrize("case", sampled(ON_TWO_RANKS, often))
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_every_plan_trains_the_same_to_the_bit_on_two_ranks(two_ranks: Results, case: str) -> None:
     holds(two_ranks, case)
 
@@ -113,30 +107,12 @@ def test_data_shorter_than_the_depth_is_trained_whole(two_ranks: Results, plan: 
     holds(two_ranks, f"{plan}, {steps}")
 
 
-# A lookup one batch too early, which the comparison has to see.
-EARLY = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_lookup_before_the_tables_are_written_is_seen_by_the_comparison() -> None:
-    tasks = recsys_tasks()
-    early = PipelinePlan(
-        [(task, TaskSchedule(int(task.name in EARLY))) for task in tasks],
-        stale=[("EmbBackward", "EmbForward")],
-        name="stale lookups",
-        order=[*EARLY, *[task.name for task in tasks if task.name not in EARLY]],
-    )
-    case = Case(CASES["pooled, table_wise"].build)
-    assert not outcome(case, early).same(outcome(case, "serial"))
-
-
 # What the plans say.
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("scaled_late", [False, True])
-def test_a_named_plan_comes_back_from_yaml(plan: str, scaled_late: bool, tmp_path: Path) -> None:
-    tasks = recsys_tasks(scaled_late=scaled_late)
+def test_a_named_plan_comes_back_from_yaml(plan: str, tmp_path: Path) -> None:
+    tasks = recsys_tasks(scaled_late=True)
     built = recsys_plan(plan, tasks)
     assert built.name == plan
     text = built.to_yaml()
@@ -200,6 +176,42 @@ def test_lookups_wait_for_the_tables_of_the_batch_before_or_say_that_they_do_not
     assert [str(one).partition(" (")[0] for one in built.stale] == (
         ["EmbForward after EmbBackward of 1 iteration(s) before"] if plan == "semi_sync" else []
     )
+
+
+# The tasks of a balancer, and the average of replicas, which only some models have.
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("scaled_late", [False, True])
+def test_samples_are_exchanged_before_the_input_dist_and_replicas_averaged_after_the_backward(
+    plan: str, scaled_late: bool
+) -> None:
+    tasks = recsys_tasks(scaled_late=scaled_late, balanced=True, replicated=True)
+    built = recsys_plan(plan, tasks)
+    copy, input_dist = built.schedule["H2DAndShuffle"], built.schedule["EmbInputDistStart"]
+    for task in ("BalanceStart", "BalanceFinish"):
+        assert built.schedule[task] == replace(input_dist, stage=copy.stage)
+    assert built.order.index("SyncReplicas") == built.order.index("EmbBackward") + 1
+    waits = {(one.upstream, one.distance) for one in built.dependencies if one.downstream == "EmbForward"}
+    assert (("SyncReplicas", 1) in waits) == (plan != "semi_sync")
+    evaluated = evaluation_plan(built, recsys_tasks()).tasks
+    assert {"BalanceStart", "BalanceFinish", "SyncReplicas"}.isdisjoint(evaluated)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_in_yaml_gets_these_tasks_and_loses_them_again(plan: str, tmp_path: Path) -> None:
+    without, extended = recsys_tasks(), recsys_tasks(balanced=True, replicated=True)
+    path = tmp_path / "plan.yaml"
+    for written in (without, extended):
+        path.write_text(recsys_plan(plan, written).to_yaml(), encoding="utf-8")
+        assert recsys_plan(path, extended).description() == recsys_plan(plan, extended).description()
+        assert recsys_plan(path, without).description() == recsys_plan(plan, without).description()
+
+
+def test_another_batch_runs_forward_between_the_gather_and_the_exchange() -> None:
+    order = recsys_plan("prefetch", recsys_tasks(balanced=True)).order
+    between = order[order.index("BalanceStart") : order.index("BalanceFinish")]
+    assert {"EmbForward", "DenseForward"} <= set(between)
 
 
 # What is refused.

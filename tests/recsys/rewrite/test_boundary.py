@@ -20,11 +20,6 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum()
 
 
-def a_row_changed(x: torch.Tensor) -> torch.Tensor:
-    x[0].add_(3.0)
-    return (x**3).sum()
-
-
 def a_view_zeroed(x: torch.Tensor) -> torch.Tensor:
     first = x.narrow(1, 0, 2)
     first.zero_()
@@ -35,11 +30,7 @@ def rectified(x: torch.Tensor) -> torch.Tensor:
     return torch.relu_(x).pow(2).sum()
 
 
-def used_twice(x: torch.Tensor) -> torch.Tensor:
-    return (x * 3).sum() + x.sin().sum() + x[:, :1].sum()
-
-
-@pytest.mark.parametrize("use", [doubled, a_row_changed, a_view_zeroed, rectified, used_twice])
+@pytest.mark.parametrize("use", [doubled, a_view_zeroed, rectified])
 def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
     use: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -84,17 +75,6 @@ def test_an_output_without_use_has_a_gradient_of_zeros() -> None:
     cut_tensor(source(torch.ones(2, 2, requires_grad=True)), cuts)
     assert cuts[0].gradient is None
     assert torch.equal(cuts[0].scaled_gradient(7.0), torch.zeros(2, 2))
-
-
-def test_the_gradient_comes_in_the_dtype_of_the_source_under_autocast() -> None:
-    weight = torch.randn(3, 4, requires_grad=True)
-    dense = torch.nn.Linear(4, 2)
-    cuts: list[Cut] = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = dense(cut_tensor(source(weight), cuts)).float().sum()
-    loss.backward()
-    assert cuts[0].gradient is not None
-    assert cuts[0].gradient.dtype == torch.float32
 
 
 def test_outputs_keep_their_structure() -> None:

@@ -78,19 +78,6 @@ def test_what_follows_the_last_sharded_call_need_not_be_traceable() -> None:
     assert found(Step(), "training_step") == {"table": "batch['sparse']", "other": "batch['sparse']"}
 
 
-def test_what_was_found_before_a_trace_broke_stays() -> None:
-    class Step(Model):
-        def forward(self, batch: Any) -> Any:
-            first = self.table(batch[0])
-            if first.sum() > 0:
-                return first
-            return self.other(batch[0])
-
-    results = found(Step())
-    assert results["table"] == "batch[0]"
-    assert results["other"].startswith("a trace of forward failed before: TraceError: symbolically traced variables")
-
-
 def test_post_processing_without_trainable_parameters_is_found_and_run_once_for_a_batch() -> None:
     class Step(Model):
         def forward(self, batch: Any) -> Any:
@@ -160,11 +147,3 @@ def test_arguments_that_need_the_step_itself_are_told_apart() -> None:
         "table": "its argument depends on the module 'drop', which draws random numbers (dropout)",
         "other": "its argument depends on the output of the sharded module 'table'",
     }
-
-
-def test_a_module_that_the_step_does_not_call_has_its_reason() -> None:
-    class Step(Model):
-        def forward(self, batch: Any) -> Any:
-            return self.table(batch)
-
-    assert found(Step()) == {"table": "batch", "other": "is not called in forward"}

@@ -1,4 +1,4 @@
-"""Finding what feeds a module by identity with the pieces of the first batch."""
+"""Finding what feeds a module by identity with the pieces of the first batch, or by the keys of jagged tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.modules.call_arguments import CallArguments, PostprocessResults
 from lightning_pipe.recsys.rewrite.find_record import Recorder
+from lightning_pipe.recsys.rewrite.resolution import find_directly
 
 
 def kjt() -> KeyedJaggedTensor:
@@ -60,3 +61,35 @@ def test_a_module_called_twice_or_never_has_a_reason_and_no_arguments() -> None:
     assert recorder.found("b") == "was not called in the first step"
     assert recorder.call("a") is None
     assert recorder.call("b") is None
+
+
+# By keys.
+
+
+def of_keys(*keys: str) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=list(keys), values=torch.arange(len(keys)), lengths=torch.ones(len(keys), dtype=torch.int64)
+    )
+
+
+def test_the_one_jagged_tensor_with_all_features_is_taken() -> None:
+    batch = {"x": of_keys("a", "b", "c"), "y": of_keys("d")}
+    assert str(find_directly(batch, ["c", "a"])) == "batch['x']"
+
+
+def test_the_one_with_just_the_features_goes_before_larger_ones() -> None:
+    batch = {"x": of_keys("a", "b", "c"), "y": of_keys("b", "a")}
+    assert str(find_directly(batch, ["a", "b"])) == "batch['y']"
+
+
+def test_several_that_fit_are_named_and_none_is_taken() -> None:
+    assert find_directly([of_keys("a"), of_keys("a")], ["a"]) == (
+        "several keyed jagged tensors of the batch have its features ['a']: batch[0], batch[1]"
+    )
+
+
+def test_none_that_fits_is_said_with_what_there_is() -> None:
+    assert find_directly({"x": of_keys("a")}, ["a", "z"]) == (
+        "no keyed jagged tensor of the batch has all of its features ['a', 'z']; found: batch['x'] with ['a']"
+    )
+    assert str(find_directly(torch.zeros(1), ["z"])).endswith("found: none")

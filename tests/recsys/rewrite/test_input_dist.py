@@ -112,9 +112,6 @@ def bad_first_batches(rank: int, world: int, used: dict[str, Any]) -> dict[str, 
     (batch,) = batches(1)
     bad = with_large_id(batch) if rank == world - 1 else batch
     results["first ids, direct"] = raised(rewrite.start_input_dist, bad)
-    results["method"] = raised(ModelRewrite, model, **used, method="guess")
-    results["step"] = raised(ModelRewrite, model, **used, step="training_step")
-    results["resolve"] = raised(ModelRewrite(shard(Bags()), **used, method="record").resolve, batch)
     rows = shard(Bags(), "row_wise")
     over_rows = ModelRewrite(rows, **used, method="direct")
     results["variable sizes over rows"] = raised(pipelined_losses, over_rows, rows, variable_batches(1))
@@ -252,13 +249,6 @@ def test_first_batches_that_do_not_go_together_are_an_error_before_anything_is_s
                 in text
             )
             assert "rank 1 has 'batch.sparse' = \"keys ['f0', 'f1']" in text
-
-
-def test_what_cannot_be_set_up_is_named(errors: list[dict[str, Any]]) -> None:
-    for of_rank in errors:
-        assert of_rank["method"].startswith("SetupError: method is ")
-        assert of_rank["step"].startswith("SetupError: step must be a method of Bags that trains a batch")
-        assert of_rank["resolve"].startswith("SetupError: method='record' resolves during the first step")
 
 
 def test_variable_batch_sizes_over_rows_are_refused_on_gloo_by_name(errors: list[dict[str, Any]]) -> None:

@@ -170,7 +170,6 @@ def behaviours(rank: int, world: int) -> dict[str, Any]:
         results["made on one rank"] = compare(MadeOnOneRank, used)
         results["partial"] = compare(Partial, used, plainly=PartialWithZeros)
     results["structure"] = structure(used)
-    results["keys"] = keys_in_another_order(used)
     results["evaluation"] = evaluation(used)
     results["scale"] = scaled(used)
     results["unused"] = unused(used)
@@ -206,20 +205,6 @@ def structure(used: dict[str, Any]) -> list[Any]:
         seen.append(all(torch.equal(pooled[name], expected[name]) for name in FEATURES))
         seen.append(all(torch.equal(items[name].values(), expected_items[name].values()) for name in FEATURES))
     return seen
-
-
-def keys_in_another_order(used: dict[str, Any]) -> list[bool]:
-    expected = shard(Bags())
-    losses = reference_losses(expected, batches(4))
-    shuffled = batches(4)
-    for index in (1, 3):
-        shuffled[index].sparse = shuffled[index].sparse.permute([2, 0, 1])
-    model = shard(Bags())
-    rewrite = ModelRewrite(model, **used)
-    return [
-        pipelined_losses(rewrite, model, shuffled) == losses,
-        same_values(trained_values(model), trained_values(expected)),
-    ]
 
 
 def evaluation(used: dict[str, Any]) -> dict[str, bool]:
@@ -419,11 +404,6 @@ def test_outputs_are_what_the_modules_return_without_the_rewrite(behaviour: list
         assert all(of_rank["structure"])
 
 
-def test_keys_in_another_order_train_the_same(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
-        assert of_rank["keys"] == [True, True]
-
-
 def test_evaluation_in_mid_training_leaves_no_trace(behaviour: list[dict[str, Any]]) -> None:
     for of_rank in behaviour:
         assert of_rank["evaluation"] == dict.fromkeys(of_rank["evaluation"], True)
@@ -500,33 +480,3 @@ def test_rows_are_prefetched_only_into_a_cache_that_keeps_those_of_batches_in_fl
 def test_the_lookup_loads_cached_rows_if_the_backward_stops_before_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Prefetches(monkeypatch, prefetch_pipeline=True).called(splits_backward=True) == 0
     assert Prefetches(monkeypatch, prefetch_pipeline=True, has_cache=False).called(splits_backward=True) == 1
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_worker_submits_no_prefetch_in_the_middle_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = Prefetches(monkeypatch, prefetch_pipeline=True).entry
-    with entry.without_prefetch():
-        assert entry.lock.locked()
-    assert not entry.lock.locked()
-    with Prefetches(monkeypatch, prefetch_pipeline=True, has_cache=False).entry.without_prefetch():
-        pass
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_backward_holds_the_prefetches_of_modules_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shard(Bags())
-    (kernel,) = fused_kernels(model.module.a)
-    kernel.lxu_cache_weights = torch.ones(2, 8)
-    rewrite = ModelRewrite(model)
-    kernel.lxu_cache_weights = torch.ones(0, 0)
-    locked: list[bool] = []
-    run = rewrite.tables_backward.run
-
-    def observed(*arguments: Any) -> None:
-        locked.extend(entry.lock.locked() for entry in rewrite._sharded.values())
-        run(*arguments)
-
-    monkeypatch.setattr(rewrite.tables_backward, "run", observed)
-    pipelined_losses(rewrite, model, batches(2))
-    assert locked == [True, False] * 2
-    rewrite.restore()

@@ -24,7 +24,7 @@ from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
 from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized, write_torch_export
 from tests.patience import HANG
-from tests.strategies.cases import IDS, Batch, Clicks, Dlrm, Mixed, Pooled, Processed, Rows, Sequenced, collate
+from tests.strategies.cases import IDS, Batch, Clicks, Dlrm, Mixed, Pooled, Rows, Sequenced, collate
 
 LOADERS = {
     "torch_export": "import fbgemm_gpu; program = torch.export.load(sys.argv[1]).module()",
@@ -66,7 +66,7 @@ def expected(module: Clicks) -> list[Tensor]:
         return [module.predict_step(batch, 0) for batch in batches()]
 
 
-@pytest.mark.parametrize("network", [Pooled, Mixed, Dlrm, Processed])
+@pytest.mark.parametrize("network", [Mixed, Dlrm])
 def test_a_program_of_torch_export_gives_the_models_scores(network: Callable[[], nn.Module], tmp_path: Path) -> None:
     module = trained(network)
     form = write_torch_export(module, batches()[0], tmp_path / "model.pt2")
@@ -139,16 +139,6 @@ def test_a_batch_may_have_one_id_or_none(kind: str, tmp_path: Path) -> None:
             assert torch.allclose(found, model(weighted(count)), rtol=0, atol=1e-6)
 
 
-def test_a_compiled_package_may_have_any_name(tmp_path: Path) -> None:
-    class Sum(nn.Module):
-        def forward(self, dense: Tensor) -> Tensor:
-            return dense.sum(1)
-
-    write_aoti(Sum(), torch.rand(2, 3), tmp_path / "my model")
-    dense = torch.rand(4, 3)
-    assert torch.allclose(torch._inductor.aoti_load_package(tmp_path / "my model")(dense), dense.sum(1))
-
-
 def test_a_compiler_that_is_absent_is_named(tmp_path: Path) -> None:
     class Product(nn.Module):
         def forward(self, dense: Tensor) -> Tensor:
@@ -202,16 +192,6 @@ def test_inputs_are_described_for_a_server() -> None:
     assert shapes["sparse.lengths"] == ("int64", [4, "batch"])
     assert shapes["tags.weights"] == ("float32", ["ids"])
     assert described["rows"] == dict.fromkeys(["user", "item", "past", "tag"], IDS)  # no table reads "friend"
-
-
-def test_ids_are_described_as_below_the_smallest_table_that_reads_them() -> None:
-    tables = [
-        EmbeddingConfig(name=f"of_{rows}", embedding_dim=4, num_embeddings=rows, feature_names=["user", *more])
-        for rows, more in ((7, []), (5, ["item"]), (9, ["past"]))
-    ]
-    model = nn.ModuleList([EmbeddingCollection([table]) for table in tables])
-    rows = FlatBatch(batches()[0]).description(batches()[0], model)["rows"]
-    assert rows == {"user": 5, "item": 5, "past": 9}
 
 
 NESTS: dict[str, Callable[[Any], Any]] = {

@@ -11,7 +11,6 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
-from torchrec.modules.embedding_configs import DataType
 
 from lightning_pipe._compat.torchrec import kernels_of
 from lightning_pipe.engine.common.errors import SetupError
@@ -88,21 +87,12 @@ def test_the_least_frequently_used_rows_can_only_be_replaced_without_prefetches_
     assert prefetches(sharded) == {"users": False, "history": True, "movies": False}
     assert arguments(sharded)["users"]["cache_algorithm"] is CacheAlgorithm.LFU
     assert arguments(sharded)["users"]["cache_load_factor"] == 0.1  # of the plan
-    both = {"cache_algorithm": "LFU", "prefetch_pipeline": True}
-    with pytest.raises(SetupError, match=r"table pooled\.\S+users\.weight has the cache_algorithm LFU"):
-        shard(make_model(), sharding_plan=with_caches(), fused_params=both)
-
-
-def test_what_a_table_s_constraints_say_in_torchrec_s_words_holds_too() -> None:
-    sharded = shard(make_model(), sharding_plan=with_caches(prefetch_pipeline=False, precision=DataType.FP16))
-    assert prefetches(sharded)["users"] is False
-    assert arguments(sharded)["users"]["cache_precision"] == SparseType.FP16
 
 
 def test_the_planner_of_a_gpu_plans_with_the_arguments_and_makes_tables_for_prefetches_ahead() -> None:
     model = make_model()
     tables = [table for table, _ in find_tables(model)]
-    cache = read_fused_params({"cache_load_factor": 0.5}, tables, {})
+    cache = read_fused_params({"cache_load_factor": 0.5}, tables)
     constraints = {
         name: ParameterConstraints(
             sharding_types=["table_wise"], compute_kernels=["fused_uvm_caching"], cache_params=params
@@ -128,24 +118,12 @@ def test_sharders_of_the_user_keep_their_own_arguments() -> None:
 @pytest.mark.parametrize(
     ("fused_params", "message"),
     [
-        (0.1, "fused_params must be a mapping .*got 0.1"),
         ({"load_factor": 0.1}, "the unknown key load_factor. Remove it; expected one of cache_algorithm"),
         ({"genres": {"cache_load_factor": 0.1}}, "name the table genres, which the model does not have.*history"),
         ({"users": {"users": 1}}, "table users have the unknown key users"),
-        ({"cache_load_factor": 2}, "cache_load_factor in fused_params of table history must be a number above 0"),
-        ({"cache_load_factor": "0.1"}, "must be a number above 0, at most 1, got '0.1'"),
-        ({"prefetch_pipeline": 1}, "must be True or False, got 1"),
-        ({"cache_algorithm": "fifo"}, "must be LRU or LFU, got 'fifo'"),
-        ({"cache_precision": "int8"}, "must be FP32 or FP16, got 'int8'"),
-        ({"cache_reserved_memory": -1}, "must be a number of bytes, got -1"),
+        ({"cache_algorithm": "fifo"}, "fused_params of table history, algorithm, must be one of LRU, LFU.* got 'fifo'"),
     ],
 )
 def test_arguments_that_no_kernel_takes_are_refused_with_those_it_takes(fused_params: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         shard(make_model(), fused_params=fused_params)
-
-
-def test_the_same_argument_is_said_in_one_place() -> None:
-    constraints = {"users": {"cache_params": {"load_factor": 0.1}}}
-    with pytest.raises(SetupError, match="table users has cache_params in its constraints, and fused_params"):
-        shard(make_model(), constraints=constraints, fused_params={"cache_load_factor": 0.5})

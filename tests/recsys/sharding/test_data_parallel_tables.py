@@ -53,13 +53,6 @@ def test_a_step_clears_the_gradients_it_used() -> None:
     assert torch.equal(sharded.full_table("users"), after)
 
 
-def test_without_replicated_tables_a_step_does_nothing() -> None:
-    sharded = shard(make_model(), constraints=constraints_for("table_wise"))
-    before = sharded.full_table("users")
-    sharded.step_data_parallel_tables()
-    assert torch.equal(sharded.full_table("users"), before)
-
-
 def test_tables_of_one_kernel_are_stepped_by_their_own_optimisers() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 

@@ -19,7 +19,6 @@ from tests.recsys.sharding_cases import (
     SGD,
     USERS,
     Model,
-    apply_in_backward,
     constraints_for,
     make_batch,
     make_model,
@@ -68,17 +67,6 @@ def test_a_learning_rate_reaches_replicated_tables() -> None:
     assert sharded.learning_rates() == {USERS: 0.25, MOVIES: 0.5, HISTORY: 0.5}
 
 
-def test_a_rate_that_does_not_change_touches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded = shard(make_model())
-    steps: list[object] = []
-    for optimizer in sharded._kernels:
-        monkeypatch.setattr(optimizer, "step", lambda: steps.append(1))
-    sharded.set_learning_rate_factor(1.0)
-    assert not steps
-    sharded.set_learning_rates({HISTORY: 0.125})
-    assert len(steps) == 1
-
-
 class Twins(nn.Module):
     """Two tables that a kernel can hold both of."""
 
@@ -101,16 +89,6 @@ def test_tables_in_one_kernel_cannot_have_two_rates() -> None:
     assert sharded.learning_rates() == {A: 0.5, B: 0.5}
     sharded.set_learning_rates({"a": 0.25, "b": 0.25})
     assert sharded.learning_rates() == {A: 0.25, B: 0.25}
-
-
-def test_tables_that_begin_with_two_rates_have_a_kernel_each() -> None:
-    model = Twins()
-    apply_in_backward(model, {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}, [A])
-    sharded = shard(model, constraints=TWINS)
-    sharded.set_learning_rates({"b": 0.25})
-    assert sharded.learning_rates() == {A: 0.1, B: 0.25}
-    sharded.set_learning_rate_factor(2.0)
-    assert sharded.learning_rates() == {A: 0.2, B: 1.0}
 
 
 def test_an_unknown_or_ambiguous_table_is_an_error_that_lists_the_tables() -> None:

@@ -71,21 +71,6 @@ def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not()
     assert costs["EmbForward"] == TaskCost(3.0, background=1.0, waited_by="EmbForward")
 
 
-def test_gradients_on_their_way_beside_an_exchange_have_half_of_the_network_each() -> None:
-    costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS)
-    # EmbBackward works for 2 and exchanges for 1, half of which is the exchange's; then 1.5 are left to wait for.
-    assert costs["EmbBackward"] == TaskCost(2.0, background=0.5, waited_by="EmbBackward")
-    assert costs["DenseBackward"] == TaskCost(5.0, background=2 + 0.5 + 1.5, waited_by="FinalizeGrads")
-    assert costs["FinalizeGrads"].seconds == pytest.approx(0.5)
-
-
-def test_without_known_waits_tasks_that_wait_for_another_ones_message_do_nothing_else() -> None:
-    costs = recsys_costs(OWN, peers=True, device=CPU)
-    assert costs["EmbPrefetch"] == TaskCost(0.0)
-    assert costs["EmbInputDistWait"] == TaskCost(0.0, background=3.0, waited_by="EmbPrefetch")
-    assert costs["EmbForward"] == TaskCost(4.0)
-
-
 def test_with_sizes_a_network_gives_the_seconds() -> None:
     sent = {
         "EmbForward": Message("all_to_all", 1e6),

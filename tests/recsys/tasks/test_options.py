@@ -8,23 +8,9 @@ import pytest
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys import CheckOptions, MemoryOptions, RewriteOptions, TrainPipeline, WireOptions
+from lightning_pipe.recsys import CheckOptions, TrainPipeline, WireOptions
 from tests.recsys.pipeline_cases import CASES, adam, sharded
 from tests.recsys.sharding_cases import CPU
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "group"),
-    [
-        (RewriteOptions, "evaluation", "rewrite"),
-        (MemoryOptions, "free_features_early", "memory"),
-        (CheckOptions, "validate_ids", "checks"),
-        (CheckOptions, "detect_nan", "checks"),
-    ],
-)
-def test_what_is_on_or_off_is_no_text(kind: Any, field: str, group: str) -> None:
-    with pytest.raises(SetupError, match=f"{group}.{field} is 'false'; expected True or False"):
-        kind(**{field: "false"})
 
 
 def test_unknown_precisions_and_integer_types_are_refused() -> None:
@@ -38,7 +24,6 @@ def test_unknown_precisions_and_integer_types_are_refused() -> None:
     ("options", "message"),
     [
         ({"wire": {"quantized_comms": {"forward": "bf16"}}}, "Pass quantized_comms to shard_model"),
-        ({"rewrite": {"evaluation": False}}, "always pipelined. Remove the option"),
         ({"checks": {"validate": True}}, "checks has 'validate'; expected only validate_ids, detect_nan"),
         ({"check": {}}, "options has 'check'; expected only rewrite, wire, memory, checks"),
         (

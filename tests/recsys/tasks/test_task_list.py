@@ -14,9 +14,7 @@ import yaml
 from torch import nn
 
 from lightning_pipe.engine import (
-    InputError,
     IterContext,
-    PipelineTask,
     PlanError,
     SWPipeline,
 )
@@ -34,7 +32,7 @@ from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.tasks.actions import TableHooks
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, sharded, train, values_of
-from tests.recsys.rewrite_cases import Bags, Batch, Processed, batches
+from tests.recsys.rewrite_cases import Bags, Batch, batches
 from tests.recsys.sharding_cases import CPU, ROW_WISE_ADAGRAD
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -99,25 +97,13 @@ def test_scaled_late_the_tables_backward_comes_last_and_reads_the_scale() -> Non
     assert "gradient_scale" in tasks[-2].writes
 
 
-@pytest.mark.parametrize("case", ["pooled, table_wise", "everything", "processed features, row_wise"])
-def test_what_a_task_hands_to_the_next_is_gone_when_the_batch_is_trained(case: str) -> None:
-    model = sharded(CASES[case])
-    optimizer = adam(model)
-    with actions_of(model, optimizer_step=optimizer.step) as actions:
-        for batch in CASES[case].data(2):  # the first resolves the model
-            ctx = run(actions, batch)
-    assert not {"splits", "input_requests", "features", "embeddings", "loss"} & {
-        name for name, value in vars(ctx).items() if value is not None
-    }
-
-
 def state_written(model: ShardedModel, call: Callable[[], Any]) -> list[str]:
     before = values_of(model)
     call()
     return difference(before, values_of(model))
 
 
-@pytest.mark.parametrize("case", ["pooled, table_wise", "pooled, data_parallel", "processed features, table_wise"])
+@pytest.mark.parametrize("case", ["pooled, table_wise", "pooled, data_parallel"])
 def test_tables_change_in_their_backward_only_and_layers_in_the_optimiser_step_only(case: str) -> None:
     model = sharded(CASES[case])
     with actions_of(model, optimizer_step=adam(model).step) as actions:
@@ -126,20 +112,6 @@ def test_tables_change_in_their_backward_only_and_layers_in_the_optimiser_step_o
     assert {name for name, values in changed.items() if values} == {"EmbBackward", "OptimStep"}
     assert all("embedding_bags" in name for name in changed["EmbBackward"])
     assert not any("embedding_bags" in name for name in changed["OptimStep"])
-
-
-def test_gradients_of_feature_processors_come_with_the_tables_backward() -> None:
-    model = sharded(Case(lambda: Pair(Processed())))
-    processors = [value for name, value in model.dense_parameters() if "position_weight" in name]
-    assert len(processors) == 3
-    with actions_of(model) as actions:
-        ctx = IterContext(batches(1)[0])
-        first = None
-        for task in recsys_tasks(actions):
-            task.fn(ctx)
-            if first is None and all(value.grad is not None for value in processors):
-                first = task.name
-    assert first == "EmbBackward"
 
 
 class Pair(nn.Module):
@@ -232,17 +204,6 @@ def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
         pipeline.finish()
         pipeline.close()
     assert called == ["step", "backward"]
-
-
-def test_alone_a_rank_says_at_once_that_a_batch_cannot_be_moved() -> None:
-    def refuse(batch: Any) -> Any:
-        raise InputError("no")
-
-    model = sharded(Case(pooled))
-    with actions_of(model, transfer=refuse) as actions:
-        task: PipelineTask = recsys_tasks(actions)[0]
-        with pytest.raises(InputError, match="no"):
-            task.fn(IterContext(batches(1)[0]))
 
 
 # A task from outside the package: its declaration here, its place in a plan.

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import KEYS, SGD, WIDTH, Batch, Model, batch, same, shard, tables, train
 
@@ -103,27 +101,6 @@ def test_weights_count_where_they_are_asked_for_and_nowhere_else(tmp_path: Path)
         assert not same(found["asked"], found["none"])
         assert "has is_weighted=True" in found["missing"]
         assert "expected a weight for each id" in found["missing"]
-
-
-# ---------------------------------------------------------------------- tables
-
-
-def table(**options: Any) -> DynamicTable:
-    return DynamicTable(**{"name": "t", "embedding_dim": 4, "feature_names": ["user"], "cache_rows": 9, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"embedding_dim": 3}, "embedding_dim of .* must be a multiple of 4, .* got 3. Set it to 4, for example"),
-        ({"embedding_dim": 9}, "12, for example"),
-        ({"data_type": DataType.INT8}, "INT8.* Use DataType.FP32, DataType.FP16"),
-        ({"data_type": DataType.BF16}, "BF16.* Use DataType.FP32, DataType.FP16"),
-    ],
-)
-def test_rows_that_no_kernel_trains_are_refused_when_the_table_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SetupError, match=message):
-        table(**options)
 
 
 def test_a_state_dict_without_rows_is_loaded_into_a_module_that_is_not_sharded(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.rounding import Reference
 from tests.tiers import sampled
 
 STEPS = 6
-PLANS = ("serial", "base", "threaded_input", "prefetch")
+PLANS = ("base", "threaded_input")
 
 
 class Weighted(nn.Module):
@@ -175,27 +175,6 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all_under_every_plan() -> None:
         assert trained_before == other[name][1] <= 2
 
 
-def evaluates(rank: int, world_size: int) -> list[bool]:
-    model = sharded(CASES["pooled, table_wise"])
-    pipeline = TrainPipeline(model, adam(model), CPU, "prefetch", balancer=True)
-    data = batches(3)
-    train(pipeline, data)
-    before = pipeline.balance_report
-    model.module.eval()
-    evaluated, _ = train(pipeline, data)
-    pipeline.close()
-    with torch.no_grad():
-        expected = [model.module(batch)[1] for batch in data]
-    after = pipeline.balance_report
-    assert before is not None
-    assert after is not None
-    return [same_outputs(evaluated, expected), before.batches == 3, after.batches == 3]
-
-
-def test_a_model_in_evaluation_mode_gets_its_ranks_own_samples() -> None:
-    assert run_ranks(evaluates, 2) == [[True] * 3] * 2
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_trains_as_without_a_balancer() -> None:
     case = CASES["everything"]
@@ -203,11 +182,3 @@ def test_one_rank_trains_as_without_a_balancer() -> None:
     assert same_outputs(with_one[0], without[0])
     assert not difference(with_one[1], without[1])
     assert with_one[2].batches == STEPS
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_there_is_no_report_without_a_balancer() -> None:
-    model = sharded(CASES["pooled, table_wise"])
-    pipeline = TrainPipeline(model, adam(model), CPU)
-    assert pipeline.balance_report is None
-    pipeline.close()

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
-from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
@@ -105,7 +103,7 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, st
 }
 
 
-@pytest.mark.parametrize("name", ["SGD", "row-wise Adagrad"])
+@pytest.mark.parametrize("name", ["row-wise Adagrad"])
 def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) -> None:
     network, optimizer, kinds = TRAININGS[name]
     reference = unsharded(network, optimizer, 4)
@@ -162,11 +160,6 @@ class Tighter(OwnClipping):
         self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
 
 
-class Unclipped(Clicks):
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
-
-
 def trained(module: Clicks, **options: Any) -> dict[str, Tensor]:
     return state_of(fit(module, recsys("prefetch", optimizer=ADAGRAD), **options))
 
@@ -177,14 +170,6 @@ def test_a_module_that_clips_in_its_own_hook_clips_the_tables_too() -> None:
 
 def test_gradients_clipped_twice_are_clipped_as_lightning_clips_them_twice() -> None:
     assert unsharded(Pooled, ADAGRAD, 4, Tighter).differences(trained(Tighter(Pooled))) == []
-
-
-def test_a_module_that_overrides_clipping_and_does_not_clip_trains_as_without() -> None:
-    assert not difference(trained(Unclipped(Pooled)), trained(Clicks(Pooled)))
-
-
-def test_a_norm_that_is_not_reached_changes_nothing() -> None:
-    assert not difference(trained(Clicks(Pooled), gradient_clip_val=1e3), trained(Clicks(Pooled)))
 
 
 class NoLoss(Clicks):
@@ -226,25 +211,9 @@ def test_the_precision_plugin_is_as_before_after_training_and_after_a_failure() 
     assert not {"clip_grad_by_norm", "clip_grad_by_value"} & set(vars(strategy.precision_plugin))
 
 
-def test_without_clipping_nothing_is_replaced_and_the_tables_backward_keeps_its_place() -> None:
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
-            assert list(trainer.strategy.pipeline.plan.tasks)[-1] == "OptimStep"  # type: ignore[attr-defined]
-
-    fit(Clicks(Pooled), recsys("prefetch"), callbacks=[Watch()], max_epochs=1)
-
-
 def test_clipping_by_value_is_refused() -> None:
     with pytest.raises(SetupError, match="Set it to 'norm'"):
         fit(Clicks(Pooled), recsys(), gradient_clip_val=CLIP, gradient_clip_algorithm="value")
-
-
-def test_clipping_by_value_in_the_modules_own_hook_is_refused() -> None:
-    module = OwnClipping(Pooled)
-    module.algorithm = "value"
-    with pytest.raises(SetupError, match="Set it to 'norm'"):
-        fit(module, recsys())
 
 
 def test_clipping_accumulated_gradients_is_refused() -> None:
@@ -258,11 +227,3 @@ def test_clipping_accumulated_gradients_is_refused() -> None:
 def test_clipping_with_feature_processors_is_refused_by_name() -> None:
     with pytest.raises(SetupError, match=r"'network\.bags' is a ShardedFeatureProcessed"):
         fit(Clicks(Processed), recsys(), gradient_clip_val=CLIP)
-
-
-def test_a_plan_in_yaml_is_put_right_for_clipping(tmp_path: Any) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(recsys_plan("prefetch", recsys_tasks()).to_yaml(), encoding="utf-8")
-    module, by_name = Clicks(Pooled), Clicks(Pooled)
-    state = state_of(fit(module, recsys(path), gradient_clip_val=CLIP))
-    assert not difference(state, state_of(fit(by_name, recsys("prefetch"), gradient_clip_val=CLIP)))

@@ -29,7 +29,6 @@ from tests.strategies.cases import (
     Processed,
     difference,
     fit,
-    is_table,
     loader,
     recsys,
     state_of,
@@ -57,34 +56,19 @@ class InFloat(Pooled):
             return super().forward(batch)
 
 
-def unsharded(optimizer: dict[str, Any], clip: float | None, rows: int = 24) -> dict[str, Tensor]:
+def unsharded(optimizer: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
     """What Lightning trains by itself with the same scale."""
     module = Clicks(InFloat, optimizers=joint(optimizer))
-    used = fit(module, "auto", loader(rows), plugins=[half()], gradient_clip_val=clip, max_epochs=1)
+    used = fit(module, "auto", loader(), plugins=[half()], gradient_clip_val=clip, max_epochs=1)
     return own(state_of(used))
 
 
-@pytest.mark.parametrize(("clip", "optimizer"), [(CLIP, SGD), (None, ADAGRAD), (CLIP, ROW_WISE_ADAGRAD)])
+@pytest.mark.parametrize(("clip", "optimizer"), [(None, ADAGRAD), (CLIP, ROW_WISE_ADAGRAD)])
 def test_one_process_trains_as_lightning_trains_the_unsharded_module(optimizer: Any, clip: float | None) -> None:
     reference = Reference.of(lambda: unsharded(optimizer, clip))
     strategy = recsys("prefetch", ROW_WISE, optimizer)
     used = fit(Clicks(InFloat), strategy, plugins=[half()], gradient_clip_val=clip, max_epochs=1)
     assert reference.differences(own(state_of(used))) == []
-    # The comparison finds another learning rate of the tables, and a sample that is missing.
-    faster = optimizer | {"init_args": {"lr": 1.01 * optimizer["init_args"]["lr"]}}
-    tables = {name for name in reference.values if is_table(name)}
-    for fault in (unsharded(faster, clip), unsharded(optimizer, clip, rows=23)):
-        assert {line.split(":")[0] for line in reference.differences(fault)} >= tables
-
-
-def test_half_precision_trains_nearly_as_single_precision() -> None:
-    def trained(**options: Any) -> dict[str, Tensor]:
-        strategy = recsys("prefetch", ROW_WISE, ROW_WISE_ADAGRAD)
-        return own(state_of(fit(Clicks(Pooled), strategy, gradient_clip_val=CLIP, max_epochs=1, **options)))
-
-    # Tables that were not unscaled would have moved a thousand times as far. With each half off by one in its last
-    # place, values move by up to 0.005 (the spread of tests/rounding.py): the bound is ten spreads.
-    assert not difference(trained(plugins=[half()]), trained(), within=0.05)
 
 
 class Infinite(torch.autograd.Function):
@@ -173,15 +157,6 @@ def check_skip(record: Record) -> None:
     assert all(value.isfinite().all() for value in record.states[-1].values())
 
 
-@pytest.mark.parametrize(
-    ("where", "clip"),
-    # Two ranks run all three without clipping.
-    [("loss", CLIP), ("tables", CLIP), ("dense", None)],
-)
-def test_a_batch_that_overflows_changes_nothing_but_the_scale(where: str, clip: float | None) -> None:
-    check_skip(overflown(where, "prefetch", clip))
-
-
 class LossOfSomeRanks(Clicks):
     """The first rank has no loss in the first batch, and no rank has one in the second."""
 
@@ -196,13 +171,12 @@ def two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         f"{where} {clip}": overflown(where, "prefetch", clip)
         for where, clip in (("loss", None), ("tables", None), ("dense", None), ("tables", CLIP))
     }
-    for clip in (None, CLIP):
-        for precision in ("16-mixed", "32-true"):
-            options: dict[str, Any] = {"plugins": [half()]} if precision == "16-mixed" else {}
-            module = LossOfSomeRanks(InFloat)
-            records[f"no loss {clip} {precision}"] = state_of(
-                fit(module, recsys("prefetch", ROW_WISE, SGD), loader(in_order=True), gradient_clip_val=clip, **options)
-            )
+    for precision in ("16-mixed", "32-true"):
+        options: dict[str, Any] = {"plugins": [half()]} if precision == "16-mixed" else {}
+        module = LossOfSomeRanks(InFloat)
+        records[f"no loss {precision}"] = state_of(
+            fit(module, recsys("prefetch", ROW_WISE, SGD), loader(in_order=True), gradient_clip_val=CLIP, **options)
+        )
     return records
 
 
@@ -219,12 +193,11 @@ def test_all_ranks_skip_a_batch_that_overflows_on_one(name: str, by_two: Any) ->
     assert not difference(first, second)
 
 
-@pytest.mark.parametrize("clip", [None, CLIP])
-def test_a_rank_without_a_loss_steps_with_the_others(clip: float | None, by_two: Any) -> None:
-    first, second = (rank[f"no loss {clip} 16-mixed"] for rank in by_two)
+def test_a_rank_without_a_loss_steps_with_the_others(by_two: Any) -> None:
+    first, second = (rank["no loss 16-mixed"] for rank in by_two)
     assert not difference(first, second)
     # The scale is a power of two, by which nothing is rounded.
-    assert not difference(first, by_two[0][f"no loss {clip} 32-true"])
+    assert not difference(first, by_two[0]["no loss 32-true"])
 
 
 class SkipsSteps(Clicks):
@@ -259,17 +232,9 @@ def test_feature_processors_are_refused_by_name() -> None:
         fit(Clicks(Processed), recsys(), plugins=[half()])
 
 
-def test_a_scaler_that_is_switched_off_trains_as_without_one() -> None:
-    off = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
-    used = fit(Clicks(InFloat), recsys("prefetch", ROW_WISE, SGD), plugins=[off], max_epochs=1)
-    without = fit(Clicks(InFloat), recsys("prefetch", ROW_WISE, SGD), max_epochs=1)
-    assert not difference(state_of(used), state_of(without))
-
-
-@pytest.mark.parametrize("where", ["tables", "dense"])
-def test_an_optimiser_that_unscales_by_itself_skips_with_the_tables(where: str) -> None:
+def test_an_optimiser_that_unscales_by_itself_skips_with_the_tables() -> None:
     record = Record()
-    module = Overflows(where)
+    module = Overflows("tables")
     module.optimizers_of = lambda one: torch.optim.Adam(one.dense_parameters(), lr=0.05, fused=True)
     fit(
         module,

@@ -23,7 +23,6 @@ from tests.strategies.cases import (
     Batch,
     Clicks,
     Mixed,
-    Pooled,
     Rows,
     collate,
     fit,
@@ -78,13 +77,6 @@ class Endless(IterableDataset[Any]):
         return iter([self.rows[index] for index in range(len(self.rows))])
 
 
-class Lying(Endless):
-    """The same, and a length that is not its own."""
-
-    def __len__(self) -> int:
-        return 12
-
-
 def inside(rows: list[Any]) -> dict[str, Batch]:
     return {"inside": collate(rows)}
 
@@ -113,7 +105,7 @@ def test_what_is_found_equals_what_the_module_computes_batch_by_batch(plan: str,
 
 @pytest.mark.parametrize(
     ("network", "plan"),
-    [(Pooled, "base"), (Mixed, "threaded_input"), (Mixed, "prefetch"), (Mixed, "fused_sparse_dist")],
+    [(Mixed, "threaded_input"), (Mixed, "fused_sparse_dist")],
 )
 def test_a_validation_in_mid_epoch_changes_nothing_of_training(plan: str, network: Any) -> None:
     def trained(**options: Any) -> tuple[Clicks, dict[str, Tensor]]:
@@ -156,12 +148,7 @@ def test_under_the_prefetch_plan_later_batches_are_under_way_when_one_is_evaluat
     }
 
 
-def test_under_the_serial_plan_none_is() -> None:
-    iterations = [span.iteration for span in spans("serial")]
-    assert iterations == sorted(iterations)
-
-
-@pytest.mark.parametrize("plan", ["serial", "prefetch"])
+@pytest.mark.parametrize("plan", ["prefetch"])
 def test_each_loader_may_have_batches_of_its_own_form(plan: str) -> None:
     def run(**options: Any) -> list[float]:
         module = Wrapped()
@@ -174,7 +161,7 @@ def test_each_loader_may_have_batches_of_its_own_form(plan: str) -> None:
     assert losses == run(rewrite={"evaluation": False})
 
 
-@pytest.mark.parametrize("plan", ["base", "fused_sparse_dist"])
+@pytest.mark.parametrize("plan", ["fused_sparse_dist"])
 def test_modules_that_are_called_twice_are_looked_up_as_they_are_called(plan: str) -> None:
     module, expected = Twice(), Everything()
     with pytest.warns(UserWarning, match="pipelined"):
@@ -183,7 +170,7 @@ def test_modules_that_are_called_twice_are_looked_up_as_they_are_called(plan: st
     assert module.evaluated == [loss for loss in expected.evaluated for _ in range(2)]
 
 
-@pytest.mark.parametrize("plan", ["base", "prefetch"])
+@pytest.mark.parametrize("plan", ["prefetch"])
 def test_an_error_leaves_the_module_as_it_was_and_training_can_begin(plan: str) -> None:
     class Breaking(Clicks):
         breaks = True
@@ -238,19 +225,6 @@ def test_an_evaluation_checks_ids_where_asked_to_and_leaves_the_kernels_counts()
     assert [int(kernel.iter_cpu) for one in modules for kernel in fused_kernels(one)] == before
 
 
-def test_lookups_run_in_the_precision_of_training() -> None:
-    losses = [
-        (module := Everything(), trainer(recsys(rewrite={"evaluation": ahead}), precision="bf16-mixed").validate(
-            module, loader(12), verbose=False
-        ), module.evaluated)[2]
-        for ahead in (True, False)
-    ]  # fmt: skip
-    assert losses[0] == losses[1]
-    plain = Everything()
-    trainer(recsys()).validate(plain, loader(12), verbose=False)
-    assert losses[0] != plain.evaluated
-
-
 # ---------------------------------------------------------------------- several ranks
 
 
@@ -283,11 +257,8 @@ def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
             [rows_of(rank, (4, 4)), DataLoader(Endless((4, 9)[rank]), 4, collate_fn=collate)],
             "test",
         ),
-        ("limited streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
-        ("a wrong length", DataLoader(Lying((12, 8)[rank]), 4, collate_fn=collate), "validate"),
     ):
-        limits = {"limit_val_batches": 5} if name == "limited streams" else {}
-        used = trainer(recsys(plan, KINDS, uneven_evaluation="error"), use_distributed_sampler=False, **limits)
+        used = trainer(recsys(plan, KINDS, uneven_evaluation="error"), use_distributed_sampler=False)
         try:
             getattr(used, entry)(Everything(), loaders)
         except InputError as error:
@@ -330,8 +301,6 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader() -> None:
     [
         ("uneven", r"uneven numbers of batches in validation, for each dataloader: \[4\] on rank 0, \[2\] on rank 1"),
         ("streams", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
-        ("limited streams", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
-        ("a wrong length", r"uneven numbers of batches: all ranks have 2, with 1 or more on rank 0 left over"),
         ("second stream", r"uneven numbers of batches: all ranks have 3, with \d or more on rank 1 left over"),
     ],
 )

@@ -32,10 +32,6 @@ class Changed(Clicks):
         return dataclasses.replace(batch, sparse=self.change(batch.sparse))
 
 
-def reversed_keys(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return features.permute([3, 2, 1, 0])
-
-
 def another_name(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     keys = ["usr" if key == "user" else key for key in KEYS]
     return KeyedJaggedTensor(keys, features.values(), lengths=features.lengths())
@@ -43,14 +39,6 @@ def another_name(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def not_integers(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
-
-
-@pytest.mark.parametrize("stages", [TRAINING, VALIDATION], ids="+".join)
-def test_keys_may_come_in_another_order_in_training_and_in_validation(stages: tuple[str, ...]) -> None:
-    changed, same = Changed(reversed_keys, stages), Clicks()
-    found, expected = (fit(module, recsys(optimizer=SGD), val=loader()) for module in (changed, same))
-    assert changed.losses == same.losses
-    assert found.callback_metrics["val_loss"] == expected.callback_metrics["val_loss"]
 
 
 @pytest.mark.parametrize("stages", [TRAINING, SANITY_CHECK], ids="+".join)

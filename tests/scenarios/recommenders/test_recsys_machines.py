@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
-
 from lightning_pipe.engine.ranks import exchanges, together
 from tests.distributed import run_ranks
 from tests.scenarios.recommenders.test_every_plan import FEATURES
-from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Pooled, difference, fit, loader, recsys, state_of
+from tests.strategies.cases import difference, fit, loader, recsys, state_of
 
 PLANS = ("serial", "prefetch")
 
@@ -46,18 +44,3 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
 def test_plans_train_on_several_machines_what_they_train_on_one() -> None:
     for found in run_ranks(both_ways, 3):
         assert found == dict.fromkeys(PLANS, ([], True, ["several"]))
-
-
-def replicas(rank: int, world_size: int) -> list[str]:
-    """Each replica on a machine of its own: its ids travel on one, in Gloo's all-to-all."""
-    states = []
-    for place in ("here", f"machine {rank // 2}", f"machine {rank}"):
-        with mock.patch.object(together, "place_of_process", return_value=place):
-            strategy = recsys("prefetch", None, ROW_WISE_ADAGRAD, replicas=2)
-            states.append(state_of(fit(Clicks(Pooled), strategy, loader(16 * world_size))))
-            dist.barrier()
-    return difference(states[0], states[1]) + difference(states[0], states[2])
-
-
-def test_replicas_of_tables_do_wherever_they_lie() -> None:
-    assert run_ranks(replicas, 4) == [[]] * 4

@@ -19,20 +19,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
 from tests.distributed import run_ranks
-from tests.rounding import Reference
 from tests.strategies.cases import (
     KEYS,
     PLANS,
     Batch,
     Clicks,
-    Memory,
     Mixed,
     Rows,
     collate,
     difference,
     fit,
     loader,
-    predictions,
     recsys,
     state_of,
     trainer,
@@ -88,7 +85,6 @@ HOOK = "a transfer hook"
 BAD_CASES = [
     *((name, 3, PLANS[place % len(PLANS)]) for place, name in enumerate([*BAD, HOOK])),
     ("an id out of range", 0, "prefetch"),
-    (HOOK, 0, "fused_sparse_dist"),
 ]
 
 
@@ -170,19 +166,6 @@ class Accumulating(Clicks):
         self.gradients.append(gradient.clone())
 
 
-class Synchronised(Clicks):
-    """Logs with a collective of its own in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("mean_loss", loss, sync_dist=True)
-        return loss
-
-
-def sized(rows: int) -> DataLoader[Any]:
-    return DataLoader(Rows(rows), batch_size=4, collate_fn=collate)
-
-
 class Endless(IterableDataset[Any]):
     """Batches of up to four rows without a length; as many rows as each rank is told."""
 
@@ -225,29 +208,12 @@ def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
     accumulating = Accumulating()
     fit(accumulating, recsys(plan, KINDS), loader(48), accumulate_grad_batches=3, max_epochs=1)
     results[f"accumulating, {plan}"] = accumulating.gradients
-    logging, logger = Synchronised(), Memory()
-    fit(logging, recsys(plan, KINDS), logger=logger)
-    logged = [line["mean_loss"] for _, line in logger.lines if "mean_loss" in line]
-    results[f"synchronised, {plan}"] = logging.losses, logged
     return results
 
 
 def run_others(rank: int, world_size: int) -> dict[str, Any]:
     """Cases of no one plan."""
     results: dict[str, Any] = {}
-    results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
-    # Of which one sends ids in a process group more than the other.
-    results["plans differ in depth"] = failure(Clicks(), recsys("base" if rank == 0 else "serial", KINDS))
-    results["no optimiser"] = failure(Clicks(), recsys(optimizer=None))
-    predicting = trainer(recsys(kinds=KINDS), use_distributed_sampler=False)
-    rows = range(rank, (9, 4)[rank] * 2, 2)  # as Lightning's sampler has it, to an extreme
-    found = predictions(predicting, Clicks(), DataLoader([Rows(18)[row] for row in rows], 2, collate_fn=collate))  # type: ignore[arg-type]
-    results["uneven predictions"] = found
-    try:
-        refusing = recsys(kinds=KINDS, uneven_evaluation="error")
-        trainer(refusing, use_distributed_sampler=False).validate(Clicks(), sized((12, 5)[rank]))
-    except InputError as error:
-        results["uneven validation"] = str(error)
     differing = DataLoader(Rows((8, 7)[rank]), 4, collate_fn=collate)
     for clip in (None, 1.0):
         used = trainer(
@@ -261,7 +227,6 @@ def run_others(rank: int, world_size: int) -> dict[str, Any]:
             results[f"rows of a batch differ, clip {clip}"] = "trained"
         except InputError as error:
             results[f"rows of a batch differ, clip {clip}"] = str(error)
-    results["evaluation"] = evaluations()
     results["statistics"] = statistics(rank)
     return results
 
@@ -295,14 +260,6 @@ def statistics(rank: int) -> list[torch.Tensor]:
         trainer(recsys()).validate(loaded, loader(16), ckpt_path=path, verbose=False)
         dist.barrier()
     return [*found, of(loaded)]
-
-
-def evaluations() -> list[Any]:
-    module = Clicks()
-    used = trainer(recsys(kinds=KINDS), inference_mode=True)
-    validated = used.validate(module, loader(16), verbose=False)
-    tested = used.test(module, loader(16), verbose=False)
-    return [validated[0]["val_loss"], tested[0]["test_loss"], predictions(used, module, loader(16))]
 
 
 Results = Callable[[str], list[Any]]
@@ -344,22 +301,6 @@ def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: Res
         assert "called its closure a second time" in outcome["message"]
 
 
-def test_every_rank_knows_that_plans_differ(ranks: Results) -> None:
-    for outcome in ranks("plans differ"):
-        assert "PlanError" in outcome["kinds"], outcome
-        assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'prefetch'" in outcome["message"]
-    for outcome in ranks("plans differ in depth"):
-        assert "PlanError" in outcome["kinds"], outcome
-        assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'serial'" in outcome["message"]
-
-
-def test_every_rank_names_the_tables_without_an_optimiser(ranks: Results) -> None:
-    for outcome in ranks("no optimiser"):
-        assert "SetupError" in outcome["kinds"], outcome
-        assert "network.bags.embedding_bags.people.weight" in outcome["message"]
-        assert outcome["groups"] == 0
-
-
 @pytest.mark.parametrize(("accumulate", "everywhere"), WITHOUT)
 def test_a_step_may_have_no_loss(ranks: Results, accumulate: int, everywhere: bool) -> None:
     serial = ranks(f"without {accumulate} {everywhere} serial")
@@ -382,20 +323,6 @@ def test_batches_of_different_numbers_of_rows_are_explained_where_gloo_cannot_ex
         assert "must have the same number of rows on every rank" in message
 
 
-def test_uneven_ranks_predict_every_row_once(ranks: Results) -> None:
-    def alone() -> dict[str, Any]:
-        expected = predictions(trainer("auto"), Clicks(), loader(18))
-        return {f"of rank {rank}": expected[rank::2][:count] for rank, count in enumerate((9, 4))}
-
-    found = {f"of rank {rank}": one for rank, one in enumerate(ranks("uneven predictions"))}
-    assert Reference.of(alone).differences(found) == []
-
-
-def test_every_rank_says_that_they_have_uneven_numbers_of_batches_to_evaluate(ranks: Results) -> None:
-    for message in ranks("uneven validation"):
-        assert "uneven numbers of batches in validation, for each dataloader: [3] on rank 0, [2] on rank 1" in message
-
-
 @pytest.mark.parametrize("plan", CORNERS)
 def test_an_epoch_ends_with_the_rank_that_has_the_fewest_batches(ranks: Results, plan: str) -> None:
     assert ranks(f"uneven, {plan}") == [8, 8]
@@ -409,29 +336,6 @@ def test_gradients_are_averaged_over_ranks_once_for_all_micro_batches(ranks: Res
     one, other = ranks(f"accumulating, {plan}")
     averaged = [torch.equal(gradient, others) for gradient, others in zip(one, other, strict=True)]
     assert averaged == [False, False, True, False, False, True]
-
-
-@pytest.mark.parametrize("plan", CORNERS)
-def test_a_step_may_log_with_a_collective_of_its_own(ranks: Results, plan: str) -> None:
-    (losses, logged), (other_losses, other_logged) = ranks(f"synchronised, {plan}")
-    assert logged == other_logged
-    # A sum of two numbers in float32, and half of it.
-    assert torch.equal(torch.tensor(logged), (torch.tensor(losses) + torch.tensor(other_losses)) / 2)
-
-
-def test_evaluation_over_ranks_computes_what_one_process_does(ranks: Results) -> None:
-    def alone() -> dict[str, Any]:
-        used, module = trainer("auto"), Clicks()
-        (validated,) = used.validate(module, loader(16), verbose=False)
-        (tested,) = used.test(module, loader(16), verbose=False)
-        expected = predictions(used, module, loader(16))
-        return {**validated, **tested, "of rank 0": expected[::2], "of rank 1": expected[1::2]}
-
-    expected = Reference.of(alone)
-    evaluated = ranks("evaluation")
-    predicted = {f"of rank {rank}": found[2] for rank, found in enumerate(evaluated)}
-    for val_loss, test_loss, _ in evaluated:
-        assert expected.differences({"val_loss": val_loss, "test_loss": test_loss, **predicted}) == []
 
 
 def test_every_rank_ends_saves_and_evaluates_with_the_first_ones_running_statistics(

@@ -21,8 +21,6 @@ from tests.scenarios.recommenders.test_dynamic_embeddings import Dynamic
 from tests.strategies.cases import (
     Batch,
     Clicks,
-    Dlrm,
-    Mixed,
     Pooled,
     Processed,
     Rows,
@@ -39,11 +37,11 @@ BATCH = 3
 KINDS = {"people": "row_wise", "things": "table_wise"}
 # Rows of each rank, and what they are read from.
 CASES: dict[int, list[tuple[tuple[int, ...], str]]] = {
-    2: [((7, 0), "files"), ((0, 7), "streams"), ((1, 10), "files")],
+    2: [((7, 0), "files"), ((0, 7), "streams")],
     4: [((0, 1, 7, 10), "streams")],
 }
 # Rows of all ranks together, which Lightning's sampler shares out.
-TOTALS = (1, 7, 10)
+TOTALS = (1, 10)
 
 
 class Scored(Clicks):
@@ -187,7 +185,6 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 # Other ways to hold rows and to send them, which the unsharded module does not have.
 OTHER_WAYS: dict[str, dict[str, Any]] = {
     "bf16 on the wire": {"quantized_comms": {"forward": "bf16"}},
-    "ids of 32 bits on the wire": {"ids_on_wire": "int32"},
     "a balancer": {"balancer": True},
     "dynamic tables": {},
 }
@@ -206,23 +203,19 @@ def run_other_ways(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def run_more_cases(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for network in (Sequenced, Mixed, Processed, Dlrm):
+    for network in (Sequenced, Processed):
         results[network.__name__] = evaluated(shard((1, 10)), network)
-    for plan in ("serial", "base"):
-        results[plan] = evaluated(shard((1, 10)), plan=plan)
     results["batch by batch"] = evaluated(shard((1, 10)), rewrite={"evaluation": False})
     loaders = [shard((7, 0)), shard((0, 1), first=7), shard((4, 9), "streams", first=8)]
     results["several loaders"] = evaluated(loaders)
     results["no rows"] = evaluated(shard((0, 0)), own_loaders=True)["metrics"]
-    for name, module in (("twice", Twice()), ("other", Other()), ("gathers", Gathers()), ("fails", Fails())):
+    for name, module in (("twice", Twice()), ("other", Other()), ("fails", Fails())):
         used = trainer(recsys(kinds=KINDS), use_distributed_sampler=False)
         try:
             results[name] = used.validate(module, shard((1, 10)), verbose=False)
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
-    unsynced = Unsynced()
-    results["unsynced"] = trainer(recsys(), use_distributed_sampler=False).validate(unsynced, shard((7, 0)))
     states = []
     for counts in ((4, 4), (1, 10), (0, 11)):
         trained = Scored()
@@ -253,20 +246,10 @@ class Other(Clicks):
             raise LookupError("no such column")
 
 
-class Gathers(Scored):
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.all_gather(self.network(batch).sum())
-
-
 class Fails(Scored):
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if batch_idx == 2:
             raise LookupError("no such column")
-
-
-class Unsynced(Clicks):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.loss_of(batch), batch_size=len(batch.label))
 
 
 @cache
@@ -293,7 +276,7 @@ def test_lightnings_sampler_repeats_no_row(total: int) -> None:
     check(named(ranks(2), f"{total} in all"), (0, total))
 
 
-@pytest.mark.parametrize("network", [Sequenced, Mixed, Processed, Dlrm])
+@pytest.mark.parametrize("network", [Sequenced, Processed])
 def test_every_kind_of_sharded_module_is_joined(two: list[dict[str, Any]], network: Any) -> None:
     check(named(two, network.__name__), (0, 11), network=network)
 
@@ -316,9 +299,8 @@ def test_uneven_ranks_find_what_even_ones_find(other_ways: list[dict[str, Any]],
             assert float((found[metric] - value).abs().max()) <= within, metric
 
 
-@pytest.mark.parametrize("name", ["serial", "base", "batch by batch"])
-def test_every_plan_evaluates_uneven_ranks(two: list[dict[str, Any]], name: str) -> None:
-    check(named(two, name), (0, 11))
+def test_uneven_ranks_are_evaluated_batch_by_batch_too(two: list[dict[str, Any]]) -> None:
+    check(named(two, "batch by batch"), (0, 11))
 
 
 def test_each_loader_may_be_uneven(two: list[dict[str, Any]]) -> None:
@@ -347,7 +329,6 @@ def test_calls_that_are_not_known_ahead_are_joined(two: list[dict[str, Any]]) ->
             "LookupError: no such column",
             "in validation failed on another rank. rank 1: LookupError",
         ),
-        ("gathers", "InputError: all_gather was called in a batch", "rank 1: InputError: all_gather was called"),
         (
             "fails",
             "LookupError: no such column",
@@ -362,12 +343,6 @@ def test_what_fails_in_a_batch_of_some_ranks_is_an_error_on_all(
     assert own in failing
     assert "InputError" in other
     assert on_others in other
-
-
-def test_a_rank_without_rows_has_the_others_value_where_ranks_do_not_sum_it_up(two: list[dict[str, Any]]) -> None:
-    first, second = named(two, "unsynced")
-    assert first == second
-    assert len(first) == 1
 
 
 def test_training_is_the_same_whatever_is_validated_between(two: list[dict[str, Any]]) -> None:

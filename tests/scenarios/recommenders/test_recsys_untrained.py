@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.strategies.cases import (
     Clicks,
     Mixed,
     Sequenced,
-    difference,
     fit,
     is_table,
     recsys,
@@ -74,13 +72,3 @@ def test_frozen_tables_are_refused_by_name_with_the_way_to_leave_them_untrained(
     module.network.bags.requires_grad_(False)
     with pytest.raises(SetupError, match=r"tables network\.bags\.\S+people\.weight, \S+ must not be trained.*detach"):
         fit(module, recsys())
-
-
-def test_a_plan_in_yaml_may_look_up_ahead_of_the_schedule(tmp_path: Path) -> None:
-    ahead = ["H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward"]
-    behind = ["DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"]
-    tasks = "".join(f"  {task}: {{stage: {int(task in ahead)}}}\n" for task in [*ahead, *behind])
-    path = tmp_path / "ahead.yaml"
-    path.write_text(f"name: ahead\ntasks:\n{tasks}")
-    ahead_of, serial = (state_of(fit(Clicks(), recsys(plan))) for plan in (str(path), "serial"))
-    assert difference(ahead_of, serial) == []

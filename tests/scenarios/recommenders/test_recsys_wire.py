@@ -14,11 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     Clicks,
-    Mixed,
     Pooled,
     difference,
     fit,
@@ -27,24 +25,7 @@ from tests.strategies.cases import (
     trainer,
 )
 
-KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
 HALF = {"forward": "bf16", "backward": "fp16", "backward_loss_scale": 1024.0}
-# Sharding types, and how embeddings and ids travel.
-CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "16 bits": (KINDS, {"quantized_comms": HALF}),
-    "8 bits": (
-        {**KINDS, "people": "table_wise"},
-        {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids_on_wire": "int32"},
-    ),
-    "ids of 64 bits": (KINDS, {"ids_on_wire": "int64"}),
-    "as it comes": (KINDS, {}),
-}
-
-
-def train(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    kinds, wire = CASES[case]
-    module = Clicks(Mixed)
-    return module.losses, state_of(fit(module, recsys("prefetch", kinds, **wire)))
 
 
 def scaled() -> MixedPrecision:
@@ -92,7 +73,6 @@ def refused() -> dict[str, str]:
 
 def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     return {
-        "trained": {case: train(case) for case in CASES},
         "checkpoint": moved_through_a_checkpoint(),
         "refused": refused(),
     }
@@ -101,24 +81,6 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
-
-
-def test_what_ids_travel_as_changes_no_bit(ranks: list[dict[str, Any]]) -> None:
-    for of_rank in ranks:
-        (losses, state), (expected_losses, expected) = (
-            of_rank["trained"][case] for case in ("as it comes", "ids of 64 bits")
-        )
-        assert losses == expected_losses
-        assert difference(state, expected) == []
-
-
-@pytest.mark.parametrize("case", ["16 bits", "8 bits"])
-def test_what_embeddings_travel_as_changes_little(ranks: list[dict[str, Any]], case: str) -> None:
-    for of_rank in ranks:
-        losses, _ = of_rank["trained"][case]
-        exact, _ = of_rank["trained"]["as it comes"]
-        assert losses != exact
-        assert losses == pytest.approx(exact, abs=0.02)
 
 
 def test_checkpoints_are_those_of_tables_in_32_bits(ranks: list[dict[str, Any]]) -> None:
@@ -136,10 +98,3 @@ REFUSED = {
 def test_what_cannot_be_is_refused_on_every_rank(ranks: list[dict[str, Any]], name: str) -> None:
     for of_rank in ranks:
         assert REFUSED[name] in of_rank["refused"][name]
-
-
-def test_a_name_that_does_not_exist_is_said_when_the_strategy_is_made() -> None:
-    with pytest.raises(SetupError, match="forward of quantized_comms is 'half'; expected one of 'fp32'"):
-        RecsysPipelineStrategy(wire={"quantized_comms": {"forward": "half"}})
-    with pytest.raises(SetupError, match=r"wire\.ids is 'int16'; expected one of 'auto', 'int32', 'int64'"):
-        RecsysPipelineStrategy(wire={"ids": "int16"})

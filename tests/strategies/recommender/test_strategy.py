@@ -61,6 +61,11 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
     assert [difference(state, states[0]) for state in states] == [[], [], [], []]
 
 
+def test_what_is_on_or_off_is_no_text() -> None:
+    with pytest.raises(SetupError, match="async_checkpoints is 'false'; expected True or False"):
+        recsys(async_checkpoints="false")
+
+
 def double(actions: Any, ctx: Any) -> None:
     ctx.batch = dataclasses.replace(ctx.batch, dense=2 * ctx.batch.dense)
 
