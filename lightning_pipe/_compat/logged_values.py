@@ -109,11 +109,24 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Logged values for a rank. On another number of ranks, the means of the epoch begin again."""
+def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Logged values for a rank, None without any; another number of ranks than wrote them gets equal shares."""
+    if not ranks:
+        return None
     stopped = any(packed["stopped"] for packed in ranks)
-    own = ranks[rank] if len(ranks) == rank_count else {**ranks[0], "epoch": []}
-    return {**own, "stopped": stopped}
+    if len(ranks) == rank_count:
+        return {**ranks[rank], "stopped": stopped}
+    shares = []
+    for entry in ranks[0]["epoch"]:
+        same = [other for packed in ranks for other in packed["epoch"] if other["arguments"] == entry["arguments"]]
+        if "value" not in entry or len(same) < len(ranks):
+            continue
+        values = torch.stack([other["value"] for other in same])
+        reduction = entry["reduction"].removeprefix("torch.")
+        value = getattr(values, f"a{reduction}")(0) if reduction in ("max", "min") else values.sum(0) / rank_count
+        rows = None if entry["rows"] is None else sum(other["rows"] for other in same) / rank_count
+        shares.append({**entry, "value": value, "rows": rows})
+    return {**ranks[0], "epoch": shares, "stopped": stopped}
 
 
 def restore(loop: Any, packed: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.llm.model.lora import add_adapters
+from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_family, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
@@ -50,6 +52,9 @@ class HFCausalLM(PipelineModule):
         chunk_tokens: number of tokens whose logits are computed at a time (default 1024).
         lora: a ``LoraConfig`` of peft, or a mapping of its fields, to train adapters and freeze all other parameters
             (default None: train all parameters).
+        on_meta: True to build a model with a config in
+            :func:`~lightning_pipe.llm.model.meta_tensors.parameters_on_meta`, so that no rank needs memory for the
+            whole model (default False).
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class HFCausalLM(PipelineModule):
         attention: str | None = None,
         chunk_tokens: int = 1024,
         lora: Any = None,
+        on_meta: bool = False,
     ) -> None:
         super().__init__()
         require("transformers", "5.23", "models of Hugging Face")
@@ -78,6 +84,7 @@ class HFCausalLM(PipelineModule):
             register_varlen()
         self.chunk_tokens = chunk_tokens
         self.lora = lora
+        self.on_meta = on_meta
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -85,9 +92,10 @@ class HFCausalLM(PipelineModule):
         model: Any
         if self._weights is None:
             try:
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    self.config, attn_implementation=self.attention
-                )
+                with parameters_on_meta() if self.on_meta else nullcontext():
+                    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                        self.config, attn_implementation=self.attention
+                    )
             except (ImportError, KeyError, ValueError) as error:
                 fix = "Use the config of a causal language model, such as llama, qwen3 or gpt_neox."
                 if self.attention is not None:

@@ -15,10 +15,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
+from tests.distributed import run_ranks
 from tests.loops.models import Net, trainer
 from tests.scenarios.checkpoints.monitoring import Noted, Setting, from_every_checkpoint
 from tests.scenarios.checkpoints.resuming import BATCHES, EPOCHS
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
+from tests.tiers import sampled
 
 EACH_STEP: dict[str, Any] = {"every_n_train_steps": 1}
 AFTER_VALIDATION: dict[str, Any] = {"save_on_train_epoch_end": False}
@@ -238,3 +240,22 @@ def test_damaged_logged_values_are_an_error_in_words(tmp_path: Path) -> None:
         torch.save(checkpoint, tmp_path / "b.ckpt")
         with pytest.raises(SetupError, match=r"state of rank 0's .* in the checkpoint '.*b\.ckpt' is damaged"):
             fitted(start=tmp_path / "b.ckpt")
+
+
+def on_other_ranks(rank: int, world: int, start: Path, saves: bool) -> tuple[list[tuple[int, float]], list[float]]:
+    """Rows and loss of each batch, and the mean of the epoch; two ranks have three batches of four rows each."""
+    rule = {"monitor": "train_loss_epoch", "sync_dist": True}
+    callbacks = [At("on_train_batch_end", 2, lambda used: used.save_checkpoint(start))] if saves else []
+    options: dict[str, Any] = {"devices": world, "limit_val_batches": 0, "max_epochs": 1}
+    module = fitted(*callbacks, start=None if saves else start, rule=rule, **options)
+    return list(zip(map(len, module.trained), module.losses, strict=True)), module.means
+
+
+@pytest.mark.parametrize("world", sampled([1, 3], {1}.__contains__))
+def test_the_mean_of_an_epoch_is_of_all_batches_on_another_number_of_ranks(world: int, tmp_path: Path) -> None:
+    (first, _), (second, _) = run_ranks(on_other_ranks, 2, tmp_path / "a.ckpt", True)
+    ranks = run_ranks(on_other_ranks, world, tmp_path / "a.ckpt", False)
+    batches = [*first[:2], *second[:2], *(batch for batches, _ in ranks for batch in batches)]
+    expected = sum(rows * loss for rows, loss in batches) / sum(rows for rows, _ in batches)
+    for _, (mean,) in ranks:
+        assert mean == pytest.approx(expected)
