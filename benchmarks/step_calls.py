@@ -49,7 +49,7 @@ class Calls:
             yield self
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def by_project(self) -> dict[str, float]:
         """Calls a step of each project, of others, and of all."""
