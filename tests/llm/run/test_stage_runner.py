@@ -248,7 +248,7 @@ def test_calls_of_any_size_in_any_order_are_a_plain_loop_and_use_schedules_again
     ("what", "words"),
     [
         ("loss", "no such label"),
-        ("prediction", "the result of a micro-batch is a str; expected a tensor"),
+        ("prediction", "the result of a micro-batch is a str of ['str']; expected a tensor"),
         ("numbers", "InputError: the ranks have [1, 2] micro-batches"),
         ("nothing", "InputError: the call has no micro-batch; expected a list of micro-batches"),
         ("mapping", "InputError: the call has a mapping; expected a list of micro-batches"),
