@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ hypothesis.settings.load_profile("suite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, what in TIERS.items():
         parser.addoption(f"--{marker}", action="store_true", help=f"run tests that are {marker}, too: {what}")
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,8 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (reason := lacking(item.nodeid)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-    place = {path: number for number, path in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    if (seed := config.getoption("--shuffle")) is not None:
+        _shuffle(items, random.Random(seed))
+    else:
+        place = {path: number for number, path in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,6 +82,15 @@ def pytest_collection_finish() -> None:
     # A collection would visit all modules and tests: half a second each time.
     gc.freeze()
     gc.enable()
+
+
+def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    # A fixture of a module is made once, since its tests stay together.
+    shuffled = order.sample(list(files.values()), len(files))
+    items[:] = [item for tests in shuffled for item in order.sample(tests, len(tests))]
 
 
 @pytest.hookimpl(wrapper=True)
