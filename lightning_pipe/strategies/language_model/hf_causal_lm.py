@@ -116,7 +116,7 @@ class HFCausalLM(PipelineModule):
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
         if name is not None and type(head) is nn.Linear and returns_head_results(model):
-            setattr(model, name, _ChunkedHead(head))
+            setattr(model, name, _ChunkedHead(head, getattr(model.config, "initializer_range", None) or 0.02))
         return cast(nn.Module, model) if self.lora is None else add_adapters(model, self.lora)
 
     def pretrained_weights(self) -> PretrainedWeights | None:
@@ -171,15 +171,19 @@ class HFCausalLM(PipelineModule):
 
 
 class _ChunkedHead(nn.Module):
-    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
+    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves."""
 
-    In a trace, which replaces modules by operations, it is an ordinary head.
-    """
-
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, std: float) -> None:
         super().__init__()
         self.weight = head.weight
         self.bias = head.bias
+        self._std = std
+
+    def reset_parameters(self) -> None:
+        """Initialize as transformers does a linear layer. A head on the meta device is initialized after it is here."""
+        nn.init.normal_(self.weight, std=self._std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -123,6 +123,15 @@ def test_a_table_shared_with_a_dense_layer_or_another_table_is_refused(memory_al
         find_tables(model)
 
 
+@pytest.mark.parametrize("shape", [(30, 8), (24, 4), (192,)])
+def test_weights_of_another_shape_than_the_config_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    model = Model()
+    model.sequence.embeddings["history"].weight.data = torch.randn(shape)
+    said = rf"table {HISTORY} must have the shape of its config, \[24, 8\].*got weights of the shape \[{shape[0]}"
+    with pytest.raises(SetupError, match=said):
+        find_tables(model)
+
+
 def test_tensors_in_separate_parts_of_one_storage_share_nothing() -> None:
     model = Model()
     together = torch.rand(2, 24, 8)

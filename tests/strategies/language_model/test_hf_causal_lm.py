@@ -60,6 +60,16 @@ def test_class_names_and_initial_values_are_hugging_faces_own(model_type: str) -
     assert not differing(values_of(module.model), values_of(theirs))
 
 
+def test_a_model_on_meta_has_no_memory_until_it_is_cut_into_stages() -> None:
+    module = HFCausalLM(hf_config("llama"), chunk_tokens=8, on_meta=True)
+    model = module.build_model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    fit(module, llm("gpipe"), loader(row_batches(2)))
+    assert module.model is not None
+    assert all(torch.isfinite(parameter).all() for parameter in module.model.parameters())
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_loss_and_gradients_are_those_of_hugging_faces_whole_logits(model_type: str) -> None:
     module, batch = built(model_type), row_batches(1)[0]
