@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pyarrow.fs
 import ray.train
 
 from lightning_pipe.ray import RayLightningEnvironment, ReportToRay, prepare_trainer
 
 
 class Losses(pl.Callback):
-    """Appends each batch's number in the epoch and loss to a file of the rank."""
+    """Appends each batch's number in the epoch and loss to a file of the rank.
+
+    Args:
+        folder: folder of the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,7 +31,12 @@ class Losses(pl.Callback):
 
 
 class Killed(pl.Callback):
-    """Kills the process of rank 1 after a batch, once."""
+    """Kills the process of rank 1 after a batch, once.
+
+    Args:
+        folder: folder for a mark that it has happened.
+        after: number of the batch.
+    """
 
     def __init__(self, folder: Path, after: int) -> None:
         self._mark, self._after = folder / "killed", after
@@ -65,15 +75,26 @@ def wrong_trainers(config: dict[str, Any]) -> None:
         finally:
             vars(storage).update(before)
 
+    def every(steps: int) -> Callable[[], ReportToRay]:
+        return lambda: ReportToRay(steps)
+
     of_rank_1 = {"devices": 1} if rank == 1 else {}
+    store = pyarrow.fs.SubTreeFileSystem("/", pyarrow.fs.LocalFileSystem())
     here = {"storage_fs_path": "/no/such/folder"} if rank == 1 else {}
     tried: dict[str, Callable[[], Any]] = {
         "no plugin": lambda: prepare(plugins=[]),
+        "one device": lambda: prepare(devices=1),
         "one device on a rank": lambda: prepare(**of_rank_1),
+        "two nodes": lambda: prepare(devices=1, num_nodes=2),
+        "another project's strategy": lambda: prepare(strategy="ddp"),
         "one process": lambda: prepare(strategy=InProcessPipelineStrategy()),
+        "no step": every(0),
         "in the background": lambda: report(asynchronous),
+        "a store": lambda: report_elsewhere(storage_filesystem=store),
         "unseen by a rank": lambda: report_elsewhere(**here),
         "right": prepare,
+        "right for the default plan": lambda: prepare(strategy="pipeline"),
+        "right for stages": lambda: prepare(strategy="llm_1f1b_pipeline"),
         "right to report": report,
     }
     lines = []

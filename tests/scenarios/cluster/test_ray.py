@@ -161,11 +161,19 @@ def test_training_continues_after_a_killed_worker_to_the_bits_of_torchrun(cluste
 
 TOLD = {
     "no plugin": "SetupError: the trainer finds its ranks with LightningEnvironment, expected RayLightningEnvironment",
+    "one device": "SetupError: the trainer has devices=1 and num_nodes=1, but Ray has started 2 workers, 2 of them on"
+    " this node. Use devices=2, num_nodes=1",
     "one device on a rank": "SetupError: rank 1: the trainer has devices=1",
+    "two nodes": "SetupError: the trainer has devices=1 and num_nodes=2",
+    "another project's strategy": "RuntimeError: Invalid strategy class",
     "one process": "SetupError: Ray has started 2 workers, but InProcessPipelineStrategy trains in one process",
+    "no step": "SetupError: every_n_train_steps is 0; expected None or at least 1",
     "in the background": "SetupError: async_checkpoints is True",
+    "a store": "SetupError: the run is stored at",
     "unseen by a rank": "SetupError: rank 1: the run is stored at '/no/such/folder/",
     "right": "accepted",
+    "right for the default plan": "accepted",
+    "right for stages": "accepted",
     "right to report": "accepted",
 }
 

@@ -1,17 +1,54 @@
-"""The host waits for the device in the tasks of the input alone, as docs/gpu.md says."""
+"""Each wait of the host for the device is listed in docs/gpu.md, with its number and a reason."""
 
 from __future__ import annotations
 
-import pytest
+from functools import cache
+from pathlib import Path
 
-from lightning_pipe.recsys import PLANS
+import pytest
+import torch
+
 from tests.distributed import run_ranks
 from tests.recsys.stream_cases import watch
+from tests.scenarios.streams import host_syncs
+from tests.scenarios.streams.host_syncs import (
+    AHEAD_OF_LOSS,
+    DYNAMIC,
+    REASONS,
+    STATIC,
+    by_plan,
+    of_dynamic_tables,
+    place,
+)
 
-INPUT = {"EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"}
+# The functions of other releases of TorchRec have other names.
+pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.14."), reason="the page is about torch 2.14")
+PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
+# Waits in the user's step belong to the user: TorchRec's to_dense reads each length.
+STEP = "recsys.tasks.train_pipeline._training_step"
+
+plans, dynamic = cache(by_plan), cache(of_dynamic_tables)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_no_plan_waits_in_the_step_itself(plan: str) -> None:
-    for seen in run_ranks(watch, 2, plan, "pooled"):
-        assert {sync.site.task for sync in seen.syncs} == INPUT
+def test_the_tables_of_the_page_are_those_of_the_detector() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [table for table in host_syncs.tables(plans(), dynamic()).split("\n\n") if table not in page] == []
+
+
+@pytest.mark.parametrize("training", [STATIC, DYNAMIC, pytest.param("", id="everything", marks=pytest.mark.exhaustive)])
+def test_each_wait_from_the_copy_to_the_loss_has_a_reason(training: str) -> None:
+    for seen in run_ranks(watch, 2, "prefetch", training):
+        own = [sync for sync in seen.all_syncs if not sync.site.package.startswith(STEP)]
+        waits = {place(sync) for sync in own if sync.site.task in AHEAD_OF_LOSS}
+        assert waits <= REASONS.keys()
+        assert waits
+
+
+def test_no_plan_waits_in_the_step_itself() -> None:
+    for syncs in plans().values():
+        assert {task for task, _ in syncs} == {"EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"}
+
+
+def test_a_read_in_the_worker_has_no_reason() -> None:
+    for seen in run_ranks(watch, 2, "prefetch", STATIC, "read in a worker"):
+        assert ("EmbPrefetch", "tests.recsys.stream_faults.read") in set(map(place, seen.syncs)) - REASONS.keys()
