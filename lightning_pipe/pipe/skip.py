@@ -126,12 +126,17 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         class decorator.
 
     Raises:
-        SetupError: a list is a single string, or ``forward`` is not a generator function.
+        SetupError: a name is in both lists, a list is a single string, or ``forward`` is not a generator function.
     """
     for what, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
             raise SetupError(f"{what} is the single name {names!r}; expected a list: [{names!r}]")
     stashes, pops = tuple(stash), tuple(pop)
+    if both := sorted({*stashes} & {*pops}):
+        raise SetupError(
+            f"a layer stashes and pops {', '.join(map(repr, both))}; expected a stash in one layer and a pop in a later"
+            " layer"
+        )
 
     def decorate(layer: type[T]) -> type[T]:
         generate = layer.forward

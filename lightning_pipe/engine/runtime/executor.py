@@ -38,8 +38,9 @@ from lightning_pipe.engine.runtime.worker import Worker, on_worker
 
 _log = logging.getLogger(__name__)
 
-# One task of a period: its stage, how it runs for a slot (None: call the function), and its operation.
-Call = tuple[int, Callable[["Slot"], None] | None, "Operation"]
+# One task of a period: its stage, the method that runs it for a slot (None: call its function), and its operation. The
+# method is not bound: a cycle of references would keep the tasks' weights until the next garbage collection.
+Call = tuple[int, Callable[["Executor", "Operation", "Slot"], None] | None, "Operation"]
 
 # State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
 Entered = tuple[AbstractContextManager[Any] | None, Begun | None, float, SubmissionTicket | None]
@@ -159,16 +160,16 @@ class Executor:
     def compile(self) -> None:
         """Decide how each task runs. An open period continues with the new calls."""
         self._observed = self._profiled or self.trace is not None or self.meter is not None
-        self.calls[:] = [(op.stage, self._compiled(op), op) for op in self._ordered]
+        self.calls[:] = [(op.stage, self._runs(op), op) for op in self._ordered]
         self.serial_calls[:] = [
-            (0, partial(self._run_alone, op) if self._observed or op.records else None, op) for op in self.operations
+            (0, Executor._run_alone if self._observed or op.records else None, op) for op in self.operations
         ]
 
-    def _compiled(self, op: Operation) -> Callable[[Slot], None] | None:
+    def _runs(self, op: Operation) -> Callable[[Executor, Operation, Slot], None] | None:
         if op.group != MAIN:
-            return partial(self._submit, op)
+            return Executor._submit
         bare = not op.waits and not op.records and op.stream is None and not self._observed
-        return None if bare else partial(self._run_here, op)
+        return None if bare else Executor._run_here
 
     # ------------------------------------------------------------------ iterations
 

@@ -527,7 +527,7 @@ class SWPipeline:
                     op.fn(slot.ctx)
                     current_tasks[MAIN] = op.name, slot.iteration, True
                 else:
-                    run(slot)
+                    run(executor, op, slot)
         except BaseException as error:
             where = ("between tasks", self._trained, 0)
             if op is not None and slot is not None:
