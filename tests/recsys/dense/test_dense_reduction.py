@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -139,6 +141,43 @@ def steps_beside_ddp(rank: int, group: dist.ProcessGroup) -> Any:
     return seen
 
 
+def accumulation(rank: int, group: dist.ProcessGroup) -> Any:
+    """Layer 3 is used on rank 1 in the first micro-batch only."""
+    module = Chain()
+    uses = [USES[rank], [0, 1]]
+    local = local_gradients(module, lambda copied: copied(batch(rank, 0), uses[0]) + copied(batch(rank, 1), uses[1]))
+    with reducing(module, group) as reducer, recorded_launches() as launches:
+        with reducer.no_sync():
+            reducer.prepare()
+            module(batch(rank, 0), uses[0]).backward()
+            reducer.finalize()
+        launches_before = len(launches)
+        before = gradients(module)
+        reducer.prepare()
+        module(batch(rank, 1), uses[1]).backward()
+        reducer.finalize()
+        alone = local_gradients(Chain(), lambda copied: copied(batch(rank, 0), uses[0]))
+        return launches_before, alone, before, local, gradients(module)
+
+
+def launch_order(rank: int, group: dist.ProcessGroup) -> Any:
+    """Ranks that use layers in opposite orders; and when the first bucket was launched in a plain backward."""
+    module = Chain()
+    opposite = EVERYTHING if rank == 0 else EVERYTHING[::-1]
+    with reducing(module, group) as reducer, recorded_launches() as launches:
+        reducer.prepare()
+        module(batch(rank, 0), opposite).backward()
+        in_backward = len(launches)
+        reducer.finalize()
+    with reducing(module, group) as reducer, recorded_launches() as plain:
+        launched_at_first_layer = []
+        module.get_parameter("layers.0.weight").register_hook(lambda _: launched_at_first_layer.append(len(plain)))
+        reducer.prepare()
+        module(batch(rank, 0), EVERYTHING).backward()
+        reducer.finalize()
+    return in_backward, launches, launched_at_first_layer[0]
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +234,45 @@ def failed_backward(rank: int, group: dist.ProcessGroup) -> Any:
             local = local_gradients(Chain(), lambda copied: copied(batch(rank, 1), EVERYTHING))
             results.append((message, kept, local, gradients(module)))
     return results
+
+
+class Watched:
+    """A reduction that is under way."""
+
+    def __init__(self, work: Any, waited: list[Any]) -> None:
+        self._work, self._waited = work, waited
+
+    def wait(self) -> None:
+        self._waited.append(self)
+        self._work.wait()
+
+
+def left_over(rank: int, group: dist.ProcessGroup) -> Any:
+    """How many reductions there were, and were waited for, after a step that nobody finished and in the next one."""
+    module = Chain()
+    waited: list[Any] = []
+    all_reduce = dist.all_reduce
+    with (
+        mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: Watched(all_reduce(*args, **kwargs), waited)),
+        reducing(module, group) as reducer,
+        recorded_launches() as launches,
+    ):
+        counts = []
+        for _ in range(2):
+            reducer.prepare()
+            counts.append((len(launches), len(set(waited))))
+            module(batch(rank, 0), EVERYTHING).backward()
+            kept = gradients(module)
+            reducer.leave()
+            counts.append((len(launches), len(set(waited))))
+            assert_same(gradients(module), kept)
+        reducer.prepare()
+        counts.append((len(launches), len(set(waited))))
+        module.zero_grad()
+        module(batch(rank, 1), EVERYTHING).backward()
+        reducer.finalize()
+    local = local_gradients(Chain(), lambda copied: copied(batch(rank, 1), EVERYTHING))
+    return counts, local, gradients(module)
 
 
 def _raise(gradient: torch.Tensor) -> None:
@@ -272,6 +350,22 @@ def frozen_then_trained(rank: int, group: dist.ProcessGroup) -> Any:
     return first, local_gradients(Chain(), lambda copied: copied(batch(rank, 0), uses)), gradients(module)
 
 
+def closed(rank: int, group: dist.ProcessGroup) -> Any:
+    module = Chain()
+    with reducing(module, group) as reducer:
+        reducer.prepare()
+    with recorded_launches() as launches:
+        module(batch(rank, 0), USES[rank]).backward()
+        reducer.prepare()
+        reducer.finalize()
+    alive = weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    # The module still lives, and would hold the reducer by a hook.
+    local = local_gradients(Chain(), lambda copied: copied(batch(rank, 0), USES[rank]))
+    return launches, alive() is None, local, gradients(module)
+
+
 def other_parameters(rank: int, group: dist.ProcessGroup) -> Any:
     """The error where dtypes differ, and where one rank trains nothing."""
 
@@ -309,12 +403,16 @@ def launched_early_and_late(rank: int, group: dist.ProcessGroup) -> Any:
 CASES: list[Case] = [
     uneven_use,
     steps_beside_ddp,
+    accumulation,
+    launch_order,
     mixed_dtypes,
     failed_backward,
+    left_over,
     second_backward,
     sparse_on_one_rank,
     waits_of_the_host,
     frozen_then_trained,
+    closed,
     other_parameters,
     launched_early_and_late,
 ]
@@ -387,12 +485,45 @@ def test_gradients_are_the_mean_over_ranks_whatever_each_rank_uses(results: Resu
     assert found_0["layers.3.weight"] is not None
 
 
+def test_a_parameter_that_no_rank_uses_keeps_no_gradient(results: Results) -> None:
+    for _, found in results(uneven_use):
+        assert found["layers.4.weight"] is None
+        assert found["layers.4.bias"] is None
+
+
 def test_every_step_equals_distributed_data_parallel(results: Results) -> None:
     for rank in results(steps_beside_ddp):
         assert len(rank) == 4
         for by_ddp, found in rank:
             # Halves are exact, and a sum of two has one order.
             assert_same(found, by_ddp)
+
+
+def test_without_sync_gradients_accumulate_on_the_rank_and_nothing_is_sent(results: Results) -> None:
+    for launches, alone, before, _, _ in results(accumulation):
+        assert launches == 0
+        assert_same(before, alone)
+
+
+def test_the_step_after_averages_what_all_micro_batches_accumulated(results: Results) -> None:
+    (*_, local_0, found_0), (*_, local_1, found_1) = results(accumulation)
+    expected = mean([local_0, local_1])
+    assert_same(found_0, expected)
+    assert_same(found_1, expected)
+    assert found_0["layers.3.weight"] is not None
+
+
+def test_buckets_are_launched_in_one_order_on_ranks_whose_gradients_come_in_opposite_orders(results: Results) -> None:
+    (in_backward_0, launches_0, _), (in_backward_1, launches_1, _) = results(launch_order)
+    assert launches_0 == launches_1
+    assert len(launches_0) == 5
+    # All gradients came, so all buckets were full when backward ended: none was left to finalize.
+    assert in_backward_0 == in_backward_1 == 5
+
+
+def test_a_full_bucket_is_launched_while_backward_still_runs(results: Results) -> None:
+    for *_, launched_at_first_layer in results(launch_order):
+        assert launched_at_first_layer == 4
 
 
 def test_parameters_of_other_dtypes_and_layouts_are_averaged_in_buckets_of_their_own(results: Results) -> None:
@@ -417,6 +548,14 @@ def test_a_backward_that_raises_leaves_no_rank_waiting_and_the_next_step_is_righ
     assert other_message == "no error"
     assert kept["layers.4.weight"] is not None
     assert kept["layers.0.weight"] is None
+    expected = mean([local_0, local_1])
+    assert_same(found_0, expected)
+    assert_same(found_1, expected)
+
+
+def test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory(results: Results) -> None:
+    (counts_0, local_0, found_0), (counts_1, local_1, found_1) = results(left_over)
+    assert counts_0 == counts_1 == [(0, 0), (5, 0), (5, 5), (10, 5), (10, 10)]
     expected = mean([local_0, local_1])
     assert_same(found_0, expected)
     assert_same(found_1, expected)
@@ -447,6 +586,13 @@ def test_parameters_may_be_frozen_and_trained_later(results: Results) -> None:
     for first, _, found in ranks:
         assert_same(found, expected)
         assert_same(first, {**expected, "layers.0.weight": None, "layers.0.bias": None})
+
+
+def test_after_close_no_hook_is_left_and_nothing_is_sent(results: Results) -> None:
+    for launches, forgotten, local, found in results(closed):
+        assert launches == []
+        assert forgotten
+        assert_same(found, local)
 
 
 def test_parameters_that_differ_between_ranks_are_an_error_on_every_rank(results: Results) -> None:
