@@ -83,7 +83,7 @@ class TrainingProgram:
         Raises:
             StopIteration: every batch has been trained.
         """
-        alone = self._alone is not None and not self.pipeline.in_flight and self._alone()
+        alone = self._alone is not None and self.pipeline.is_empty and self._alone()
         begun = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
         current = self.current = cast("TrainingContext", begun)  # its tasks declare the fields
         self.pipeline.run_until(self.transfer)

@@ -51,7 +51,8 @@ class SentAsInt32(KeyedJaggedTensor):
         """Return the same features with int32 instead of int64, or the same object if ids are int32 already."""
         if features.values().dtype != torch.int64:
             return features
-        features.length_per_key()  # cached here, so that the copy does not compute it
+        if features.length_per_key_or_none() is None:
+            features.length_per_key()  # cached here, so that the copy does not compute it
         lengths = features.lengths().int()
         sent = with_tensors(features, values=_narrowed(features.values()), lengths=lengths, offsets=None)
         sent.__class__ = SentAsInt32

@@ -107,8 +107,9 @@ def _misfit(features: KeyedJaggedTensor, reads: bool) -> str | None:
         return f"have length_per_key {list(stated)}, but their lengths add up to {summed}"
     if sum(summed) != values.numel():
         return f"have {values.numel()} ids, but their lengths add up to {sum(summed)}"
-    if list(features.offset_per_key()) != [0, *accumulate(summed)]:
-        return f"have offset_per_key {features.offset_per_key()}, but their lengths add up to {summed}"
+    offset_per_key = features.offset_per_key_or_none()
+    if offset_per_key is not None and list(offset_per_key) != [0, *accumulate(summed)]:
+        return f"have offset_per_key {offset_per_key}, but their lengths add up to {summed}"
     return None
 
 

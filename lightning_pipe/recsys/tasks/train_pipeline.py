@@ -254,7 +254,7 @@ class TrainPipeline:
         return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
-        if not self.pipeline.in_flight and starts_alone(self.rewrite, self.pipeline.plan):
+        if self.pipeline.is_empty and starts_alone(self.rewrite, self.pipeline.plan):
             self.pipeline.begin_serial(dataloader_iter)
         else:
             self.pipeline.begin(dataloader_iter)
