@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_pipe._compat.torch import fsspec_writer
 from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopies
 from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, place_of
-from lightning_pipe.checkpoints.safe_reading import with_checksum
+from lightning_pipe.checkpoints.safe_reading import SafeReader, with_checksum
 from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
@@ -132,6 +132,10 @@ def _finish(folder: Folder, beside: Folder, begun: Any, packed: bytes) -> None:
     if isinstance(folder, Path):
         finish_folder(folder, begun)
     else:
+        assert not isinstance(beside, Path)
+        files = {info.relative_path for info in SafeReader(beside).read_metadata().storage_data.values()}
+        if missing := sorted(files - beside.files()):
+            raise SetupError(f"another job has removed {missing[0]!r} from {str(beside)!r}")
         finish_remote(folder, begun)
 
 

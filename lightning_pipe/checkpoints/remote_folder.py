@@ -88,10 +88,16 @@ class RemotePath:
 
     def folders(self, pattern: re.Pattern[str]) -> list[RemotePath]:
         """Folders below this one whose names match *pattern*."""
+        return [self / name for name in self._names("directory") if pattern.fullmatch(name)]
+
+    def files(self) -> set[str]:
+        """Names of the files in this folder."""
+        return set(self._names("file"))
+
+    def _names(self, kind: str) -> list[str]:
         with self.errors(), suppress(FileNotFoundError):
-            found = [one["name"] for one in self.fs.ls(self._path, detail=True) if one["type"] == "directory"]
-            names = (name.rstrip("/").rpartition("/")[2] for name in found)
-            return [self / name for name in names if pattern.fullmatch(name)]
+            entries = [entry for entry in self.fs.ls(self._path, detail=True) if entry["type"] == kind]
+            return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
         return []
 
     def open(self, mode: Literal["rb"]) -> IO[bytes]:

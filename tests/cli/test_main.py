@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import textwrap
@@ -447,7 +448,8 @@ def test_an_error_of_one_ranks_data_ends_both_processes_with_a_message_each_and_
 @pytest.mark.exhaustive
 def test_a_users_exception_on_one_rank_keeps_its_traceback_and_ends_both_processes(folder: Path) -> None:
     result = run_command(folder, "--model.fails_on_rank", "1")
-    assert result.returncode == 1
+    # Lightning's launcher kills a rank that has not ended some seconds after another one failed.
+    assert result.returncode in (1, -signal.SIGKILL)
     assert "[rank1]: ZeroDivisionError: the user's own" in result.stderr
     assert "raise ZeroDivisionError" in textwrap.dedent(result.stderr)
 

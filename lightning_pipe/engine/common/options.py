@@ -47,4 +47,7 @@ def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] 
     unknown = [field for field in given or {} if field not in known]
     if unknown:
         raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(known)}")
-    return kind(**(given or {}))
+    options = dict(given or {})
+    flags = [field.name for field in fields(kind) if field.type == "bool"]  # type: ignore[arg-type]
+    check_flags(**{f"{name}.{flag}": options[flag] for flag in flags if flag in options})
+    return kind(**options)

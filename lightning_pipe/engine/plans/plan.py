@@ -62,6 +62,8 @@ class PipelinePlan:
         entries: dict[str, Any] = {"order": order, "deps": deps, "cross_iter_deps": cross_iter_deps, "stale": stale}
         spec = PlanSpec(name, self.schedule, pipeline_depth=pipeline_depth, **entries)
         self.name = spec.name
+        if not self.tasks:
+            raise PlanError(f"plan {name!r} has no tasks; schedule at least one")
         # The most derived context, which all tasks accept.
         contexts = [task.context for task in self.tasks.values()]
         self.context = max(contexts, key=lambda context: len(context.mro()), default=IterContext)

@@ -61,7 +61,8 @@ class SWPipeline:
     """Software pipeline that runs a plan over the batches of an iterator. One :meth:`progress` call trains one batch.
 
     A task that raises ends the pipeline: the call that runs its period and every later call raise the
-    :class:`TaskError`. An interrupt also ends the pipeline and is raised unchanged. :meth:`close` always works.
+    :class:`TaskError`. An interrupt in a task, or while the pipeline changes its state, also ends the pipeline and is
+    raised unchanged. :meth:`close` always works.
 
     Args:
         plan: tasks and their schedule.
@@ -268,6 +269,8 @@ class SWPipeline:
         self._check_running()
         target = self._position(task)
         op = self._calls[target][-1]
+        if isinstance(op.fn, Shortcut):
+            raise PlanError(f"task {task!r} is replayed and cannot be begun; call disable_shortcut({task!r}) first")
         where = self.plan.schedule[task]
         if where.stage != 0 or where.thread_group != MAIN or where.stream is not None:
             raise PlanError(

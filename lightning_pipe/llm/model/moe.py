@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe._compat.torch import FakeTensor
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.llm.losses.router_losses import pass_router_logits
 
 # Results of experts, from tokens sorted by expert and the number of tokens of each expert.
@@ -84,6 +85,7 @@ class MoE(nn.Module):
         z_coefficient: float = 0.001,
     ) -> None:
         super().__init__()
+        check_whole_number("top_k of the MoE", top_k, 1)
         self.num_experts = num_experts
         self.top_k = top_k
         self.balance_coefficient = balance_coefficient

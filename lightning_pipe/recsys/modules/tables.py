@@ -166,15 +166,13 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
 
 def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Parameter]]) -> None:
     """Refuse shared tables: sharding replaces a table's parameter, and other holders would silently train a copy."""
-    tables: dict[int, str] = {}
+    names: dict[int, str] = {}
     for table, parameter in found:
-        other = tables.setdefault(_memory(parameter), table.name)
+        other = names.setdefault(id(parameter), table.name)
         if other != table.name:
             raise SetupError(
-                f"tables {other} and {table.name} share memory, but sharding gives each table memory of its own. Give"
-                " each table a separate parameter."
+                f"tables {other} and {table.name} are one parameter. Give each table a separate parameter."
             )
-    holders = tuple({f"{table.holder_name}." if table.holder_name else "" for table, _ in found})
     for name, child in module.named_modules():
         held: dict[int, str] = {}
         for own, part in child._modules.items():
@@ -183,20 +181,60 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
                     f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, of which"
                     " sharding would only replace the first. Hold it under one name, and call it by that name."
                 )
-        if f"{name}.".startswith(holders):
+    holders = {table.holder_name for table, _ in found}
+    memory = _memory((table.name, parameter) for table, parameter in found)
+    for (first, values), (second, others) in _overlaps(memory, memory):
+        if first < second and values is not others:
+            raise SetupError(
+                f"tables {first} and {second} share memory, but sharding gives each table memory of its own. Give each"
+                " table separate values, for example weight.data = other.weight.data.clone()."
+            )
+    dense: list[tuple[str, torch.Tensor]] = []
+    for name, child in module.named_modules():
+        if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):
             continue
-        for own, tensor in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
-            if (shared := tables.get(_memory(tensor))) is not None:
+        for own, parameter in child.named_parameters(recurse=False):
+            if id(parameter) in names:
                 raise SetupError(
-                    f"table {shared} and {_join(name, own)} share memory, but a sharded table cannot be shared with a"
-                    " dense layer, which would silently keep a copy. Give that layer a separate parameter."
+                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are the same tensor, but a sharded"
+                    " table cannot be shared with a dense layer. Give that layer a separate parameter."
                 )
+        own_tensors = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
+        dense += ((_join(name, own), tensor) for own, tensor in own_tensors)
+    for (table_name, _), (other_name, _) in _overlaps(memory, _memory(dense)):
+        raise SetupError(
+            f"table {table_name} and {other_name} share memory, but a sharded table cannot be shared with a dense"
+            " layer, which would silently keep a copy. Give that layer separate values, for example"
+            " weight.data = table.weight.data.clone()."
+        )
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Address of a tensor's values, or the tensor's identity if it has none."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return tensor.data_ptr() if plain and not tensor.is_meta and tensor.numel() else id(tensor)
+_Memory = dict[int, list[tuple[str, torch.Tensor]]]
+
+
+def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
+    """Group named tensors by the address of their storage. Tensors without a storage of their own are left out."""
+    grouped: _Memory = {}
+    for name, tensor in tensors:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if plain and not tensor.is_meta and tensor.numel():
+            grouped.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    return grouped
+
+
+def _overlaps(first: _Memory, second: _Memory) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+    """Yield the pairs of a tensor of *first* and a tensor of *second* that share elements."""
+    for address in first.keys() & second.keys():
+        for one in first[address]:
+            for other in second[address]:
+                if _span(one[1])[0] < _span(other[1])[1] and _span(other[1])[0] < _span(one[1])[1]:
+                    yield one, other
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor, and the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Parameter]]:

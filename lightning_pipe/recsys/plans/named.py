@@ -161,7 +161,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimiser step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
-    spec = _with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
+    spec = _with_balancing(spec, names) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
     if looks_ahead(spec):
         _check_lookups(spec.name, tasks)
     for task, where in spec.schedule.items():
@@ -174,19 +174,20 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     return PipelinePlan.from_spec(spec, tasks)
 
 
-def _with_balancing(plan: PlanSpec) -> PlanSpec:
+def _with_balancing(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:
     """Add the tasks of a balancer to a plan that names neither: in the copy's stage, otherwise as the input dist.
 
-    The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads and
-    compute the partition while another batch runs forward. If the order leaves no room for that, the exchange precedes
-    the input dist. If the input dist of a batch comes in a later period than its copy, the exchange is the last task.
+    The gather follows the copy and the extra tasks directly behind it, and the exchange follows the dense forward:
+    ranks send their workloads and compute the partition while another batch runs forward. If the order leaves no room
+    for that, the exchange precedes the input dist. If the input dist of a batch comes in a later period than its copy,
+    the exchange is the last task.
     """
     copy, input_dist = (plan.schedule.get(name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if copy is None or input_dist is None or any(name in plan.schedule for name in BALANCING):
         return plan
     where = replace(input_dist, stage=copy.stage)
     gather, exchange = BALANCING
-    plan = plan.insert(gather, where, after="H2DAndShuffle")
+    plan = plan.insert(gather, where, after=names[names.index(gather) - 1])
     if not plan.order:
         return plan.insert(exchange, where)
     before = "EmbInputDistStart" if copy.stage == input_dist.stage else None

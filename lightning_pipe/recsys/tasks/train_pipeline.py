@@ -113,8 +113,9 @@ class TrainPipeline:
                 "wire.quantized_comms cannot be set for a TrainPipeline, because its model is sharded already. Pass"
                 " quantized_comms to shard_model() instead."
             )
-        declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
         self._sharded = sharded = model if isinstance(model, ShardedModel) else None
+        replicated = sharded is not None and sharded.replicas is not None
+        declared = recsys_plan(plan, recsys_tasks(balanced=bool(balancer), replicated=replicated, extra=extra_tasks))
         clip = None
         if max_norm is not None:
             if sharded is None or accumulate != 1:

@@ -182,7 +182,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._auto.refuse_without_auto(plan)
         self._take_uneven(uneven_batches, uneven_evaluation)
         # An unknown plan is an error here, not only when training begins.
-        self._declared = None if plan == AUTO else recsys_plan(plan, recsys_tasks(extra=extra_tasks))
+        replicated = (self._sharding.replicas or 1) > 1
+        tasks = recsys_tasks(balanced=bool(balancer), replicated=replicated, extra=extra_tasks)
+        self._declared = None if plan == AUTO else recsys_plan(plan, tasks)
         if extra_tasks and plan == AUTO:
             raise PlanError(
                 "plan='auto' chooses among plans that do not schedule the tasks of extra_tasks. Pass a plan that does."

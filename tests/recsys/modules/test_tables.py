@@ -104,31 +104,37 @@ def test_a_module_without_tables_is_sent_to_the_other_strategy() -> None:
         find_tables(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("memory_alone", [False, True])
-def test_a_table_shared_with_a_dense_layer_or_another_table_is_refused(memory_alone: bool) -> None:
-    def share(one: nn.Module, other: nn.Module) -> None:
-        if memory_alone:
-            one.weight.data = other.weight.data
-        else:
-            one.weight = other.weight
+def test_a_table_shared_with_a_dense_layer_is_refused() -> None:
+    model = Model()
+    model.tied = nn.Linear(8, 24)
+    model.tied.weight = model.pooled.embedding_bags["users"].weight
+    with pytest.raises(SetupError, match=rf"table {USERS} and parameter tied.weight are the same tensor"):
+        find_tables(model)
 
+
+def test_two_tables_that_are_one_parameter_are_refused() -> None:
+    model = Model()
+    model.pooled.embedding_bags["movies"].weight = model.pooled.embedding_bags["users"].weight
+    with pytest.raises(SetupError, match=rf"tables {USERS} and {MOVIES} are one parameter"):
+        find_tables(model)
+
+
+def test_a_table_in_the_memory_of_a_dense_layer_is_refused() -> None:
     model = Model()
     model.top = nn.Linear(8, 24)
-    share(model.top, model.pooled.embedding_bags["users"])
-    with pytest.raises(SetupError, match=rf"table {USERS} and top\.weight share memory"):
-        find_tables(model)
-    model = Model()
-    share(model.pooled.embedding_bags["movies"], model.pooled.embedding_bags["users"])
-    with pytest.raises(SetupError, match=rf"tables {USERS} and {MOVIES} share memory"):
+    model.top.weight.data = model.pooled.embedding_bags["users"].weight.data
+    with pytest.raises(SetupError, match=rf"table {USERS} and top\.weight share memory.*clone"):
         find_tables(model)
 
 
-@pytest.mark.parametrize("shape", [(30, 8), (24, 4), (192,)])
-def test_weights_of_another_shape_than_the_config_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+def test_a_table_in_the_memory_of_a_buffer_or_of_another_table_is_refused() -> None:
     model = Model()
-    model.sequence.embeddings["history"].weight.data = torch.randn(shape)
-    said = rf"table {HISTORY} must have the shape of its config, \[24, 8\].*got weights of the shape \[{shape[0]}"
-    with pytest.raises(SetupError, match=said):
+    model.register_buffer("shown", model.pooled.embedding_bags["users"].weight.data[3:5, 2:])
+    with pytest.raises(SetupError, match=rf"table {USERS} and shown share memory"):
+        find_tables(model)
+    model = Model()
+    model.pooled.embedding_bags["movies"].weight.data = model.pooled.embedding_bags["users"].weight.data
+    with pytest.raises(SetupError, match=rf"tables {MOVIES} and {USERS} share memory"):
         find_tables(model)
 
 
@@ -138,6 +144,15 @@ def test_tensors_in_separate_parts_of_one_storage_share_nothing() -> None:
     model.top = nn.Linear(8, 24)
     model.pooled.embedding_bags["users"].weight.data, model.top.weight.data = together
     assert len(find_tables(model)) == 3
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (20, 8), (24, 4), (192,)])
+def test_weights_of_another_shape_than_the_config_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    model = Model()
+    model.sequence.embeddings["history"].weight.data = torch.randn(shape)
+    said = rf"table {HISTORY} must have the shape of its config, \[24, 8\].*got weights of the shape \[{shape[0]}"
+    with pytest.raises(SetupError, match=said):
+        find_tables(model)
 
 
 @pytest.mark.parametrize(("device", "types"), [("cpu", "FP32 FP16"), ("cuda", "FP32 FP16 NFP8")])
