@@ -14,10 +14,10 @@ $(STAMP): scripts/setup.sh pyproject.toml setup.py $(wildcard requirements/*.txt
 	touch $@
 
 train: setup
-	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
+	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml $(ARGS)
 
 train-llm: setup
-	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
+	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml $(ARGS)
 
 # Run test after every change; test-all also runs the tests marked "exhaustive".
 # FILE=tests/... runs all tests of one file. ARGS are more options of pytest. WORKERS processes run files in parallel, each
@@ -27,7 +27,7 @@ test test-all: export OMP_NUM_THREADS = 1
 # If this is set, each process that a test starts compiles the package again.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
+	$(BIN)/python -m pytest $(ARGS) $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
 
 test-all: setup
 	$(BIN)/python -m pytest --exhaustive $(ARGS) $(or $(FILE),-n $(WORKERS) --dist loadfile)
