@@ -50,14 +50,15 @@ def write_actions(path: Path, name: str, pp_size: int, num_microbatches: int) ->
 def test_a_schedule_is_found_by_our_name_pytorchs_name_and_its_class(name: str) -> None:
     spec = SCHEDULES[name]
     pytorch_name = spec.schedule_class.__name__
-    assert get_schedule_class(pytorch_name.removeprefix("Schedule")) is spec.schedule_class
+    if spec.schedule_class.__module__.startswith("torch."):
+        assert get_schedule_class(pytorch_name.removeprefix("Schedule")) is spec.schedule_class
     for given in (name, name.upper(), pytorch_name, pytorch_name.lower(), pytorch_name.removeprefix("Schedule")):
         assert find_schedule(given) is spec
     assert find_schedule(spec.schedule_class) is spec
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(SetupError, match="'2f2b'; expected one of gpipe, 1f1b, looped_bfs") as caught:
+    with pytest.raises(SetupError, match="'2f2b'; expected one of gpipe, 1f1b, ") as caught:
         find_schedule("2f2b")
     assert all(name in str(caught.value) for name in SCHEDULES)
 
