@@ -14,7 +14,7 @@ perfect
 
 The output is the median and the quartiles of the slower rank's step times; the ratio of balanced to perfect (aim: at
 most 1.10); the imbalance of the batches; and the time of partitioning 8 ranks x 4,096 samples (aim: at most 15 ms).
-Another Python thread counts during the partition, to show that the partition releases the interpreter lock.
+Another Python thread counts during the partition, to show how much the partition slows down other threads.
 """
 
 from __future__ import annotations

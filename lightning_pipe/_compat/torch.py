@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -286,6 +285,8 @@ def is_node_needed(node: Any) -> bool:
 
 def set_donated_buffers(donated: bool) -> bool:
     """Set whether graphs that this thread compiles may overwrite saved tensors; return the previous setting."""
+    import torch._functorch.config
+
     before: bool = torch._functorch.config.donated_buffer
     torch._functorch.config.donated_buffer = donated
     return before

@@ -44,7 +44,10 @@ T = TypeVar("T")
 def ends_on_interrupt(
     method: Callable[Concatenate[SWPipeline, P], T],
 ) -> Callable[Concatenate[SWPipeline, P], T]:
-    """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent."""
+    """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent.
+
+    ``begin``, ``finish`` and ``_run_to``, which every batch calls, do the same without this function's call.
+    """
 
     @functools.wraps(method)
     def guarded(self: SWPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -62,8 +62,9 @@ def initialize_modules(model: nn.Module, names: Sequence[str], keep: Callable[[s
             " have no values. Build the model inside parameters_on_meta() instead of torch.device('meta')"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = {name: id(one) for name, one in parameters.items() if one.is_meta and keep(name)}
-    replace_tensors(model, lambda tensor: _not_a_number(tensor) if id(tensor) in kept.values() else tensor)
+    kept = [name for name, parameter in parameters.items() if parameter.is_meta and keep(name)]
+    without_memory = {id(parameters[name]) for name in kept}
+    replace_tensors(model, lambda tensor: _not_a_number(tensor) if id(tensor) in without_memory else tensor)
     first_names = {id(one): name for name, one in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {id(parameters[name]) for name in kept}

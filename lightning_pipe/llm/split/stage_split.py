@@ -286,4 +286,5 @@ def _share_first_rank_s_values(model: nn.Module) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)

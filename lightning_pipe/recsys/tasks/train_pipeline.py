@@ -115,7 +115,9 @@ class TrainPipeline:
             )
         self._sharded = sharded = model if isinstance(model, ShardedModel) else None
         replicated = sharded is not None and sharded.replicas is not None
-        declared = recsys_plan(plan, recsys_tasks(balanced=bool(balancer), replicated=replicated, extra=extra_tasks))
+        self._balancer = make_balancer(balancer)
+        balanced = self._balancer is not None
+        declared = recsys_plan(plan, recsys_tasks(balanced=balanced, replicated=replicated, extra=extra_tasks))
         clip = None
         if max_norm is not None:
             if sharded is None or accumulate != 1:
@@ -125,7 +127,6 @@ class TrainPipeline:
                     " returns and set accumulate to 1, or remove max_norm."
                 )
             clip = clipping(sharded, max_norm)
-        self._balancer = make_balancer(balancer)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._execute_all_batches = execute_all_batches

@@ -27,7 +27,6 @@ from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
@@ -182,8 +181,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._auto.refuse_without_auto(plan)
         self._take_uneven(uneven_batches, uneven_evaluation)
         # An unknown plan is an error here, not only when training begins.
+        self._balancer = make_balancer(balancer)
         replicated = (self._sharding.replicas or 1) > 1
-        tasks = recsys_tasks(balanced=bool(balancer), replicated=replicated, extra=extra_tasks)
+        tasks = recsys_tasks(balanced=self._balancer is not None, replicated=replicated, extra=extra_tasks)
         self._declared = None if plan == AUTO else recsys_plan(plan, tasks)
         if extra_tasks and plan == AUTO:
             raise PlanError(
@@ -195,7 +195,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sparse_lr_scheduler = sparse_lr_scheduler
         check_choice("accumulate_tables", accumulate_tables, ("micro_batch", "window"))
         self._in_every_batch = accumulate_tables == "micro_batch"
-        self._balancer = make_balancer(balancer)
         check_flags(transfer_on_worker=transfer_on_worker)
         self.transfer_on_worker = transfer_on_worker
         self._init_from = WarmStart.from_config(init_from)
@@ -362,6 +361,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self._program = TrainingProgram(pipeline, **arguments)
             return self._program
+        from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans  # lazy: plan="auto" only
+
         exploration = self._auto.search
         by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         plans = [*map(allowed, by_hand)]

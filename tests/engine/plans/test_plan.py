@@ -59,6 +59,11 @@ def test_groups_and_streams_are_listed_in_program_order_with_main_first() -> Non
     assert built.streams == ("b", "a")
 
 
+def test_a_plan_without_tasks_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no tasks"):
+        PipelinePlan({})
+
+
 def test_a_repeated_task_is_refused() -> None:
     with pytest.raises(PlanError, match="task 'Copy' is scheduled twice"):
         PipelinePlan([(COPY, TaskSchedule()), (COPY, TaskSchedule(1))])

@@ -67,6 +67,14 @@ def test_a_task_runs_once_more_and_is_then_replayed() -> None:
     assert not pipeline.shortcuts
 
 
+def test_a_replayed_task_is_not_begun_by_the_caller() -> None:
+    with pipeline_of(PipelineTask("Step", lambda ctx: None)) as pipeline:
+        pipeline.enable_shortcut("Step")
+        pipeline.begin(repeat(None))
+        with pytest.raises(PlanError, match=r"'Step' is replayed and cannot be begun; call disable_shortcut\('Step'\)"):
+            pipeline.begin_task("Step")
+
+
 def test_what_the_task_deletes_is_deleted_again_and_what_others_change_is_not_seen() -> None:
     def produce(ctx: IterContext) -> None:
         ctx.raw = torch.ones(2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeline
 
@@ -152,8 +153,25 @@ def message(work: Callable[[], object]) -> str:
     return "nothing"
 
 
+def drawn_by_each_rank() -> list[nn.Module]:
+    """The stages; the last has an order and a mask that every rank draws for itself, with equal sums and beginnings."""
+    stages = parts()
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    stages[-1].register_buffer("order", torch.cat([torch.arange(4), 4 + order]))
+    stages[-1].register_buffer("mask", torch.cat([torch.ones(4, dtype=torch.bool), order < 8]))
+    return stages
+
+
+def drawn(stage: nn.Module) -> list[list[Any]]:
+    return [buffer.tolist() for name, buffer in stage.named_buffers() if name.endswith(("order", "mask"))]
+
+
 def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    module = ByHand(drawn_by_each_rank, early=True)
+    fit(module, llm("1f1b", 4), batches())
+    assert module.model is not None
+    found["of this rank"], found["in training"] = drawn(drawn_by_each_rank()[-1]), drawn(module.model)
     for case, (module_of, schedule, scaled) in CASES.items():
         module = module_of()
         fit(module, llm(schedule, 4), data_of(scaled))
@@ -172,6 +190,10 @@ def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
+
+
+def test_what_ranks_have_drawn_differently_is_the_first_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["in training"] == ranks[0]["of this rank"] != ranks[1]["of this rank"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "PyTorch's stages"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.model.shapes import StageShapes
@@ -79,6 +80,11 @@ def test_a_token_becomes_the_sum_of_its_experts_results(top_k: int, sizes: tuple
     with grouped_calls() as calls:
         assert expected.differences(results(lambda layer, x: layer(x))) == []
     assert len(calls) == (3 if sizes == GROUPED and dtype == torch.float32 else 0)
+
+
+def test_a_layer_that_would_use_no_expert_is_refused() -> None:
+    with pytest.raises(SetupError, match="top_k of the MoE is 0; expected a whole number, 1 or more"):
+        make_layer(0)
 
 
 @pytest.mark.parametrize("sizes", [(WIDTH, HIDDEN), GROUPED], ids=["one by one", "in one call"])

@@ -17,6 +17,7 @@ from lightning_pipe.engine import (
     IterContext,
     PlanError,
     SWPipeline,
+    TaskSchedule,
 )
 from lightning_pipe.recsys import (
     ModelRewrite,
@@ -29,6 +30,7 @@ from lightning_pipe.recsys import (
 )
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.plans.named import plan_of_spec
 from lightning_pipe.recsys.tasks.actions import TableHooks
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, sharded, train, values_of
@@ -236,6 +238,13 @@ def test_a_task_of_the_callers_own_trains_in_a_plan_that_places_it(name: str, tm
     expected = trained("serial", larger)
     assert difference(trained(path, batches(5), extra_tasks=DOUBLED), expected) == []
     assert difference(trained("serial", batches(5)), expected) != []
+
+
+def test_beside_a_balancer_a_task_behind_the_copy_comes_before_the_exchange() -> None:
+    spec = recsys_plan("prefetch", recsys_tasks()).spec.insert("Double", TaskSchedule(2), after="H2DAndShuffle")
+    order = plan_of_spec(spec, recsys_tasks(balanced=True, extra=DOUBLED)).order
+    positions = [order.index(task) for task in ("H2DAndShuffle", "Double", "BalanceStart", "BalanceFinish")]
+    assert positions == sorted(positions)
 
 
 def test_extra_tasks_come_after_the_tasks_that_they_name() -> None:

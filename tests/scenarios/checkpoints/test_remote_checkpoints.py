@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_rest
+from lightning_pipe.checkpoints.folder_writing import write_folder
 from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
@@ -199,9 +202,21 @@ def resumed_and_saved(rank: int, world_size: int, environment: dict[str, str]) -
     used.save_checkpoint(f"{URL}/last.ckpt")
 
 
+class RemovesFiles:
+    """Another job that removes the files of a checkpoint while it is written."""
+
+    def commit(self, group: Any, *, to_write: bool) -> None:
+        """Nothing to commit."""
+
+    def write(self, folder: Path) -> None:
+        place: Any = place_of(URL)
+        (written,) = place.folders(re.compile(r"\.raced\.ckpt\..*"))
+        (written / f"__{dist.get_rank()}_0.distcp").remove()
+
+
 def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str]:
     os.environ.update(environment)
-    used = fit(Clicks(), recsys(), max_epochs=1)
+    used, race = fit(Clicks(), recsys(), max_epochs=1), cast(Any, RemovesFiles())
 
     def said(work: Any) -> str:
         with pytest.raises(SetupError) as caught:
@@ -212,6 +227,7 @@ def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str
         said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
         said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
         said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
+        said(lambda: write_folder(f"{URL}/raced.ckpt", {"model": {str(rank): torch.ones(2)}}, {}, race)),
     ]
 
 
@@ -219,8 +235,10 @@ def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_
     environment: dict[str, str],
 ) -> None:
     for found in run_ranks(refused, 2, environment):
-        password, absent, options = found
+        password, absent, options, raced = found
         assert "contains a password" in password
         assert f"'{URL}/none.ckpt' is not there" in absent
         assert "storage_options were given" in options
+        assert "another job has removed '__0_0.distcp'" in raced
+        assert not place_of(f"{URL}/raced.ckpt").exists()
         assert not any(SECRET in one or "hidden" in one for one in found)

@@ -92,6 +92,17 @@ def test_a_task_of_the_users_own_trains_ahead_and_is_profiled(place: TaskSchedul
     assert "Double" in profiling.profile.tasks
 
 
+def test_a_task_of_the_users_own_may_follow_the_balancer() -> None:
+    spec = recsys_plan("prefetch", recsys_tasks(balanced=True)).spec
+    spec = spec.insert("Double", spec.schedule["BalanceFinish"], after="BalanceFinish")
+    extra = {"BalanceFinish": DOUBLED["H2DAndShuffle"]}
+    plan = plan_of_spec(spec, recsys_tasks(balanced=True, extra=extra))
+    behind = fit(Clicks(), recsys(plan, balancer={}, extra_tasks=extra))
+    spec = recsys_plan("prefetch", recsys_tasks()).spec.insert("Double", TaskSchedule(2), after="H2DAndShuffle")
+    alone = fit(Clicks(), recsys(plan_of_spec(spec, recsys_tasks(extra=DOUBLED)), extra_tasks=DOUBLED))
+    assert difference(state_of(behind), state_of(alone)) == []
+
+
 @pytest.mark.parametrize("plan", ["prefetch", "auto"])
 def test_a_plan_without_a_place_for_a_task_of_the_users_own_is_refused(plan: str) -> None:
     with pytest.raises(PlanError, match=r"Double|extra_tasks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,22 @@ def test_a_commit_survives_and_what_came_after_it_does_not(folder: Path) -> None
     assert found.tolist() == [True] * len(EDGES) + [False]
     np.testing.assert_array_equal(records[:-1], some_records(len(EDGES)))
     store.close()
+
+
+def test_a_link_in_place_of_the_working_copy_is_removed_and_not_followed(folder: Path, tmp_path: Path) -> None:
+    store = open_store(folder)
+    store.write("a", EDGES, some_records(len(EDGES)))
+    commit(store)
+    store.close()
+    shutil.rmtree(folder / "working")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (folder / "working").symlink_to(tmp_path / "other")
+    store = open_store(folder)
+    np.testing.assert_array_equal(store.read("a", EDGES)[0], some_records(len(EDGES)))
+    store.close()
+    assert (tmp_path / "other" / "file").exists()
+    assert not (folder / "working").is_symlink()
 
 
 @pytest.mark.parametrize("forward", [False, True])
