@@ -101,8 +101,9 @@ class EpochData:
         if isinstance(fetcher, DataLoaderIterDataFetcher):
             self.ledger = None
             return
+        self._device = self._trainer.strategy.root_device
         if self._streams is None:
-            self._streams = RandomStreams(self._trainer.strategy.root_device)
+            self._streams = RandomStreams(self._device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_after_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
@@ -169,7 +170,7 @@ class EpochData:
         """Record the states of the generators before a batch draws from them."""
         # States read by a fetch of this period are still valid: all tasks since then draw from separate streams.
         found = None if self._streams is None else self._streams.common
-        self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
+        self._before_batch = get_states(self._device) if found is None else found
 
     def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
         """Return the resume point of a checkpoint that is written now; None before any data was read."""
@@ -270,7 +271,7 @@ class EpochData:
         assert self._fetcher is not None
         return {
             **_snapshots(self._fetcher.combined_loader),
-            "fetch": get_states(self._trainer.strategy.root_device),
+            "fetch": get_states(self._device),
         }
 
 
