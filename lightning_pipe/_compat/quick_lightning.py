@@ -9,7 +9,9 @@ or with Lightning's debug messages, they call Lightning's own helpers.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -39,8 +42,10 @@ _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "
           "on_test_batch_start", "on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end")  # fmt: skip
 # Lightning's own methods at import time. A base-class method that is replaced later counts as overridden.
 _OF_CALLBACKS, _OF_MODULES, _OF_STRATEGIES = (
-    {name: getattr(base, name, None) for name in _EMPTY} for base in (pl.Callback, pl.LightningModule, Strategy)
+    {name: getattr(base, name) for name in _EMPTY if hasattr(base, name)}
+    for base in (pl.Callback, pl.LightningModule, Strategy)
 )
+_NO_DEFAULT = object()
 _DEFAULTS: dict[str, Any] = {
     "on_before_batch_transfer": DataHooks.on_before_batch_transfer,
     "transfer_batch_to_device": DataHooks.transfer_batch_to_device,
@@ -48,40 +53,70 @@ _DEFAULTS: dict[str, Any] = {
     "batch_to_device": Strategy.batch_to_device,
     "on_before_backward": pl.LightningModule.on_before_backward,
     "backward": pl.LightningModule.backward,
+    "configure_gradient_clipping": pl.LightningModule.configure_gradient_clipping,
+    "clip_gradients": pl.LightningModule.clip_gradients,
 }
-_debugged = logging.getLogger(call.__name__).isEnabledFor
+_log = logging.getLogger(call.__name__)
 
 
-def is_watched(trainer: pl.Trainer) -> bool:
+class _DebugLog:
+    """Whether Lightning's debug log records each call of a hook. Read once a batch, since hooks are many."""
+
+    is_on = False
+
+
+def look_for_debug_log() -> None:
+    """Find out whether the debug log is on. The loops call this at the beginning of a batch."""
+    _DebugLog.is_on = _log.isEnabledFor(logging.DEBUG)
+
+
+def is_watched(trainer: Any) -> bool:
     """Return True if a profiler or the debug log records each call of a hook."""
-    return type(trainer.profiler) is not PassThroughProfiler or _debugged(logging.DEBUG)  # type: ignore[attr-defined]
+    return type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
 
 
 def replaces(holder: Any, hook_name: str) -> bool:
     """Return True if *holder*, or its class, overrides a method of Lightning."""
-    return not _is(getattr(holder, hook_name), _DEFAULTS[hook_name])
+    return getattr(getattr(holder, hook_name), "__func__", None) is not _DEFAULTS[hook_name]
 
 
-def call_callback_hooks(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
+def call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
     """Call a hook of all callbacks."""
-    if _is_heard(trainer, hook_name) or is_watched(trainer):
+    watched = type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
+    if watched or _callbacks_have(trainer, hook_name):
         call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
 
 
-def call_module_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+def call_module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a hook of the module and return its result."""
-    module = trainer.strategy.lightning_module
-    if module is None or is_watched(trainer):
+    module = trainer.strategy._lightning_module
+    watched = type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
+    if watched or module is None:
         return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
-    return _called(module, module, hook_name, _OF_MODULES, args, kwargs)
+    hook = getattr(module, hook_name)
+    if getattr(hook, "__func__", None) is _OF_MODULES.get(hook_name, _NO_DEFAULT) or not callable(hook):
+        return None
+    before = module._current_fx_name
+    object.__setattr__(module, "_current_fx_name", hook_name)
+    output = hook(*args, **kwargs)
+    object.__setattr__(module, "_current_fx_name", before)
+    return output
 
 
-def call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+def call_strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the strategy as a hook and return its result."""
-    if is_watched(trainer):
+    if type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on:
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
-    return _called(strategy.lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
+    hook = getattr(strategy, hook_name)
+    if getattr(hook, "__func__", None) is _OF_STRATEGIES.get(hook_name, _NO_DEFAULT) or not callable(hook):
+        return None
+    module = strategy._lightning_module
+    before = module._current_fx_name
+    object.__setattr__(module, "_current_fx_name", hook_name)
+    output = hook(*args, **kwargs)
+    object.__setattr__(module, "_current_fx_name", before)
+    return output
 
 
 def data_hook(trainer: pl.Trainer, hook_name: str) -> Callable[..., Any]:
@@ -92,24 +127,12 @@ def data_hook(trainer: pl.Trainer, hook_name: str) -> Callable[..., Any]:
     return hook
 
 
-def _is_heard(trainer: Any, name: str) -> bool:
-    empty = _OF_CALLBACKS.get(name)
-    return any(not _is(getattr(one, name, None), empty) for one in trainer.callbacks)
-
-
-def _is(method: Any, function: Any) -> bool:
-    return function is not None and getattr(method, "__func__", None) is function
-
-
-def _called(module: Any, holder: Any, name: str, empty: dict[str, Any], args: Any, kwargs: Any) -> Any:
-    function = getattr(holder, name)
-    if _is(function, empty.get(name)) or not callable(function):
-        return None
-    before = module._current_fx_name
-    object.__setattr__(module, "_current_fx_name", name)
-    output = function(*args, **kwargs)
-    object.__setattr__(module, "_current_fx_name", before)
-    return output
+def _callbacks_have(trainer: Any, hook_name: str) -> bool:
+    default = _OF_CALLBACKS.get(hook_name, _NO_DEFAULT)
+    for callback in trainer.callbacks:
+        if getattr(getattr(callback, hook_name, None), "__func__", None) is not default:
+            return True
+    return False
 
 
 class _QuickResult(ClosureResult):
@@ -132,24 +155,49 @@ class QuickOptimization(AutomaticOptimization):
             return None
 
         def backward(loss: Tensor) -> None:
-            trainer, module = self.trainer, self.trainer.lightning_module
+            trainer, module = self.trainer, self.trainer.strategy._lightning_module
             takes = replaces(module, "on_before_backward") or replaces(module, "backward")
-            if takes or _is_heard(trainer, "on_before_backward"):
+            if takes or _callbacks_have(trainer, "on_before_backward"):
                 loss = loss / 1  # a copy: hooks may change it in place, but not the result of the step
             call_strategy_hook(trainer, "backward", loss, optimizer)
 
         return backward
 
+    # Without call_module_hook and call_strategy_hook, so that fewer frames lie between Trainer.fit and training_step.
+
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
         trainer = self.trainer
-        optimizer = trainer.strategy._lightning_optimizers[0]
-        step = None if trainer.fit_loop._should_accumulate() else self.optim_progress.optimizer.step
-        if step is not None:
-            step.increment_ready()
-        epoch = trainer.current_epoch
-        call_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, train_step_and_backward_closure)
-        if step is not None:
-            step.increment_completed()
+        strategy: Any = trainer.strategy
+        if is_watched(trainer) or strategy.handles_gradient_accumulation:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            return
+        # The last batch of an accumulation: Lightning calls only the closure for the others.
+        module, steps = strategy._lightning_module, self.optim_progress.optimizer.step
+        optimizer = strategy._lightning_optimizers[0]
+        steps.increment_ready()
+        before = module._current_fx_name
+        object.__setattr__(module, "_current_fx_name", "optimizer_step")
+        module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, train_step_and_backward_closure)
+        object.__setattr__(module, "_current_fx_name", before)
+        steps.increment_completed()
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        trainer = self.trainer
+        strategy: Any = trainer.strategy
+        if is_watched(trainer):
+            return super()._training_step(kwargs)
+        module = strategy._lightning_module
+        before = module._current_fx_name
+        object.__setattr__(module, "_current_fx_name", "training_step")
+        output = strategy.training_step(*kwargs.values())
+        object.__setattr__(module, "_current_fx_name", before)
+        strategy.post_training_step()
+        if output is None and trainer.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported: other ranks"
+                " would wait for this rank's gradients. Return a loss of zero that depends on the parameters."
+            )
+        return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
     def _on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         self.optim_progress.optimizer.zero_grad.increment_ready()
@@ -163,12 +211,56 @@ class QuickOptimization(AutomaticOptimization):
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
 
+class QuickPrecision(Precision):
+    """Lightning's precision with the faster hook calls of this module."""
+
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        call_callback_hooks(module.trainer, "on_before_backward", tensor)
+        call_module_hook(module.trainer, "on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        loss = tensor.detach()
+        call_callback_hooks(module.trainer, "on_after_backward")
+        call_module_hook(module.trainer, "on_after_backward")
+        return loss
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        trainer = model.trainer
+        call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        if clip or replaces(model, "configure_gradient_clipping") or replaces(model, "clip_gradients"):
+            self._clip_gradients(model, optimizer, clip, gradient_clip_algorithm=algorithm)
+
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
+
+
+class QuickMixedPrecision(MixedPrecision, QuickPrecision):
+    """Lightning's mixed precision with the faster hook calls of this module."""
+
+
+_QUICK_PRECISIONS = {Precision: QuickPrecision, MixedPrecision: QuickMixedPrecision}
+
+
 def make_quick(loop: TrainingEpochLoop) -> None:
-    """Replace Lightning's own optimisation loop and results in *loop* with faster ones. Custom ones are kept."""
+    """Replace Lightning's own optimization loop, results and precision plugin with faster ones; custom ones stay."""
+    precision = loop.trainer.precision_plugin
+    # In place, since the strategy and its user hold the object.
+    precision.__class__ = _QUICK_PRECISIONS.get(type(precision), type(precision))
     if type(loop.automatic_optimization) is AutomaticOptimization:
         loop.automatic_optimization = as_class(loop.automatic_optimization, QuickOptimization)
     if type(loop._results) is ResultCollection and not loop._results:
         loop._results = _QuickResults(training=True)
+
+
+def begin_batch(loop: TrainingEpochLoop, batch: Any) -> None:
+    """Notify the trainer's logger connector that a batch of *loop* begins."""
+    look_for_debug_log()
+    connector, results = loop.trainer._logger_connector, loop._results
+    connector._first_loop_iter = connector._first_loop_iter is None
+    results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
 
 def end_batch(loop: TrainingEpochLoop) -> None:
@@ -180,6 +272,12 @@ def end_batch(loop: TrainingEpochLoop) -> None:
         results.batch = results.batch_size = None
 
 
+def log_batch(loop: TrainingEpochLoop) -> None:
+    """Pass the values that a batch of *loop* has logged to the loggers."""
+    if loop._results:
+        loop.trainer._logger_connector.update_train_step_metrics()
+
+
 def evaluate_batch(
     loop: EvaluationLoop, batch: Any, batch_idx: int, dataloader_idx: int, run: Callable[[Callable[[], Any]], Any]
 ) -> None:
@@ -187,6 +285,7 @@ def evaluate_batch(
     trainer, stage = loop.trainer, "test" if loop.trainer.testing else "validation"
     step, connector = f"{stage}_step", trainer._logger_connector
     loader = dataloader_idx if loop._is_sequential and loop.num_dataloaders > 1 else None
+    look_for_debug_log()
     hook_kwargs = loop._build_kwargs(batch, batch_idx, loader)
     loop.batch_progress.increment_ready()
     connector.on_batch_start(batch, loader)
@@ -213,6 +312,7 @@ def predict_batch(
 ) -> None:
     """Do Lightning's work for a batch of a prediction; *run* is called with the step and returns its result."""
     trainer = loop.trainer
+    look_for_debug_log()
     loop.batch_progress.increment_ready()
     keeps = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
     hook_kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)

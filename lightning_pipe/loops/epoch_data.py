@@ -17,7 +17,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
+from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
@@ -44,7 +44,7 @@ class EpochData:
         self.resume_point: ResumePoint | None = None
         self.fetch_seconds = 0.0
         self._fetcher: DataFetcher | None = None
-        self._source: Source | None = None
+        self._source: BatchSource | None = None
         self._streams: RandomStreams | None = None
         self._statuses = Statuses()
         self._kept: list[Callable[[], Fetched]] = []
@@ -101,8 +101,9 @@ class EpochData:
         if isinstance(fetcher, DataLoaderIterDataFetcher):
             self.ledger = None
             return
+        self._device = self._trainer.strategy.root_device
         if self._streams is None:
-            self._streams = RandomStreams(self._trainer.strategy.root_device)
+            self._streams = RandomStreams(self._device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_after_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
@@ -116,7 +117,7 @@ class EpochData:
         fetcher.fetched += len(kept)
         if kept and fetcher.done:
             kept[-1] = partial(_as_last, kept[-1])
-        self._source = self._agreed(BatchSource(self._fetch, kept))
+        self._source = self._source_of(fetcher, kept)
         self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
 
     def make_iterators(self, ready: int) -> None:
@@ -134,11 +135,11 @@ class EpochData:
     @property
     def to_end(self) -> bool:
         """True if a rank was told to end training; the same on all ranks."""
-        return isinstance(self._source, AgreedSource) and self._source.to_end
+        return self._source is not None and self._source.to_end
 
     def end(self) -> None:
         """End an epoch that raised no exception."""
-        if isinstance(self._source, AgreedSource):
+        if self._source is not None:
             self._source.close()
         if self._iterators_due and self._fetcher is not None:
             # The epoch had ended before the checkpoint was written, and has now ended again without a batch.
@@ -169,7 +170,7 @@ class EpochData:
         """Record the states of the generators before a batch draws from them."""
         # States read by a fetch of this period are still valid: all tasks since then draw from separate streams.
         found = None if self._streams is None else self._streams.common
-        self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
+        self._before_batch = get_states(self._device) if found is None else found
 
     def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
         """Return the resume point of a checkpoint that is written now; None before any data was read."""
@@ -229,16 +230,15 @@ class EpochData:
 
     # ------------------------------------------------------------------ helpers
 
-    def _agreed(self, source: Source) -> Source:
-        """Wrap the source so that all ranks agree on each batch, if the trainer has several ranks."""
-        strategy, fetcher = self._trainer.strategy, self._fetcher
-        if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
-            return source
-        uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
+    def _source_of(self, fetcher: DataFetcher, kept: list[Callable[[], Fetched]]) -> BatchSource:
+        """Return the source of an epoch. If the trainer has several ranks, all ranks agree on each batch."""
+        if self._trainer.world_size == 1 or not dist.is_initialized():
+            return BatchSource(self._fetch, kept)
+        uneven: Uneven = getattr(self._trainer.strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(source, self._statuses, remaining, uneven, termination.any_told)
+        return AgreedSource(self._fetch, kept, self._statuses, remaining, uneven, termination.any_told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""
@@ -270,7 +270,7 @@ class EpochData:
         assert self._fetcher is not None
         return {
             **_snapshots(self._fetcher.combined_loader),
-            "fetch": get_states(self._trainer.strategy.root_device),
+            "fetch": get_states(self._device),
         }
 
 

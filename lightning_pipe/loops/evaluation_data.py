@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.together import gather_or_raise
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
+from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
@@ -335,14 +335,14 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ sources of batches
 
-    def _batches(self) -> Source:
+    def _batches(self) -> BatchSource:
         kept = [] if self._own is None else self._own.unread()
         self._own = None
-        source = BatchSource(self._fetch, kept)
         if not self.uneven:
-            return source
+            return BatchSource(self._fetch, kept)
         return AgreedSource(
-            source,
+            self._fetch,
+            kept,
             self._statuses,
             lambda: None,
             "error" if self._refuses else None,

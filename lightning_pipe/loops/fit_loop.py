@@ -85,8 +85,13 @@ class PipelineFitLoop(FitLoop):
         finished = current.ready == current.started == current.processed
         Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
 
-    def run(self) -> None:
-        """Train, with the logged values of the checkpoint if the run continues from one.
+    def on_run_start(self) -> None:
+        # Lightning does this unless max_steps is given.
+        self.epoch_progress.current.completed = self.epoch_progress.current.processed  # type: ignore[attr-defined]
+        super().on_run_start()
+
+    def reset(self) -> None:
+        """Prepare to train, with the logged values of the checkpoint if the run continues from one.
 
         Raises:
             SetupError: the checkpoint's logged values are damaged. Raised on every rank.
@@ -94,16 +99,8 @@ class PipelineFitLoop(FitLoop):
         logged, self._logged = self._logged, None
         self._has_logged = logged is not None
         if logged is not None:
-            # Lightning resets the values after the sanity check.
+            # Not earlier, since Lightning resets the values after the sanity check.
             read_on_all_ranks(self._named("logged values"), partial(restore, self.epoch_loop, logged))
-        super().run()
-
-    def on_run_start(self) -> None:
-        # Lightning does this unless max_steps is given.
-        self.epoch_progress.current.completed = self.epoch_progress.current.processed  # type: ignore[attr-defined]
-        super().on_run_start()
-
-    def reset(self) -> None:
         epochs: Any = self.epoch_progress.current
         if self._has_logged and epochs.completed < epochs.processed == epochs.started == epochs.ready:
             end_epoch(self.epoch_loop)  # the checkpoint was written before

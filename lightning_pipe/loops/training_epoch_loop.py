@@ -19,13 +19,15 @@ from lightning_pipe._compat.lightning import (
     as_class,
 )
 from lightning_pipe._compat.quick_lightning import (
+    begin_batch,
     call_callback_hooks,
     call_module_hook,
     call_strategy_hook,
     end_batch,
+    log_batch,
     make_quick,
 )
-from lightning_pipe.engine import IterContext, TaskError
+from lightning_pipe.engine import TaskError
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.loops.data.resume import ResumePoint
@@ -38,6 +40,7 @@ from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 
 # Profiles use the same name for a fetch as with Lightning's loop.
 _FETCH = f"[{TrainingEpochLoop.__name__}].train_dataloader_next"
+_BATCH = "run_training_batch"
 
 
 class PipelineTrainingEpochLoop(TrainingEpochLoop):
@@ -64,6 +67,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._step: Callable[..., Any] | None = None
         self._arguments: tuple[str, ...] = ()
         self._completes = False
+        self._skips_rest = False  # True if a hook has ended the epoch before the current batch
         # True if the loaded checkpoint was written during a validation that has not been restarted yet.
         self.validation_due = False
         # True if the run that wrote the loaded checkpoint was to stop after the work that is due.
@@ -196,33 +200,56 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline."""
+        trainer = self.trainer
         self.values_before_batch = logged_values.accumulated(self._results)
-        self.trainer.should_stop |= self.stop_due
+        trainer.should_stop |= self.stop_due
         self.stop_due = False
         if self._completes:
             self._completes = False
             self.val_loop.restarting = False
             end_batch(self)
-        elif isinstance(data_fetcher, DataLoaderIterDataFetcher):
+            return
+        if isinstance(data_fetcher, DataLoaderIterDataFetcher):
             # The user's step fetches batches itself, so no batch can be moved ahead.
             super().advance(data_fetcher)
-        elif not self._validation_goes_first(data_fetcher):
-            try:
-                self._advance()
-            except TaskError as error:
-                assert self._program is not None
-                raised = user_error(error)
-                note_lost_rank(raised, self.trainer.world_size)
-                raise raised from raised.__cause__
-            except StopIteration:
-                raise
-            except Exception as error:  # from a hook between tasks, or from Lightning's work in a task
-                epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
-                error.add_note(f"batch {self.batch_idx} of epoch {epoch} failed on rank {rank}")
-                note_lost_rank(error, self.trainer.world_size)
-                raise
+            return
+        if self._validation_goes_first(data_fetcher):
+            return
+        try:
+            batch, is_trained = self._begin_batch()
+            output: Any = None
+            if is_trained:
+                module, batch_idx = trainer.lightning_module, self.batch_idx
+                arguments = self._step_arguments(module, batch, batch_idx)
+                trainer.profiler.start(_BATCH)  # type: ignore[attr-defined]
+                try:
+                    if module.automatic_optimization:
+                        # Automatic optimization supports one optimizer only.
+                        output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
+                    else:
+                        output = self.manual_optimization.run(arguments)
+                finally:
+                    trainer.profiler.stop(_BATCH)  # type: ignore[attr-defined]
+            self._end_batch(batch, output, is_trained)
+        except TaskError as error:
+            assert self._program is not None
+            raised = user_error(error)
+            note_lost_rank(raised, trainer.world_size)
+            raise raised from raised.__cause__
+        except StopIteration:
+            raise
+        except Exception as error:  # from a hook between tasks, or from Lightning's work in a task
+            error.add_note(
+                f"batch {self.batch_idx} of epoch {trainer.current_epoch} failed on rank {trainer.global_rank}"
+            )
+            note_lost_rank(error, trainer.world_size)
+            raise
 
-    def _advance(self) -> None:
+    def _begin_batch(self) -> tuple[Any, bool]:
+        """Open the period of the next batch and call the hooks before its training.
+
+        Return the batch, and False if a hook skips it and the rest of the epoch, or if it is None.
+        """
         if self._data.to_end or (self.trainer.world_size == 1 and self._termination.told_to_requeue):
             self._termination.act(complete=not accumulates(self))
 
@@ -231,48 +258,51 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
-        ctx = program.begin(ledger)
+        batch = program.begin(ledger).batch
         self._data.batch_begins()
-        batch = ctx.batch
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
-        logs = trainer._logger_connector
-        logs.on_batch_start(batch)
-
-        output: Any = None
-        skip_rest = False
+        begin_batch(self, batch)
+        self._skips_rest = False
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-        else:
-            call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            response = call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
-            call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
-            skip_rest = response == -1
-            if skip_rest:
-                self.batch_progress.increment_by(0, is_last_batch=True)
-            else:
-                self.batch_progress.increment_started()
-                with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
-                    output = self._train(ctx, batch, batch_idx)
-        if skip_rest:
+            return None, False
+        call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+        response = call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        self._skips_rest = response == -1
+        if self._skips_rest:
+            self.batch_progress.increment_by(0, is_last_batch=True)
+            return batch, False
+        self.batch_progress.increment_started()
+        if program.steps_whole_batch:
+            program.begin_step()
+        return batch, True
+
+    def _end_batch(self, batch: Any, output: Any, is_trained: bool) -> None:
+        """Close the period of a batch and call the hooks after its training."""
+        trainer, program, ledger = self.trainer, self._program, self._data.ledger
+        assert program is not None and ledger is not None
+        if is_trained and program.steps_whole_batch:
+            program.end_step()
+        if self._skips_rest:
             ledger.skip()
         else:
             program.finish()
             ledger.retire()
-        # Releases the batch and everything computed from it, which the context holds.
-        del ctx
 
         self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if skip_rest:
+        if self._skips_rest:
             raise StopIteration
+        batch_idx = self.batch_idx
         call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         end_batch(self)
         self.batch_progress.increment_completed()
-        logs.update_train_step_metrics()
+        log_batch(self)
 
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(_FETCH)  # type: ignore[attr-defined]
@@ -305,24 +335,12 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         """True after the last batch, its validation, and the update of schedulers that monitor a value."""
         return self.ended_batches == self.batch_progress.total.ready
 
-    def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
-        trainer, program = self.trainer, self._program
-        assert program is not None
-        step = trainer.lightning_module.training_step
+    def _step_arguments(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        step = module.training_step
         if step != self._step:
             # Cached: Lightning would read the signature for each batch.
             self._step, self._arguments = step, tuple(self._build_kwargs(OrderedDict(), batch, batch_idx))
-        kwargs: OrderedDict[str, Any] = OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
-        if program.steps_whole_batch:
-            program.begin_step()
-        if trainer.lightning_module.automatic_optimization:
-            # Automatic optimisation supports one optimiser only.
-            output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-        else:
-            output = self.manual_optimization.run(kwargs)
-        if program.steps_whole_batch:
-            program.end_step()
-        return output
+        return OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
 
     def _validation_goes_first(self, data_fetcher: DataFetcher) -> bool:
         """Return True if a resumed run must validate before it trains a batch, by Lightning's rules."""

@@ -46,7 +46,7 @@ def ends_on_interrupt(
 ) -> Callable[Concatenate[SWPipeline, P], T]:
     """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent.
 
-    ``begin``, ``finish`` and ``_run_to``, which every batch calls, do the same without this function's call.
+    ``begin``, ``run_until`` and ``finish``, which every batch calls, do the same without this function's call.
     """
 
     @functools.wraps(method)
@@ -243,7 +243,34 @@ class SWPipeline:
         Does nothing if *task* has already run.
         """
         self._check_running()
-        self._run_to(self._position(task) + 1)
+        positions = self._serial_positions if self._serial else self._positions
+        if task not in positions:
+            self._refuse_unknown(task)
+        end = positions[task] + 1
+        executor, calls, in_flight = self._executor, self._calls, self._in_flight
+        op: Operation | None = None
+        slot: Slot | None = None
+        try:
+            while self._cursor < end:
+                stage, run, op = calls[self._cursor]
+                self._cursor += 1
+                # While the pipeline drains, later iterations do not exist.
+                if (slot := in_flight.get(self._trained + stage)) is None:
+                    continue
+                if executor.failure is not None:
+                    raise executor.failure
+                if run is None:
+                    current_tasks[MAIN] = op.name, slot.iteration, False
+                    op.fn(slot.ctx)
+                    current_tasks[MAIN] = op.name, slot.iteration, True
+                else:
+                    run(executor, op, slot)
+        except BaseException as error:
+            where = ("between tasks", self._trained, 0)
+            if op is not None and slot is not None:
+                where = (op.name, slot.iteration, op.stage)
+            failure = executor.failed(error, *where)
+            raise failure from failure.__cause__
 
     @ends_on_interrupt
     def wait_for(self, task: str) -> None:
@@ -284,7 +311,8 @@ class SWPipeline:
             raise PlanError(
                 f"task {task!r} of iteration {self._trained} has run already; call begin_task() earlier in the period"
             )
-        self._run_to(target)
+        if target:
+            self.run_until(self._calls[target - 1][-1].name)
         slot = self._in_flight[self._trained]
         self._begun = (op, self._executor.enter(op, slot))
         assert slot.ctx is not None
@@ -302,8 +330,7 @@ class SWPipeline:
 
     def finish(self) -> IterContext:
         """Run the remaining tasks of the open period and retire the iteration that it trained."""
-        self._check_running()
-        self._run_to(len(self._calls))
+        self.run_until(self._calls[-1][-1].name)
         try:
             ctx = self._executor.retire(self._in_flight[self._trained])
             del self._in_flight[self._trained]
@@ -467,10 +494,10 @@ class SWPipeline:
                 self._trained = period
                 if not self._fetch(data_iter) and not self._in_flight:
                     raise StopIteration
-                self._cursor = 0
-                self._run_to(len(self._calls))
+                self._cursor, self._open = 0, True
+                self.run_until(self._calls[-1][-1].name)
         finally:
-            self._trained = trained
+            self._trained, self._open = trained, False
 
     def _restart(self) -> None:
         self._trained = self._fetched
@@ -513,33 +540,6 @@ class SWPipeline:
         ctx = self._in_flight[self._trained].ctx
         assert ctx is not None
         return ctx
-
-    def _run_to(self, end: int) -> None:
-        """Run the tasks of the period before position *end* that have not run yet."""
-        executor, calls, in_flight = self._executor, self._calls, self._in_flight
-        op: Operation | None = None
-        slot: Slot | None = None
-        try:
-            while self._cursor < end:
-                stage, run, op = calls[self._cursor]
-                self._cursor += 1
-                # While the pipeline drains, later iterations do not exist.
-                if (slot := in_flight.get(self._trained + stage)) is None:
-                    continue
-                if executor.failure is not None:
-                    raise executor.failure
-                if run is None:
-                    current_tasks[MAIN] = op.name, slot.iteration, False
-                    op.fn(slot.ctx)
-                    current_tasks[MAIN] = op.name, slot.iteration, True
-                else:
-                    run(executor, op, slot)
-        except BaseException as error:
-            where = ("between tasks", self._trained, 0)
-            if op is not None and slot is not None:
-                where = (op.name, slot.iteration, op.stage)
-            failure = executor.failed(error, *where)
-            raise failure from failure.__cause__
 
     def _position(self, task: str) -> int:
         positions = self._serial_positions if self._serial else self._positions

@@ -41,7 +41,9 @@ _ADVICE = (
 
 
 class BatchSource:
-    """Source of one rank's batches."""
+    """Source of one rank's batches: first *kept* ones, then those of *fetch*."""
+
+    to_end = False  # True after any rank was told to end training, from the same batch on all ranks
 
     def __init__(self, fetch: Callable[[], Fetched], kept: Sequence[Callable[[], Fetched]] = ()) -> None:
         self._fetch = fetch
@@ -55,28 +57,31 @@ class BatchSource:
         """Return functions that give the batches that were read but not returned, in order."""
         return list(self._kept)
 
+    def close(self) -> None:
+        """End the source after its last batch."""
 
-class AgreedSource:
+
+class AgreedSource(BatchSource):
     """Source of the batches that all ranks have. Every rank must make the same calls."""
 
     def __init__(
         self,
-        source: Source,
+        fetch: Callable[[], Fetched],
+        kept: Sequence[Callable[[], Fetched]],
         statuses: Statuses,
         remaining: Callable[[], int | None],
         uneven: Uneven | None = "shortest",
-        told_to_end: Callable[[], bool] = lambda: False,
+        told_to_end: Callable[[], bool] | None = None,
         *,
-        kind: Callable[[Fetched], int] = lambda _: 0,
+        kind: Callable[[Fetched], int] | None = None,
         of: str = "epoch",
         advice: str = _ADVICE,
     ) -> None:
-        self.to_end = False  # True after any rank was told to end training, from the same batch on all ranks
+        super().__init__(fetch, kept)
         self._kind = kind
         self._of = of
         self._advice = advice
         self._told_to_end = told_to_end
-        self._source = source
         self._statuses = statuses
         self._remaining = remaining
         self._uneven = uneven
@@ -106,7 +111,7 @@ class AgreedSource:
         return batch, self._ended, after
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        return [partial(given_again, one) for one in self._ahead] + self._source.unread()
+        return [partial(given_again, fetched) for fetched in self._ahead] + super().unread()
 
     def close(self) -> None:
         """Wait for statuses that are still in flight."""
@@ -116,14 +121,15 @@ class AgreedSource:
         """Fetch a batch, and post its status to the other ranks."""
         says = _HAS
         try:
-            self._ahead.append(self._source())
-            says += self._kind(self._ahead[-1])
+            fetched = self._kept.popleft()() if self._kept else self._fetch()
+            self._ahead.append(fetched)
+            says += 0 if self._kind is None else self._kind(fetched)
             self._read_here += 1
         except StopIteration:
             says = _ENDED
         except BaseException as error:  # any exception, since the other ranks wait for this rank's status
             says, self._error = -self._statuses.group.rank() - 1, error
-        self._statuses.post(says, self._told_to_end())
+        self._statuses.post(says, self._told_to_end is not None and self._told_to_end())
 
     def _all_have_it(self) -> bool:
         try:
@@ -162,9 +168,6 @@ class AgreedSource:
         rank_zero_info(f"{said}. The epoch ends after {had} batches on every rank.")
 
 
-Source = BatchSource | AgreedSource
-
-
 def given_again(fetched: Fetched) -> Fetched:
-    """Return a batch that was fetched earlier. Entries of :meth:`Source.unread` bind this function."""
+    """Return a batch that was fetched earlier. Entries of :meth:`BatchSource.unread` bind this function."""
     return fetched

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched, Source, given_again
+from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, given_again
 
 
 class PeekingSource:
     """Source of batches that can read the next batch without returning it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self._source = source
         self._next: Fetched | None = None
         self._ended = False
@@ -45,8 +45,7 @@ class PeekingSource:
         return [*looked_at, *self._source.unread()]
 
     def close(self) -> None:
-        if isinstance(self._source, AgreedSource):
-            self._source.close()
+        self._source.close()
 
 
 class BatchesOfLoader(Iterator[Any]):

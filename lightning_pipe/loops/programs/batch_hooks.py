@@ -26,6 +26,7 @@ class BatchHooks:
 
     def __init__(self, trainer: pl.Trainer, streams: RandomStreams) -> None:
         self._trainer = trainer
+        self._device = trainer.strategy.root_device
         self._streams = streams
 
     def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -34,7 +35,7 @@ class BatchHooks:
             return self._streams.draw("prepare", partial(self._prepared, batch, dataloader_idx))
         if is_watched(self._trainer):
             return self._prepared(batch, dataloader_idx)
-        return self._trainer.precision_plugin.convert_input(batch)
+        return self._trainer.strategy.precision_plugin.convert_input(batch)
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device and call ``on_after_batch_transfer``.
@@ -43,7 +44,7 @@ class BatchHooks:
         """
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
         if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
-            return move_data_to_device(batch, strategy.root_device)
+            return move_data_to_device(batch, self._device)
         if on_worker():
             return self._move_on_worker(batch, dataloader_idx)
         move = partial(call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
@@ -58,7 +59,7 @@ class BatchHooks:
             )
         # Lightning's helpers would store the hook's name in the module, for calls of log() in the main thread.
         move, after = (data_hook(trainer, name) for name in _TRANSFERS)
-        return after(move(batch, trainer.strategy.root_device, dataloader_idx), dataloader_idx)
+        return after(move(batch, self._device, dataloader_idx), dataloader_idx)
 
     def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
@@ -66,7 +67,11 @@ class BatchHooks:
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
         """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
-        return any(replaces(one, name) for one in _holders(self._trainer) for name in hooks)
+        for holder in _holders(self._trainer):
+            for name in hooks:
+                if replaces(holder, name):
+                    return True
+        return False
 
 
 def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
@@ -81,5 +86,5 @@ def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[
 
 
 def _holders(trainer: pl.Trainer) -> list[Any]:
-    both = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    return [one for one in both if one is not None]
+    module, datamodule = trainer.strategy.lightning_module, getattr(trainer, "datamodule", None)
+    return [module] if datamodule is None else [module, datamodule]

@@ -24,6 +24,9 @@ from lightning_pipe.engine.runtime.record_use import record_use
 class TrainingProgram:
     """A pipeline and the names of the tasks between which Lightning's hooks run.
 
+    Attributes:
+        forward: as the argument; empty without one.
+
     Args:
         pipeline: pipeline; the program closes it.
         transfer: name of the task that moves the batch to the device. Each period runs up to it before
@@ -58,7 +61,7 @@ class TrainingProgram:
         self.pipeline = pipeline
         self.transfer = transfer
         self.step = step
-        self._forward = forward
+        self.forward = forward or ""
         self._backward = backward
         self._prepared = prepared
         self._alone = alone
@@ -69,7 +72,7 @@ class TrainingProgram:
     @property
     def steps_whole_batch(self) -> bool:
         """True if the caller does the whole training of a batch in one task."""
-        return self._forward is None
+        return not self.forward
 
     def begin(self, source: Iterator[Any]) -> TrainingContext:
         """Open the period of the next batch and run it until the transfer.
@@ -98,16 +101,15 @@ class TrainingProgram:
         record_use(current.batch)
         return current
 
-    def run_forward(self, training_step: Callable[[], Any]) -> Any:
-        """Run the period until the forward pass is done; the forward task calls *training_step*.
+    def give_step(self, training_step: Callable[[], Any]) -> TrainingContext:
+        """Let the forward task of the current batch call *training_step*.
 
         Returns:
-            result of *training_step*.
+            context of the batch. When its pipeline has run until :attr:`forward`, ``output`` is the step's result.
 
         Raises:
-            SetupError: the batch's forward pass has already run, because an optimiser calls its closure more than once.
+            SetupError: the batch's forward pass has already run, because an optimizer calls its closure more than once.
         """
-        assert self._forward is not None
         ctx = self._current()
         if ctx.has("training_step"):
             raise SetupError(
@@ -116,8 +118,7 @@ class TrainingProgram:
                 " (LBFGS does not), or strategy='pipeline', which supports several calls"
             )
         ctx.training_step = training_step
-        self.pipeline.run_until(self._forward)
-        return ctx.output
+        return ctx
 
     def run_backward(self, backward: Callable[[], None]) -> None:
         """Run the period until the backward pass is done; the backward task calls *backward*."""

@@ -86,6 +86,7 @@ class ShardedModel:
         # Initial rate of a dense optimiser in a search (Lightning's learning-rate finder), by the rate that it found.
         self.searched_rates: dict[float, float] = {}
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
+        self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
         self._kernels = dict(_leaves("", self.fused_optimizer))
         self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
         self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
@@ -171,7 +172,9 @@ class ShardedModel:
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Set every table's rate to its base rate times ``factor``, from the next lookup on."""
-        self.set_learning_rates({name: table.learning_rate * factor for name, table in self.tables.items()})
+        if factor != self._rate_factor:
+            self.set_learning_rates({name: table.learning_rate * factor for name, table in self.tables.items()})
+            self._rate_factor = factor
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:
         """Set the rates of the named tables, from the next lookup on. Other tables keep their rates.
@@ -199,6 +202,7 @@ class ShardedModel:
                     parameter_group["lr"] = rate
                 optimizer.step()  # passes the rate to the kernel, and steps no table
         self._rates = wanted
+        self._rate_factor = None
 
     def learning_rates(self) -> dict[str, float]:
         """Return the current rate of each table."""

@@ -395,7 +395,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
-        return self._training.run_forward(lambda: step(*args, **kwargs))
+        ctx = self._training.give_step(lambda: step(*args, **kwargs))
+        self._training.pipeline.run_until(self._training.forward)
+        return ctx.output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Divide gradients by the number of tokens after the last batch of a step.

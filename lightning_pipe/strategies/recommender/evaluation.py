@@ -90,7 +90,9 @@ class TableEvaluation:
         """Run the evaluation step of a batch, in the program that holds the batch."""
         for program in self.programs:
             if program.current is not None and not program.steps_whole_batch:
-                return program.run_forward(step)
+                ctx = program.give_step(step)
+                program.pipeline.run_until(program.forward)
+                return ctx.output
         # Lookups in the modules' own forwards must not advance the kernels' counters. In training, the rewrite handles
         # the counters.
         with nullcontext() if torch.is_grad_enabled() else evaluating(self._sharded.sharded_modules.values()):

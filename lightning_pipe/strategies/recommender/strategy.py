@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -309,7 +309,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._evaluation = TableEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
         if fitting:
             self.setup_optimizers(trainer)
-            self._rates = TableRates(self._sharded, lambda: trainer.optimizers[0], self._sparse_lr_scheduler)
+            self._rates = TableRates(self._sharded, lambda: self.optimizers[0], self._sparse_lr_scheduler)
             self._gradients = None
             tell_left_out(self._sharded)
             if clips_gradients(trainer):
@@ -411,16 +411,19 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._program is not None and self._session is not None and self.lightning_module is not None
+        assert self._program is not None and self._session is not None
         if self._gradients is not None:
             self._gradients.begin()
         if (window := self._session.window) is not None:
+            assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             loop = trainer.fit_loop.epoch_loop
             window.is_last = not accumulates(loop)
             if loop.batch_idx % trainer.accumulate_grad_batches == 0:
                 window.drop()  # Lightning clears the dense gradients here, too, if an earlier window has no end
-        output = self._program.run_forward(partial(super().training_step, *args, **kwargs))
+        ctx = self._program.give_step(partial(super().training_step, *args, **kwargs))
+        self._program.pipeline.run_until(self._program.forward)
+        output = ctx.output
         if output is None and self.world_size > 1:
             # Lightning refuses None on several ranks, because DDP would wait forever for the rank's gradients. Here the
             # rank sends zero gradients. The returned loss satisfies Lightning; no backward runs from it.
@@ -428,8 +431,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        assert self._program is not None and self.lightning_module is not None
         module, precision = self.lightning_module, self.precision_plugin
+        assert self._program is not None and module is not None
         self.pre_backward(closure_loss)
         scaled = precision.pre_backward(closure_loss, module)
         self._program.run_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
@@ -451,8 +454,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
                     return None  # Lightning treats None as a batch without a loss
             return result
 
-        with nullcontext() if gradients is None else gradients.stepping(optimizer):
+        if gradients is None:
             output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
+        else:
+            with gradients.stepping(optimizer):
+                output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
         program.end_step()
         self._rates.step()
         return output

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
+from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched
 from lightning_pipe.loops.data.next_batch_status import Statuses
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
@@ -139,7 +139,7 @@ def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
         remaining: int | None = 0,
         uneven: Literal["shortest", "error"] = "shortest",
     ) -> AgreedSource:
-        return AgreedSource(BatchSource(fetch, kept), statuses, lambda: remaining, uneven)
+        return AgreedSource(fetch, kept, statuses, lambda: remaining, uneven)
 
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))

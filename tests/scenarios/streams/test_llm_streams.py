@@ -77,7 +77,8 @@ def train(batches: int = 6, transfer: Callable[[dict[str, Tensor]], dict[str, Te
         data = iter(accelerator.on_host([batch(number) for number in range(batches)]))
         for _ in range(batches):
             made.begin(data)
-            made.run_forward(step)
+            made.give_step(step)
+            made.pipeline.run_until(made.forward)
             made.run_backward(lambda: None)
             made.begin_step()
             optimizer.step()
