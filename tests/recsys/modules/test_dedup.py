@@ -102,7 +102,9 @@ def trained(case: Case, plan: str) -> tuple[list[Any], list[Any], dict[str, Tens
     model = sharded(case, dedup=True)
     optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan)
+    # Ids that are sent once do not need those of the batch afterwards.
+    options = {"memory": {"free_features_early": plan == "prefetch"}}
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, options=options)
     evaluated = list(pipeline.evaluate(iter(case.data(2))))
     outputs, _ = train(pipeline, case.data(6))
     pipeline.close()
