@@ -5,6 +5,9 @@ sharding, alternating between the types in one run. ``python -m benchmarks.slow_
 benchmarks.recsys_wire`` does so over a link of that rate (requires root). It also prints the cost of converting an id
 to int32 and back. The benchmark fails if losses with fp32 messages are not equal to the bit. The figures have no aim,
 because the benefit depends on the network.
+
+``--sequences`` trains sequence tables instead, whose ids can be sent once per rank and batch. Ids are then drawn by
+Zipf's law: the share of the k-th most frequent id is in proportion to k to the power of -1.1.
 """
 
 from __future__ import annotations
@@ -19,29 +22,72 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
-from benchmarks.recsys_model import EPS, RATE, Model, batches, forever, seed_tables
+from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches, forever, seed_tables
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding.shard import shard_model
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
-# Types of embeddings and gradients, and of ids.
+# Types of embeddings and gradients, and of ids, and whether each id is sent once.
 WIRES = {
-    "fp32, int64 ids": (None, "int64"),
-    "fp32, int32 ids": (None, "int32"),
-    "fp16, int32 ids": ("fp16", "int32"),
-    "bf16, int32 ids": ("bf16", "int32"),
-    "int8, int32 ids": ("int8", "int32"),
+    "fp32, int64 ids": (None, "int64", False),
+    "fp32, int32 ids": (None, "int32", False),
+    "fp16, int32 ids": ("fp16", "int32", False),
+    "bf16, int32 ids": ("bf16", "int32", False),
+    "int8, int32 ids": ("int8", "int32", False),
+}
+SEQUENCE_WIRES = {
+    "fp32": (None, "int32", False),
+    "fp32, ids once": (None, "int32", True),
+    "bf16": ("bf16", "int32", False),
+    "bf16, ids once": ("bf16", "int32", True),
 }
 
 
-def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Callable[[Iterator[Any]], Any]:
+class Sequences(Model):
+    """The same model with sequence tables, whose rows it adds up itself."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        configs = [
+            EmbeddingConfig(
+                name=config.name,
+                embedding_dim=config.embedding_dim,
+                num_embeddings=config.num_embeddings,
+                feature_names=config.feature_names,
+            )
+            for config in self.tables.embedding_bag_configs()
+        ]
+        self.tables = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        rows = self.tables(batch.sparse)
+        sums = [
+            torch.segment_reduce(rows[name].values(), "sum", lengths=rows[name].lengths(), axis=0, unsafe=True)
+            for name in self.features
+        ]
+        logits = self.mlp(torch.cat([*sums, batch.dense], dim=1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+        return loss, (loss.detach(), logits.detach())
+
+
+def draw_by_zipf(data: list[Batch], rows: int) -> None:
+    """Replace the ids of the batches."""
+    shares = torch.arange(1, rows + 1, dtype=torch.float64) ** -1.1
+    for batch in data:
+        ids = batch.sparse.values()
+        ids.copy_(torch.multinomial(shares, ids.numel(), replacement=True))
+
+
+def pipeline(
+    options: argparse.Namespace, precision: str | None, ids: Any, dedup: bool
+) -> Callable[[Iterator[Any]], Any]:
     """Function ``progress`` of a pipeline with these types."""
     torch.manual_seed(1)
-    model = Model(options)
+    model = Sequences(options) if options.sequences else Model(options)
     sharded = shard_model(
         model,
         device=torch.device("cpu"),
@@ -49,6 +95,7 @@ def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Ca
         sparse_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}},
         constraints={f"table{index}": {"sharding_types": ["table_wise"]} for index in range(options.tables)},
         quantized_comms=None if precision is None else {"forward": precision, "backward": precision},
+        dedup=dedup,
     )
     seed_tables(sharded.dmp)
     dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
@@ -91,12 +138,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mlp", type=int, nargs="*", default=[256, 128])
     parser.add_argument("--plan", default="serial", help="serial waits for all messages")
+    parser.add_argument("--sequences", action="store_true", help="train sequence tables with ids by Zipf's law")
     add_options(parser)
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     data = batches(options, rank, False)
-    runs = {name: (pipeline(options, *wire), forever(data)) for name, wire in WIRES.items()}
+    if options.sequences:
+        torch.manual_seed(rank)
+        draw_by_zipf(data, options.rows)
+    wires, kind = (SEQUENCE_WIRES, " sequences") if options.sequences else (WIRES, "")
+    runs = {name: (pipeline(options, *wire), forever(data)) for name, wire in wires.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     sent: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -113,7 +165,8 @@ def main() -> None:
             if turn:  # the first round warms up and resolves the model
                 times[name].append((time.perf_counter() - start) / options.steps * 1000)
                 sent[name] = sum(one.bytes for one in traffic if one.kind == "all_to_all") / options.steps
-    exact = {losses[name] for name, (precision, _) in WIRES.items() if precision is None}
+    # With each id sent once, gradients are added up in another order.
+    exact = {losses[name] for name, (precision, _, dedup) in wires.items() if precision is None and not dedup}
     if len(exact) != 1:
         raise SystemExit(f"the loss with int32 ids differs from that with int64 ids: {losses}")
     if rank == 0:
@@ -130,8 +183,8 @@ def main() -> None:
             )
             if name != plain:
                 ratio = sent[name] / most
-                figures.append(Figure(f"recsys bytes sent, {name} / {plain}", ratio, "ratio", (ratio, ratio)))
-                figures.append(Figure(f"recsys step, {name} / {plain}", *_of(taken, times[plain])))
+                figures.append(Figure(f"recsys{kind} bytes sent, {name} / {plain}", ratio, "ratio", (ratio, ratio)))
+                figures.append(Figure(f"recsys{kind} step, {name} / {plain}", *_of(taken, times[plain])))
         for way, took in zip(("to int32", "back to int64"), conversion(data[0].sparse.values()), strict=True):
             print(f"conversion of an id {way}: {statistics.median(took):.2f} ns")
             figures.append(Figure(f"an id's way {way}", statistics.median(took), "ns an id", quartiles(took)))

@@ -109,6 +109,12 @@ REST: tuple[Run, ...] = (
         ("--rate", "1gbit", "benchmarks.recsys_wire"),
         root=True,
     ),
+    Run(
+        "recsys wire, sequences, slow link of 200 Mbit/s",
+        "slow_link",
+        ("--rate", "200mbit", "benchmarks.recsys_wire", "--sequences"),
+        root=True,
+    ),
     Run("recsys simulated", "simulated_recsys"),
     Run(
         "recsys simulated, slow link",

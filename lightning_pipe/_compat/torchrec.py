@@ -76,6 +76,12 @@ def sharding_types(module: nn.Module) -> set[str]:
     return {kind for child in module.modules() for kind in getattr(child, "_sharding_types", ())}
 
 
+def tables_by_sharding(module: Any) -> list[list[tuple[int, int]]]:
+    """Rows and number of features of each table of a ``ShardedEmbeddingCollection``, in the order of each sharding."""
+    shardings = module._sharding_type_to_sharding.values()
+    return [[(table.num_embeddings, table.num_features()) for table in one.embedding_tables()] for one in shardings]
+
+
 def take_over_means(module: Any) -> tuple[list[str], list[int]]:
     """Switch off the division of mean-pooled outputs of a ``ShardedEmbeddingBagCollection``."""
     module._has_mean_pooling_callback = False

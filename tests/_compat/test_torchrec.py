@@ -17,8 +17,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
@@ -97,6 +105,8 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
         bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
     )
     processed_module = sharded(FeatureProcessedEmbeddingBagCollectionSharder(), processed, world)
+    sequences = EmbeddingCollection([EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"])])
+    found["by sharding"] = compat.tables_by_sharding(sharded(EmbeddingCollectionSharder(), sequences, world))
     found["processors"] = [tuple(one.shape) for one in compat.feature_processors(processed_module)]
     return found
 
@@ -116,6 +126,7 @@ def test_a_sharded_module_says_what_it_is(ranks: list[dict[str, Any]]) -> None:
         assert found["weighted"] is False, "ShardedEmbeddingBagCollection has no _is_weighted"
         assert found["divides"], "_has_mean_pooling_callback does not say that means of row-wise tables are divided"
         assert found["columns"] == (["f"], [4]), "_embedding_names and _embedding_dims are not the outputs' columns"
+        assert found["by sharding"] == [[(8, 1)]], "_sharding_type_to_sharding does not hold the tables"
         assert found["processors"] == [(5,)], "a sharded module does not keep its processors in _feature_processors"
 
 

@@ -362,6 +362,7 @@ FIELDS = {
     "free_features_early": ("memory", "free_features_early"),
     "quantized_comms": ("wire", "quantized_comms"),
     "ids_on_wire": ("wire", "ids"),
+    "dedup": ("wire", "dedup"),
 }
 
 

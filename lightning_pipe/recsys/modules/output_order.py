@@ -176,6 +176,10 @@ class OrderedSharder:
         super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
         self._comms = comms
 
+    def kind_of(self, module_fqn: str | None) -> Callable[..., Any]:
+        """Class of the sharded module with this name."""
+        return self.kind
+
     def kernel_arguments(self) -> dict[str, Any] | None:
         """Arguments of FBGEMM's kernels, besides those that TorchRec chooses."""
         arguments: dict[str, Any] | None = self.fused_params  # type: ignore[attr-defined]
@@ -184,7 +188,7 @@ class OrderedSharder:
     def shard(
         self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
     ) -> Any:
-        return self.kind(
+        return self.kind_of(module_fqn)(
             module,
             params,
             env,

@@ -28,6 +28,7 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
+from lightning_pipe.recsys.modules.dedup import modules_to_deduplicate
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
@@ -58,13 +59,15 @@ class _Unsharded:
     replicas: ReplicaGroups | None
     untrained: list[str]
     cache: Mapping[str, CacheParams] = field(default_factory=dict)
+    dedup: frozenset[str] = frozenset()
 
     def signature(self) -> list[str]:
         """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
         described = zip(self.tables, self.parameters, self.optimizers, strict=True)
         tables = [line for one in described for line in _describe(*one)]
         replicas = [] if self.replicas is None else [str(self.replicas)]
-        return [*tables, *self.dense, f"embeddings sent as {self.comms}", *replicas]
+        wire = [f"embeddings sent as {self.comms}", *(f"ids of {name} sent once" for name in sorted(self.dedup))]
+        return [*tables, *self.dense, *wire, *replicas]
 
 
 def shard_model(
@@ -78,6 +81,7 @@ def shard_model(
     topology: Mapping[str, Any] | Topology | None = None,
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
     quantized_comms: QuantizedComms | Mapping[str, Any] | None = None,
+    dedup: bool | Sequence[str] = False,
     seed: int | None = None,
     replicas: ReplicaGroups | None = None,
     trains: bool = True,
@@ -102,6 +106,8 @@ def shard_model(
         sharders: TorchRec sharders to use instead of this project's.
         quantized_comms: precision of embeddings and their gradients between ranks; see
             ``quantized_comms.QuantizedComms``. Not with *sharders*, which bring their own codecs.
+        dedup: names of the ``EmbeddingCollection`` modules that send each id once per batch, or True for all; see
+            ``WireOptions`` (default False). Not with *sharders*.
         seed: seed of the tables and dense parameters on the meta device, of which rank 0's is used (default
             ``torch.initial_seed()``).
         replicas: groups of ranks that each shard all tables and average them with each other; see
@@ -119,7 +125,7 @@ def shard_model(
 
     def look() -> _Unsharded:
         if sharders is not None:
-            _refuse_own_sharders(quantized_comms=quantized_comms, fused_params=fused_params)
+            _refuse_own_sharders(quantized_comms=quantized_comms, dedup=dedup or None, fused_params=fused_params)
         comms = option_group(QuantizedComms, "quantized_comms", quantized_comms)
         with per_node():
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
@@ -127,14 +133,14 @@ def shard_model(
         for name, params in cache.items():  # for the planner's estimates
             known = found.constraints.get(name, ParameterConstraints())
             found.constraints[name] = replace(known, cache_params=params)
-        return replace(found, cache=cache)
+        return replace(found, cache=cache, dedup=modules_to_deduplicate(dedup, found.tables))
 
     found = on_all_ranks(look, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
     agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms
     has_dynamic = any(table.is_dynamic for table in found.tables)
-    all_sharders = default_sharders(comms, dynamic=has_dynamic) if sharders is None else list(sharders)
+    all_sharders = default_sharders(comms, found.dedup, dynamic=has_dynamic) if sharders is None else list(sharders)
     sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:
         sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
@@ -296,8 +302,8 @@ def _refuse_own_sharders(**of_our_sharders: Any) -> None:
     for name, value in of_our_sharders.items():
         if value is not None:
             raise SetupError(
-                f"both sharders and {name}={value!r} are set, but sharders bring their own codecs and fused_params."
-                " Pass them to the sharders, or remove sharders."
+                f"both sharders and {name}={value!r} are set, but sharders bring their own codecs, dedup and"
+                " fused_params. Pass them to the sharders, or remove sharders."
             )
 
 

@@ -7,7 +7,7 @@ a replicated table differently from a sharded table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.recsys.modules.dedup import DeduplicatedEmbeddingCollection
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from lightning_pipe.recsys.modules.managed_collision import ManagedCollisionBags, ManagedCollisionSequences
 from lightning_pipe.recsys.modules.output_order import (
@@ -80,6 +81,13 @@ class _BagSharder(OrderedSharder, EmbeddingBagCollectionSharder):
 class _SequenceSharder(OrderedSharder, EmbeddingCollectionSharder):
     kind = OrderedEmbeddingCollection
 
+    def __init__(self, comms: QuantizedComms, dedup: Collection[str] = ()) -> None:
+        super().__init__(comms)
+        self._dedup = dedup
+
+    def kind_of(self, module_fqn: str | None) -> Callable[..., Any]:
+        return DeduplicatedEmbeddingCollection if module_fqn in self._dedup else self.kind
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
 
@@ -121,10 +129,15 @@ class _ManagedSequenceSharder(_Managed, ManagedCollisionEmbeddingCollectionShard
     kind = ManagedCollisionSequences
 
 
-def default_sharders(comms: QuantizedComms | None = None, *, dynamic: bool = True) -> list[ModuleSharder[nn.Module]]:
-    """Return sharders for the modules in ``tables.TABLE_MODULES``, of dynamic modules on request."""
+def default_sharders(
+    comms: QuantizedComms | None = None, dedup: Collection[str] = (), *, dynamic: bool = True
+) -> list[ModuleSharder[nn.Module]]:
+    """Return sharders for the modules in ``tables.TABLE_MODULES``, of dynamic modules on request.
+
+    *dedup* names the ``EmbeddingCollection`` modules that send each id once.
+    """
     comms = QuantizedComms() if comms is None else comms
-    bags, sequences = _BagSharder(comms), _SequenceSharder(comms)
+    bags, sequences = _BagSharder(comms), _SequenceSharder(comms, dedup)
     sharders = [
         bags,
         sequences,

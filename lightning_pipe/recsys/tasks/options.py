@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -72,6 +72,9 @@ class WireOptions:
             :class:`~lightning_pipe.recsys.modules.quantized_comms.QuantizedComms` (default None, which is fp32).
         ids: integer type of ids: ``"int64"``; ``"auto"`` (default), int32 for each module whose tables have few enough
             rows; ``"int32"``, which refuses a module with a larger table.
+        dedup: names of the ``EmbeddingCollection`` modules that send each id of a table once per rank and batch, or
+            True for all of them (default False). Gradients of an id are then added up on the rank that looks it
+            up, so sums round in another order than without. Other modules are refused.
 
     Raises:
         SetupError: an unknown precision or integer type.
@@ -79,6 +82,7 @@ class WireOptions:
 
     quantized_comms: QuantizedComms | Mapping[str, Any] | None = None
     ids: IdsOnWire = "auto"
+    dedup: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         check_choice("wire.ids", self.ids, get_args(IdsOnWire))

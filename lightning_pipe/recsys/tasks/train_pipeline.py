@@ -55,7 +55,7 @@ class TrainPipeline:
         custom_model_fwd: function called with the batch instead of the model (default None).
         options: option groups by name, each a dataclass or a mapping of its fields: ``rewrite``
             (:class:`~lightning_pipe.recsys.RewriteOptions`; evaluations are always pipelined), ``wire``
-            (:class:`~lightning_pipe.recsys.WireOptions`; only ``ids``, since *model* has its codecs already),
+            (:class:`~lightning_pipe.recsys.WireOptions`; only ``ids``, since *model* has the rest already),
             ``memory`` (:class:`~lightning_pipe.recsys.MemoryOptions`) and ``checks``
             (:class:`~lightning_pipe.recsys.CheckOptions`).
         accumulate: number of batches whose gradients are accumulated for an optimiser step (default 1). Each loss is
@@ -108,11 +108,12 @@ class TrainPipeline:
     ) -> None:
         # All refusals come before anything is built.
         chosen = option_group(SessionOptions, "options", options)
-        if chosen.wire.quantized_comms is not None:
-            raise SetupError(
-                "wire.quantized_comms cannot be set for a TrainPipeline, because its model is sharded already. Pass"
-                " quantized_comms to shard_model() instead."
-            )
+        for name, value in (("quantized_comms", chosen.wire.quantized_comms), ("dedup", chosen.wire.dedup or None)):
+            if value is not None:
+                raise SetupError(
+                    f"wire.{name} cannot be set for a TrainPipeline, because its model is sharded already. Pass {name}"
+                    " to shard_model() instead."
+                )
         self._sharded = sharded = model if isinstance(model, ShardedModel) else None
         replicated = sharded is not None and sharded.replicas is not None
         self._balancer = make_balancer(balancer)

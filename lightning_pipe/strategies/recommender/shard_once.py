@@ -7,7 +7,7 @@ is therefore stored in the module.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ def shard_once(
     *,
     sparse_optimizer: Mapping[str, Any] | None,
     quantized_comms: Any,
+    dedup: bool | Sequence[str],
     device: torch.device,
     ranks_per_node: int,
     init_from: WarmStart | None = None,
@@ -50,7 +51,8 @@ def shard_once(
     """Shard a module in place unless it is already sharded. Every rank calls this function."""
     quiet_torchrec()
     check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error=SetupError)
-    own = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, "init_from": init_from}
+    wire = {"quantized_comms": quantized_comms, "dedup": dedup or None}
+    own = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
     asked = {**own, **vars(sharding)}
     held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
     if held is None:

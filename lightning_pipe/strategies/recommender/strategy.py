@@ -111,7 +111,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.
-        wire: precision of embeddings and integer type of ids in messages; see
+        wire: precision of embeddings, integer type of ids and their deduplication in messages; see
             :class:`~lightning_pipe.recsys.WireOptions`.
         memory: early release of the ids of batches in flight; see :class:`~lightning_pipe.recsys.MemoryOptions`.
         checks: checks of ids and of the loss; see :class:`~lightning_pipe.recsys.CheckOptions`.
@@ -294,6 +294,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self._sharding,
             sparse_optimizer=self._sparse_optimizer,
             quantized_comms=self._options.wire.quantized_comms,
+            dedup=self._options.wire.dedup,
             device=self.root_device,
             ranks_per_node=self.num_processes,
             init_from=self._init_from,

@@ -24,6 +24,7 @@ def test_unknown_precisions_and_integer_types_are_refused() -> None:
     ("options", "message"),
     [
         ({"wire": {"quantized_comms": {"forward": "bf16"}}}, "Pass quantized_comms to shard_model"),
+        ({"wire": {"dedup": True}}, r"wire\.dedup cannot be set .* Pass dedup to shard_model"),
         ({"checks": {"validate": True}}, "checks has 'validate'; expected only validate_ids, detect_nan"),
         ({"checks": {"validate_ids": "false"}}, "checks.validate_ids is 'false'; expected True or False"),
         ({"check": {}}, "options has 'check'; expected only rewrite, wire, memory, checks"),

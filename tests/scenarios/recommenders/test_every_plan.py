@@ -99,6 +99,20 @@ FEATURES = {
         {**KINDS, "people": "table_wise"},
         strategy={"quantized_comms": BYTES, "ids_on_wire": "int32"},
     ),
+    "ids sent once": Feature(
+        lambda: Clicks(Sequenced),
+        ("base", "prefetch", "fused_sparse_dist"),
+        {"past": "row_wise", "people": "column_wise"},
+        ADAGRAD,
+        strategy={"dedup": True},
+    ),
+    "ids sent once, in 16 bits, balanced, clipped": Feature(
+        lambda: Clicks(Sequenced),
+        ("prefetch",),
+        SEQUENCES,
+        strategy={"dedup": True, "quantized_comms": HALF, "balancer": True},
+        trainer=lambda: {"gradient_clip_val": CLIP},
+    ),
     "a scaled loss that overflows": Feature(
         lambda: Overflows("tables"),
         ("prefetch",),
