@@ -22,12 +22,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
 from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches, forever, seed_tables
 from benchmarks.traffic import recorded_traffic
-from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
+from lightning_pipe.recsys.modules.ids_on_wire import narrowed
 from lightning_pipe.recsys.sharding.shard import shard_model
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
@@ -104,10 +104,8 @@ def pipeline(
 
 def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:
     """Nanoseconds per id of the conversions to int32 and back, for each repetition."""
-    features = KeyedJaggedTensor(["feature"], ids, lengths=torch.tensor([ids.numel()]))
-    narrow = SentAsInt32.of(features).values()
     found = []
-    for run in (partial(SentAsInt32.of, features), narrow.long):
+    for run in (partial(narrowed, ids), narrowed(ids).long):
         taken = []
         for _ in range(repetitions):
             start = time.perf_counter()

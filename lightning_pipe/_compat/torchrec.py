@@ -1,7 +1,7 @@
 """Private names of TorchRec.
 
 TorchRec has no public API for three things: replacing the tensors of a ``KeyedJaggedTensor`` without losing its caches,
-access to the lookups, kernels and input dists of a sharded module, and sending the splits of several modules together.
+access to the lookups, kernels and input dists of a sharded module, and permuting segments of any size.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.train_pipeline import tracing
-from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
-from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, _permute_tensor_by_segments
 
 K = TypeVar("K", bound=KeyedJaggedTensor)
 leaf_module_names = tracing._get_leaf_module_names
@@ -174,25 +171,14 @@ def group_of_input_dist(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
     return group
 
 
-def forward_through(all_to_all: KJTAllToAll, group: dist.ProcessGroup) -> KJTAllToAllForward:
-    """Forward of *all_to_all* that returns the splits to send, and later sends tensors through *group*."""
-    return KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
+def keys_per_rank(all_to_all: KJTAllToAll) -> tuple[list[int], int]:
+    """Number of keys that an all-to-all sends to each rank, and its stagger: the number of nodes that it crosses."""
+    return list(all_to_all._splits), all_to_all._stagger
 
 
-def set_splits(request: FusedKJTListSplitsAwaitable, splits: Awaitable[list[list[int]]]) -> None:
-    """Make a request that was created without a group, and so has not sent any splits, wait for *splits*."""
-    request._splits_awaitable = splits
-
-
-def release_sent(tensors: Awaitable[Any]) -> None:
-    """Wait for the tensors of an input dist, and release the sent ones, which TorchRec holds longer."""
-    for one in getattr(tensors, "awaitables", ()):
-        if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
-            for work in one._awaitables:
-                work.wait()
-            one._awaitables.clear()  # they hold both the sent and the received tensors
-            # Rebind the list instead of clearing it, since a replay sends the same list again. Likewise, the caller's
-            # features are not changed.
-            one._input_tensors = []
-            nothing: Tensor = one._input.values().new_empty(0)
-            one._input = with_tensors(one._input, values=nothing, weights=None)
+def permute_segments(
+    values: Tensor, sizes: Tensor, order: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Permute segments of *values*, and of *weights*. The host does not read their *sizes*."""
+    permuted: tuple[Tensor, Tensor | None] = _permute_tensor_by_segments(values, sizes, order, weights, values.numel())
+    return permuted

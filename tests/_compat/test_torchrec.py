@@ -25,9 +25,7 @@ from torchrec import (
     KeyedJaggedTensor,
     PoolingType,
 )
-from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
@@ -84,23 +82,12 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
         "before": compat.all_to_alls_of(module),
     }
 
-    def send() -> Any:
-        context = module.create_context()
-        return context, module.input_dist(context, features_of([100 + rank, 201 - rank]))
-
     compat.make_input_dists_by_id(module, features_of([0]))
-    tensors = send()[1].wait()
-    compat.release_sent(tensors)
-    found["sent"] = [len(one._input.values()) for one in tensors.awaitables]
-    found["received"] = tensors.wait()[0].values().tolist()
+    request = module.input_dist(module.create_context(), features_of([100 + rank, 201 - rank]))
+    found["received"] = request.wait().wait()[0].values().tolist()
     (all_to_all,) = compat.all_to_alls_of(module)
     found["group of input dist"] = compat.group_of_input_dist(all_to_all) is group
-    all_to_all.forward = compat.forward_through(all_to_all, group)
-    context, request = send()
-    (part,) = request.awaitables
-    fused = FusedKJTListSplitsAwaitable([request], [context], pg=None)
-    compat.set_splits(fused, SplitsAllToAllAwaitable(part.splits_tensors, group))
-    found["fused"] = fused.wait()[0].wait()[0].values().tolist()
+    found["keys"] = compat.keys_per_rank(all_to_all)
     processed = FeatureProcessedEmbeddingBagCollection(
         bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
     )
@@ -142,14 +129,22 @@ def test_ids_go_unchanged_to_the_rank_that_is_their_remainder(ranks: list[dict[s
         assert found["before"] == [], "TorchRec makes input dists before the first batch"
         words = "blocks of no rows, or _keep_original_indices, send other ids"
         assert sorted(found["received"]) == [[100, 200], [101, 201]][rank], words
-        assert found["sent"] == [0], "KJTAllToAllTensorsAwaitable holds what was sent elsewhere"
 
 
-def test_splits_of_several_modules_can_be_sent_by_others(ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(ranks):
+def test_an_all_to_all_says_what_it_sends_to_each_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
         assert found["group of input dist"], "KJTAllToAll does not keep its group in _pg"
-        words = "FusedKJTListSplitsAwaitable does not wait for its _splits_awaitable"
-        assert sorted(found["fused"]) == [[100, 200], [101, 201]][rank], words
+        assert found["keys"] == ([1, 1], 1), "KJTAllToAll does not keep its keys in _splits, or its nodes in _stagger"
+
+
+def test_segments_of_any_size_are_permuted() -> None:
+    values, sizes, order = torch.tensor([1, 2, 2, 3]), torch.tensor([1, 2, 0, 1]), torch.tensor([3, 1, 2, 0]).int()
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    permuted, weighted = compat.permute_segments(values, sizes, order, weights)
+    assert permuted.tolist() == [3, 2, 2, 1]
+    assert weighted is not None
+    assert torch.equal(weighted, weights[[3, 1, 2, 0]])
+    assert compat.permute_segments(values, sizes, order)[1] is None
 
 
 def test_tensors_of_features_can_be_replaced() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedModule
+from torchrec.streamable import Pipelineable
 
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
@@ -30,7 +33,9 @@ from tests.engine.device_tensors import Accelerator, watched
 from tests.engine.findings import PAGEABLE, Sync, span_of
 from tests.recsys.dynamic import dynamic_cases
 from tests.recsys.pipeline_cases import CASES, Case, adam, grouped, sharded, train
+from tests.recsys.rewrite_cases import Bags, Batch, batches
 from tests.recsys.stream_faults import FAULTS
+from tests.recsys.train_pipeline_cases import torchrec_model
 
 CUDA = torch.device("cuda")
 # The first batch is recorded, and the next ones fill the pipeline. All steps from the fifth one on are alike.
@@ -159,10 +164,8 @@ def built_for_gpu() -> Iterator[None]:
 
 def place(accelerator: Accelerator, model: ShardedModel, optimizers: list[torch.optim.Optimizer]) -> None:
     """Place tensors that are on the host of a GPU too, and correct devices that were stored earlier."""
+    place_on_host(accelerator, model.sharded_modules.values(), (*optimizers, *model.replicated_optimizers))
     for module in model.sharded_modules.values():
-        for kernel in fused_kernels(module):
-            for name in ("learning_rate_tensor", "iter_cpu"):  # FBGEMM's, made for device="cpu" in every build
-                accelerator.put(getattr(kernel, name), PAGEABLE)
         if isinstance(module, ShardedDynamicModule):
             for cache in module.rows.caches.values():
                 cache._columns.device = CUDA
@@ -173,9 +176,19 @@ def place(accelerator: Accelerator, model: ShardedModel, optimizers: list[torch.
                     assert storage is not None
                     start, _ = span_of(column)
                     storage.rows += [(start, column[:1].numel() * column.element_size())] * len(features)
-    for optimizer in (*optimizers, *model.replicated_optimizers):
+
+
+def place_on_host(
+    accelerator: Accelerator, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Place the tensors of kernels and optimizers that are on the host of a GPU too."""
+    for module in modules:
+        for kernel in fused_kernels(module):
+            for name in ("learning_rate_tensor", "iter_cpu"):  # FBGEMM's, made for device="cpu" in every build
+                accelerator.put(getattr(kernel, name), PAGEABLE)
+    for optimizer in optimizers:
         for state in optimizer.state.values():
-            if "step" in state:  # of PyTorch's optimisers, unless fused or capturable
+            if isinstance(state.get("step"), torch.Tensor):  # of PyTorch's optimisers, unless fused or capturable
                 accelerator.put(state["step"], PAGEABLE)
 
 
@@ -214,6 +227,37 @@ def watch(rank: int, world_size: int, plan: str, name: str = "", fault: str = ""
         pipeline.close()
         findings = list(map(str, accelerator.findings))
         return Seen(findings, syncs, list(accelerator.syncs), accelerator.handler.seq_num)
+
+
+@dataclass
+class StreamedBatch(Batch, Pipelineable):
+    """What TorchRec asks of a batch on a GPU."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> StreamedBatch:
+        return StreamedBatch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for part in self._parts():
+            part.record_stream(stream)
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.dense, self.sparse, self.label
+
+
+def watch_torchrec(rank: int, world_size: int) -> list[Sync]:
+    """Host synchronisations of `COUNTED` steps of TorchRec's own pipeline, with the model and data of "pooled"."""
+    model, optimizer = torchrec_model(Bags, "table_wise")
+    with built_for_gpu(), watched() as accelerator:
+        modules = [module for module in model.modules() if isinstance(module, ShardedModule)]
+        place_on_host(accelerator, modules, [optimizer])
+        pipeline = TrainPipelineSparseDist(model, optimizer, CUDA)
+        feed = iter(accelerator.on_host([StreamedBatch(*vars(batch).values()) for batch in batches(STEPS)]))
+        for _ in range(WARM):
+            pipeline.progress(feed)
+        accelerator.syncs.clear()
+        for _ in range(COUNTED):
+            pipeline.progress(feed)
+        return list(accelerator.syncs)
 
 
 def shared(folder: str) -> Path:

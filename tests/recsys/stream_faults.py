@@ -8,13 +8,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.tables import sharded_tables
 from lightning_pipe.recsys.plans import named
-from lightning_pipe.recsys.rewrite import model_rewrite
+from lightning_pipe.recsys.rewrite import model_rewrite, routes
 from lightning_pipe.recsys.rewrite.batch_state import Features
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks import actions, train_pipeline
@@ -50,16 +48,6 @@ def _read_in_worker() -> AbstractContextManager[Any]:
     return mock.patch.object(ModelRewrite, "wait_inputs", read)
 
 
-def _without_sync() -> AbstractContextManager[Any]:
-    """TorchRec's received features without the read of their lengths on the host, with which they begin."""
-
-    def sync(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        features._length_per_key = [0] * len(features.keys())
-        return features
-
-    return mock.patch.object(KeyedJaggedTensor, "sync", sync)
-
-
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no waits for events": lambda: mock.patch.object(DeviceStreams, "current_waits_for", left_out),
     "no events": lambda: mock.patch.object(DeviceStreams, "record", left_out),
@@ -67,7 +55,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "features not recorded": lambda: mock.patch.object(model_rewrite, "record_use", left_out),
     "written after it was handed on": _written_after_hand_over,
     "read in a worker": _read_in_worker,
-    "no read of received lengths": _without_sync,
+    "messages not recorded": lambda: mock.patch.object(routes, "record_use", left_out),
     "rows not ordered": lambda: mock.patch.object(RowColumns, "_wait", left_out),
     "slots not recorded": lambda: mock.patch.object(sharded_tables, "record_use", left_out),
     "collectives not waited for": lambda: mock.patch("tests.engine.device_tensors._wait_for", left_out),

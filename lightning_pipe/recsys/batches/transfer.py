@@ -14,6 +14,13 @@ from lightning_pipe.engine import InputError
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on *device*, without waiting for the copy from the host."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def check_movable(batch: Any) -> None:
     """Refuse a batch with a part of a type that cannot be moved, which would otherwise silently stay where it is."""
     _check(batch, "batch")

@@ -10,13 +10,11 @@ of every table: it is clamped to the nearest int32, which is no row either, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import put_tensors, with_tensors
 from lightning_pipe.engine.common.errors import SetupError
 
 IdsOnWire = Literal["auto", "int32", "int64"]
@@ -43,31 +41,10 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
     return asked != "int64" and not maps_ids and not too_large
 
 
-class SentAsInt32(KeyedJaggedTensor):
-    """Features whose ids and lengths are sent as int32. TorchRec calls its class to build the received features."""
-
-    @staticmethod
-    def of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the same features with int32 instead of int64, or the same object if ids are int32 already."""
-        if features.values().dtype != torch.int64:
-            return features
-        if features.length_per_key_or_none() is None:
-            features.length_per_key()  # cached here, so that the copy does not compute it
-        lengths = features.lengths().int()
-        sent = with_tensors(features, values=_narrowed(features.values()), lengths=lengths, offsets=None)
-        sent.__class__ = SentAsInt32
-        return sent
-
-    @staticmethod
-    def dist_init(keys: list[str], tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> KeyedJaggedTensor:
-        """Rebuild the received features as if they had been sent as int64. Empties *tensors*."""
-        received: KeyedJaggedTensor = KeyedJaggedTensor.dist_init(keys, tensors, *arguments, **named)
-        tensors.clear()  # before the wider copies are made, to limit the memory
-        put_tensors(received, values=received.values().long(), lengths=received.lengths().long(), offsets=None)
-        return received
-
-
-def _narrowed(ids: torch.Tensor) -> torch.Tensor:
+def narrowed(ids: torch.Tensor) -> torch.Tensor:
+    """Return int64 *ids* as int32, each one clamped to the nearest."""
+    if ids.numel() <= _PIECE:
+        return ids.clamp(_INT32.min, _INT32.max).int()
     narrow = torch.empty_like(ids, dtype=torch.int32)
     for wide, piece in zip(ids.split(_PIECE), narrow.split(_PIECE), strict=True):
         piece.copy_(wide.clamp(_INT32.min, _INT32.max))

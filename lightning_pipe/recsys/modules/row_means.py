@@ -15,6 +15,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe.recsys.batches.transfer import to_device
+
 BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 
 
@@ -33,7 +35,7 @@ class RowMeans:
             if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in BY_ROWS:
                 features |= dict(zip(outputs, config.feature_names, strict=True))
         self._features = [features.get(name) for name in names]
-        self._widths = list(widths)
+        self._widths, self._columns = torch.tensor(widths), sum(widths)
 
     @property
     def needed(self) -> bool:
@@ -55,8 +57,7 @@ class RowMeans:
                     of_feature = of_feature[inverse[1][inverse[0].index(name)]]
                 # An empty bag's sum is zero, and so is its mean.
                 counts[:, column] = of_feature.clamp(min=1)
-        widths = torch.tensor(self._widths, device=device)
-        return counts.repeat_interleave(widths, dim=1, output_size=sum(self._widths))
+        return counts.repeat_interleave(to_device(self._widths, device), dim=1, output_size=self._columns)
 
 
 def divide(sums: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:

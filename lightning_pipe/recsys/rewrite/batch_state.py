@@ -35,10 +35,9 @@ class Splits:
     """State after EmbInputDistStart."""
 
     inputs: Inputs
-    request: SplitsRequest | None = None  # the fused splits; None if this rank failed or nothing is pipelined
+    request: SplitsRequest | None = None  # the fused splits; None if nothing is pipelined
     status: tuple[dist.Work, torch.Tensor] | None = None  # reports a failed rank, unless the splits do
     error: Exception | None = None  # reason why this rank sent no splits
-    answer: dist.Work | None = None  # submitted in place of splits
 
 
 @dataclass

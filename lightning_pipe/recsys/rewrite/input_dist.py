@@ -1,39 +1,41 @@
-"""The input dist of all pipelined modules, with their splits in one all-to-all.
+"""The input dist of all pipelined modules, with one wait of the host for all of them.
 
-For each of its shardings, a sharded module's ``input_dist`` first sends splits (the number of values for each rank) and
-then the tensors. While this thread is *fusing*, the replaced forwards of the ``KJTAllToAll`` modules return their data
-instead of sending it, and TorchRec's ``FusedKJTListSplitsAwaitable`` sends all splits together. At other times and on
-other threads, the replaced forwards work as the original ones, on the module's process group.
+For each of its shardings, a sharded module's ``input_dist`` calls a ``KJTAllToAll``. While this thread is *fusing*, the
+replaced forwards of these return a :class:`Part` instead of sending it. At other times and on other threads, they work
+as the original ones, on the module's process group.
+
+    SplitsRequest         number of ids and batch size of each key, and a status: one all-to-all for all modules
+    SplitsRequest.wait    the only wait of the host, which must know the sizes of the next messages
+    Tensors               lengths, ids and weights: one all-to-all each, of each part
+
+The numbers of this rank reach the device in one copy that the host does not wait for. Those that only the device knows
+are read together with those of the other ranks. TorchRec's ``FusedKJTListSplitsAwaitable`` and the awaitables that it
+makes copy or read numbers for each part, and the host waits for each.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.dist_data import KJTAllToAll, SplitsAllToAllAwaitable
-from torchrec.distributed.embedding_sharding import (
-    FusedKJTListSplitsAwaitable,
-    KJTListSplitsAwaitable,
-    KJTSplitsAllToAllMeta,
-)
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import forward_through, set_splits
-from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
+from lightning_pipe.recsys.batches.transfer import to_device
+from lightning_pipe.recsys.rewrite.routes import Part, Route, Tensors
 
 _this_thread = threading.local()
 
 
 @contextmanager
 def fusing() -> Iterator[None]:
-    """Context in which input dists on this thread return their splits instead of sending them."""
+    """Context in which input dists on this thread return their parts instead of sending them."""
     _this_thread.fusing = True
     try:
         yield
@@ -47,13 +49,10 @@ class FusableAllToAll:
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
-        self._int32 = int32 and group.size() > 1  # a single rank sends no ids
-        self._fused = forward_through(all_to_all, group)
+        self._route = Route(all_to_all, group, int32)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
-        if not getattr(_this_thread, "fusing", False):
-            return self._original(features)
-        return self._fused(SentAsInt32.of(features) if self._int32 else features)
+        return Part(self._route, features) if getattr(_this_thread, "fusing", False) else self._original(features)
 
     def install(self) -> None:
         self._all_to_all.forward = self
@@ -62,83 +61,124 @@ class FusableAllToAll:
         self._all_to_all.__dict__.pop("forward", None)
 
 
-class SplitsWithStatus(Awaitable[list[list[int]]]):
-    """Splits in flight, followed by a status for each rank: 1 from a rank that has no splits to send, otherwise 0."""
-
-    def __init__(self, rows: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self._on_their_way = SplitsAllToAllAwaitable([*rows, torch.zeros_like(rows[0])], group)
-        self._received: list[list[int]] | None = None
-
-    def any_failed(self) -> bool:
-        """Wait for the splits. Return True if any rank has sent none."""
-        return any(self._all()[-1])
-
-    def _wait_impl(self) -> list[list[int]]:
-        return self._all()[:-1]
-
-    def _all(self) -> list[list[int]]:
-        if self._received is None:
-            self._received = self._on_their_way.wait()
-        return self._received
+def parts_of(request: KJTListSplitsAwaitable[Any]) -> list[Part]:
+    """Parts in the result of a module's ``input_dist``. Data-parallel tables have none."""
+    return [part for part in request.awaitables if isinstance(part, Part)]
 
 
-@dataclass
+class Layout:
+    """Positions of the numbers that ranks send to each other, equal for all batches.
+
+    A rank makes all its numbers in the order of its parts: the ids of each key, then the batch size (or sizes). A
+    status follows. ``order`` selects the numbers of each rank from it.
+    """
+
+    def __init__(self, routes: Sequence[Route], device: torch.device) -> None:
+        self.routes = routes
+        self.group, self.device = routes[0].group, device
+        self.lengths: list[slice] = []
+        self.strides: list[slice] = []
+        end = 0
+        for route in routes:
+            keys = route.bounds[-1]
+            self.lengths.append(slice(end, end + keys))
+            end += keys
+            self.strides.append(slice(end, end + (keys if route.variable else 1)))
+            end = self.strides[-1].stop
+        self.size = end + 1
+        order: list[int] = []
+        self.sent: list[int] = []
+        for rank in range(self.group.size()):
+            before = len(order)
+            for route, lengths, strides in zip(routes, self.lengths, self.strides, strict=True):
+                own = slice(route.bounds[rank], route.bounds[rank + 1])
+                order += range(self.size)[lengths][own]
+                order += range(self.size)[strides][own] if route.variable else [strides.start]
+            order.append(end)
+            self.sent.append(len(order) - before)
+        self.received = self.sent[self.group.rank()]  # from each rank
+        self.order = torch.tensor(order, device=device)  # waits for the copy, once: every later stream may use it
+
+
 class SplitsRequest:
-    """The splits of some modules in flight, with one awaitable for all modules, or one for each."""
+    """The sizes of some modules' messages in flight.
 
-    names: list[str]
-    awaitables: list[Awaitable[Any]]
-    status: SplitsWithStatus | None = None
+    Args:
+        layout: positions of the sizes; None without sizes to send (one process, or only data-parallel tables).
+        requests: results of the modules' ``input_dist``; None if this rank has none, which is told to all ranks.
+        contexts: TorchRec's context of each module.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        requests: Mapping[str, KJTListSplitsAwaitable[Any]] | None,
+        contexts: Mapping[str, Any],
+    ) -> None:
+        self._layout = layout
+        self._requests = requests or {}
+        self._contexts = contexts
+        self._parts = [part for request in self._requests.values() for part in parts_of(request)]
+        self._rows: list[list[int]] | None = None  # received from each rank
+        if layout is None:
+            return
+        numbers = [0] * layout.size
+        numbers[-1] = int(requests is None)
+        for part, lengths, strides in zip(self._parts, layout.lengths, layout.strides, strict=requests is not None):
+            numbers[strides] = part.strides
+            if part.lengths is not None:
+                numbers[lengths] = part.lengths
+        self._numbers = to_device(torch.tensor(numbers), layout.device)
+        for part, lengths in zip(self._parts, layout.lengths, strict=requests is not None):
+            if part.lengths is None:
+                self._numbers[lengths] = part.summed_lengths()
+        ranks = layout.group.size()
+        self._received = self._numbers.new_empty(ranks * layout.received)
+        self._work: Any = dist.all_to_all_single(
+            output=self._received,
+            input=self._numbers.index_select(0, layout.order),
+            output_split_sizes=[layout.received] * ranks,
+            input_split_sizes=layout.sent,
+            group=layout.group,
+            async_op=True,
+        )
 
     def any_failed(self) -> bool:
-        """Wait for the splits. Return True if any rank reported with its splits that it has none."""
-        return self.status is not None and self.status.any_failed()
+        """Wait for the sizes. Return True if any rank has none."""
+        return self._layout is not None and any(row[-1] for row in self._wait(self._layout))
 
     def wait(self) -> dict[str, Awaitable[Any]]:
-        """Wait for the splits, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
-        results = [awaitable.wait() for awaitable in self.awaitables]
-        fused = len(results) == 1 and isinstance(self.awaitables[0], FusedKJTListSplitsAwaitable)
-        return dict(zip(self.names, results[0] if fused else results, strict=True))
+        """Wait for the sizes, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
+        if self._layout is None:
+            return {name: request.wait() for name, request in self._requests.items()}
+        tensors = self._send(self._layout)
+        found: dict[str, Awaitable[Any]] = {}
+        for name, request in self._requests.items():
+            context = self._contexts[name]
+            awaitables = [next(tensors) if isinstance(part, Part) else part.wait() for part in request.awaitables]
+            for awaitable, sharding in zip(awaitables, getattr(context, "sharding_contexts", ()), strict=False):
+                if isinstance(awaitable, Tensors):
+                    awaitable.tell(sharding)
+            found[name] = KJTListAwaitable(awaitables, context)
+        return found
 
+    def _wait(self, layout: Layout) -> list[list[int]]:
+        if self._rows is None:
+            self._work.wait()
+            known = all(part.lengths is not None for part in self._parts)
+            numbers = (self._received if known else torch.cat([self._received, self._numbers])).tolist()
+            end = len(self._received)
+            self._rows = [numbers[start : start + layout.received] for start in range(0, end, layout.received)]
+            for part, lengths in zip(self._parts, layout.lengths, strict=False):
+                if part.lengths is None:
+                    part.lengths = numbers[end:][lengths]
+        return self._rows
 
-def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:
-    """Return the number of rows of splits that these requests send to a rank, equal for all ranks and batches."""
-    return sum(len(part.splits_tensors) for part in _fusable_parts(requests))
-
-
-def send_splits(
-    requests: dict[str, KJTListSplitsAwaitable[Any]], contexts: dict[str, Any], with_status: bool = False
-) -> SplitsRequest:
-    """Submit the splits of all modules in one all-to-all. Splits that ``input_dist`` has sent already are unchanged."""
-    names = list(requests)
-    parts = _fusable_parts(requests)
-    if not parts:  # without splits: a single process, or only data-parallel tables
-        return SplitsRequest(names, list(requests.values()))
-    group = parts[0].pg
-    in_order = [contexts[name] for name in names]
-    fused = FusedKJTListSplitsAwaitable(list(requests.values()), in_order, pg=None if with_status else group)
-    if not with_status:
-        return SplitsRequest(names, [fused])
-    # A request without a group has not sent its splits.
-    status = SplitsWithStatus([row for part in parts for row in part.splits_tensors], group)
-    set_splits(fused, status)
-    return SplitsRequest(names, [fused], status)
-
-
-def _fusable_parts(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> list[KJTSplitsAllToAllMeta]:
-    parts = [part for request in requests.values() for part in request.awaitables]
-    return [part for part in parts if isinstance(part, KJTSplitsAllToAllMeta)]
-
-
-def answer_without_splits(
-    length: int, group: dist.ProcessGroup, device: torch.device, with_status: bool = False
-) -> dist.Work | None:
-    """Submit data in place of splits on a rank that has none, so that an all-to-all of ``length`` rows completes."""
-    if not length:
-        return None
-    rows = torch.zeros(group.size(), length + with_status, dtype=torch.int64, device=device)
-    if with_status:
-        rows[:, -1] = 1
-    rows = rows.flatten()
-    return dist.all_to_all_single(torch.empty_like(rows), rows, group=group, async_op=True)
+    def _send(self, layout: Layout) -> Iterator[Tensors]:
+        rows, end = self._wait(layout), 0
+        for part in self._parts:
+            number = part.route.number
+            middle, start = end + number, end
+            end = middle + (number if part.variable else 1)
+            assert part.lengths is not None
+            yield Tensors(part, part.lengths, [row[start:middle] for row in rows], [row[middle:end] for row in rows])

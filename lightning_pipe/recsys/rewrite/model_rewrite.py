@@ -12,7 +12,7 @@ All state of a batch is in the objects that the methods return. The rewrite only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 
-from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.exchanges import without_exchange
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
@@ -48,13 +47,13 @@ from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inpu
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.rewrite.find_record import Recorder
-from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
+from lightning_pipe.recsys.rewrite.input_dist import Layout, SplitsRequest, fusing
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import (
     Announced,
     Sharded,
-    check_on_host,
     find_sharded,
+    lengths_summed,
     lookup_mode,
 )
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
@@ -62,6 +61,7 @@ from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 if TYPE_CHECKING:
     from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
 
+_NOTHING = nullcontext()
 _ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
 
 
@@ -146,6 +146,7 @@ class ModelRewrite:
         self.looks_ahead = look_ahead and not some_cannot_follow
         self.tables_backward = TableBackward(self.modules, self._agree_group)
         self._lookup_stream = current_stream(self._device)
+        self._layout: Layout | None = None
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce: Callable[[Announced], None] | None = None
@@ -252,15 +253,13 @@ class ModelRewrite:
         with self.serving(Embeddings(self._inputs(batch)), batch) as embeddings:
             yield embeddings
 
-    def transferred(self, before: Any, after: Any) -> None:
-        """Record that a batch was moved to the device: objects that it shares with the loader's are not released.
+    def transferring(self, batch: Any) -> AbstractContextManager[None]:
+        """Context of the copy of a loader's batch to the device; checks the lengths of features on the host."""
+        # On a CPU, ``prepare`` checks the features that modules get.
+        return _NOTHING if self._device.type == "cpu" else lengths_summed(self._sharded.values(), batch)
 
-        Args:
-            before: the batch as the loader returned it. Features on the host are checked by ``check_lengths``.
-            after: the batch on the device.
-        """
-        if self._device.type != "cpu":  # on a CPU, ``prepare`` checks the features that modules get
-            check_on_host(self._sharded.values(), before)
+    def transferred(self, before: Any, after: Any) -> None:
+        """Record that a batch was moved to the device: objects that it shares with the loader's are not released."""
         if self._early_release is not None:
             self._early_release.transferred(before, after)
 
@@ -299,21 +298,25 @@ class ModelRewrite:
             if self._status_group is None and not on_worker():
                 raise
             splits.error = problem
-        length = sum(entry.splits for entry in pipelined)
-        with_splits = bool(length) and self._status_group is not None and self._status_group is self._group
-        if self._status_group is not None and not with_splits:
-            failed = torch.tensor([splits.error is not None], dtype=torch.int32, device=self._device)
+        layout = self._splits_layout(pipelined)
+        if self._status_group is not None and (layout is None or self._status_group is not self._group):
+            failed = torch.full((1,), int(splits.error is not None), dtype=torch.int32, device=self._device)
             work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._status_group, async_op=True)
             splits.status = work, failed
-        if not pipelined:
-            return splits
-        if splits.error is None:
-            splits.request = send_splits(requests, splits.inputs.contexts, with_splits)
-            if self._early_release is not None:
+        if pipelined:
+            failed_here = splits.error is not None
+            splits.request = SplitsRequest(layout, None if failed_here else requests, splits.inputs.contexts)
+            if self._early_release is not None and not failed_here:
                 self._early_release.release(splits.inputs)
-        elif self._group is not None:
-            splits.answer = answer_without_splits(length, self._group, self._device, with_splits)
         return splits
+
+    def _splits_layout(self, pipelined: Sequence[Sharded]) -> Layout | None:
+        routes = [route for entry in pipelined for route in entry.routes]
+        if not routes:
+            return None
+        if self._layout is None or self._layout.routes != routes:
+            self._layout = Layout(routes, self._device)
+        return self._layout
 
     def inputs_again(self, batch: Any, contexts: dict[str, Any]) -> Inputs:
         """Return the pipelined modules' inputs from a batch whose features are distributed already.
@@ -336,14 +339,12 @@ class ModelRewrite:
             InputError: the batch of a rank cannot be trained; raised on every rank, and names the rank.
         """
         any_failed = splits.error is not None
+        if splits.request is not None:
+            any_failed |= splits.request.any_failed()
         if splits.status is not None:
             splits.status[0].wait()
             any_failed = bool(splits.status[1].item())
-        elif splits.request is not None:
-            any_failed = splits.request.any_failed()
         if any_failed:
-            if splits.answer is not None:
-                splits.answer.wait()
             raise_gathered(splits.error, "", without_exchange(self._status_group), InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
@@ -354,7 +355,6 @@ class ModelRewrite:
         lookup_on = None if self._lookup_stream == current_stream(self._device) else self._lookup_stream
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
-            release_sent(tensors)
             features = distributed[name] = tensors.wait()
             record_use([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)

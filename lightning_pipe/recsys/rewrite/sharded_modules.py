@@ -26,7 +26,6 @@ from lightning_pipe._compat.torchrec import (
     is_weighted,
     sharding_types,
     table_configs,
-    with_tensors,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
@@ -49,7 +48,8 @@ from lightning_pipe.recsys.modules.inputs import (
 )
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.modules.row_means import BY_ROWS
-from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, splits_length
+from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, parts_of
+from lightning_pipe.recsys.rewrite.routes import Route
 
 _PIPELINED = (
     ShardedEmbeddingBagCollection,
@@ -79,7 +79,7 @@ class Sharded:
         self.arguments: CallArguments | None = None  # sources in a batch; None if not pipelined, or not yet
         # Why it is not pipelined, as the end of a sentence that begins with its name.
         self.reason = "has not been called in a step yet"
-        self.splits = 0  # number of rows of splits that its input dist sends to each rank
+        self.routes: list[Route] = []  # of its input dist, if that sends its splits together with other modules'
         self.form: FeatureForm | None = None
         # A worker may prefetch rows during calls of the module; the lock serialises the two.
         self.lock = threading.Lock()
@@ -224,6 +224,7 @@ class Sharded:
     def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
         """Prepare its input dists, which its first call built, to send their splits together with other modules'."""
         self._unfuse()
+        self.routes = []
         if group is None:
             return None
         ranks = dist.get_process_group_ranks(group)
@@ -239,7 +240,10 @@ class Sharded:
         with fusing():
             positional, named = arguments
             request = self.module.input_dist(self.module.create_context(), *positional, **named)
-        self.splits = splits_length({self.name: request})
+        parts = parts_of(request)
+        for part in parts:
+            part.route.variable = part.variable
+        self.routes = [part.route for part in parts]
         return None
 
     def install(self, forward: Callable[..., Any]) -> None:
@@ -284,15 +288,34 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
     return tables
 
 
-def check_on_host(sharded: Collection[Sharded], batch: Any) -> None:
-    """Check the lengths of features before they are copied to a GPU, where the check would make the host wait."""
-    for _, piece in walk(batch):
-        if isinstance(piece, KeyedJaggedTensor) and piece.values().device.type == "cpu":
+@contextmanager
+def lengths_summed(sharded: Collection[Sharded], batch: Any) -> Iterator[None]:
+    """Context of the copy of a batch to a GPU, where reading lengths makes the host wait.
+
+    Lengths of the sharded modules' features are checked and summed on the host, and the copies take the sums along.
+    The loader's objects do not keep them, since the loader may change its tensors later.
+    """
+    summed: list[KeyedJaggedTensor] = []
+    try:
+        for _, piece in walk(batch):
+            if not isinstance(piece, KeyedJaggedTensor) or not _is_counted_on_host(piece):
+                continue
             keys = set(piece.keys())
             name = next((entry.name for entry in sharded if keys.issuperset(entry.features or (None,))), None)
             if name is not None:
-                # A copy, because the check caches sums, and the loader may change its own object later.
-                check_lengths(name, with_tensors(piece))
+                if piece.length_per_key_or_none() is None:
+                    summed.append(piece)
+                check_lengths(name, piece)
+                piece.sync()
+        yield
+    finally:
+        for piece in summed:
+            piece.unsync()
+
+
+def _is_counted_on_host(features: KeyedJaggedTensor) -> bool:
+    counts = features.offsets_or_none() if features.lengths_or_none() is None else features.lengths_or_none()
+    return counts is not None and counts.device.type == "cpu"
 
 
 def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:

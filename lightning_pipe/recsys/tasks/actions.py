@@ -133,7 +133,8 @@ class RecsysActions:
         ctx.transfer_error = None
         try:
             given = ctx.batch
-            ctx.batch = self._transfer(given)
+            with self._rewrite.transferring(given):
+                ctx.batch = self._transfer(given)
             self._rewrite.transferred(given, ctx.batch)
         except Exception as error:
             if not (self._rewrite.has_peers or on_worker()):

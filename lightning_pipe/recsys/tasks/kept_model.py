@@ -62,6 +62,8 @@ class ModelKeeper:
     @torch.no_grad()
     def restore(self, kept: _Kept) -> None:
         """Restore a snapshot in place."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # abandoned batches may still read, on any stream, what is replaced
         if self._sharded.replicas is not None:
             self._sharded.replicas.steps = kept.replica_steps
         for rows, values in zip(self._sharded.dynamic_rows.values(), kept.rows, strict=True):

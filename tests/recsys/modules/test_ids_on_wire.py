@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32, sends_int32
+from lightning_pipe.recsys.modules.ids_on_wire import narrowed, sends_int32
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES as TRAINED
@@ -44,33 +43,16 @@ LARGEST, LEAST = torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min
 # ---------------------------------------------------------------------- what an id becomes
 
 
-def features_of(*ids: int, dtype: torch.dtype = torch.int64, weights: Tensor | None = None) -> KeyedJaggedTensor:
-    lengths = torch.tensor([1, len(ids) - 1])
-    return KeyedJaggedTensor(["f0", "f1"], torch.tensor(ids, dtype=dtype), weights=weights, lengths=lengths)
-
-
-def test_ids_and_lengths_are_sent_as_int32_and_are_int64_where_they_arrive() -> None:
-    weights = torch.tensor([0.5, 0.25, 0.125])
-    features = features_of(3, 1, LARGEST - 1, weights=weights)
-    sent = SentAsInt32.of(features)
-    tensors = sent.dist_tensors()
-    assert [tensor.dtype for tensor in tensors] == [torch.int32, torch.int32, torch.float32]
-    assert tensors[2] is weights
-    arguments = {"variable_stride_per_key": False, "num_workers": 1, "recat": None, "stride_per_rank": [1]}
-    received = type(sent).dist_init(["f0", "f1"], tensors, **arguments)
-    assert type(received) is KeyedJaggedTensor
-    for found, expected in zip(received.dist_tensors(), features.dist_tensors(), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2**31, LARGEST), (2**32 + 5, LARGEST), (2**63 - 1, LARGEST), (-(2**31) - 1, LEAST), (-1, -1), (LEAST, LEAST)],
 )
 def test_an_id_outside_of_int32_stays_outside_of_every_table(before: int, after: int) -> None:
-    _, ids, *_ = SentAsInt32.of(features_of(0, before)).dist_tensors()
-    assert ids.tolist() == [0, after]
+    for ids in (torch.tensor([0, before]), torch.tensor([0, before]).repeat(2**16)):  # at once, and in pieces
+        sent = narrowed(ids)
+        assert sent.dtype == torch.int32
+        assert sent[:2].tolist() == [0, after]
+        assert torch.equal(sent, sent[:2].repeat(len(ids) // 2))
 
 
 # ---------------------------------------------------------------------- which modules

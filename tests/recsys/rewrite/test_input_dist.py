@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.sharded_modules import lengths_summed
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
     Bags,
@@ -287,3 +289,30 @@ def test_a_module_sharded_over_other_ranks_than_the_input_group_s_runs_unpipelin
             "exchanges its inputs among the ranks [0, 1], but the input group has the ranks [0] (rank 0)"
         )
         assert same
+
+
+@dataclass
+class Named:
+    """What is asked of a sharded module."""
+
+    name: str
+    features: list[str]
+
+
+def test_a_copy_takes_sums_of_lengths_along_that_the_loaders_batch_does_not_keep() -> None:
+    lengths = torch.tensor([1, 2, 0, 1])
+    used, other = (KeyedJaggedTensor(keys, torch.arange(4), lengths=lengths) for keys in (["f", "g"], ["x", "y"]))
+    stated = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths, length_per_key=[3, 1])
+    sharded: Any = [Named("bags", ["f", "g"])]
+    with lengths_summed(sharded, {"used": used, "other": other, "stated": stated}):
+        copies = [features.to(torch.device("cpu")) for features in (used, other, stated)]
+    assert [copy.length_per_key_or_none() for copy in copies] == [[3, 1], None, [3, 1]]
+    assert used.length_per_key_or_none() is None
+    assert stated.length_per_key_or_none() == [3, 1]
+    wrong = KeyedJaggedTensor(["f", "g"], torch.arange(3), lengths=lengths)
+    with (
+        pytest.raises(InputError, match="'bags' have 3 ids, but their lengths add up to 4"),
+        lengths_summed(sharded, wrong),
+    ):
+        pass
+    assert wrong.length_per_key_or_none() is None

@@ -11,34 +11,18 @@ from collections.abc import Iterable
 from lightning_pipe.recsys import PLANS
 from tests.distributed import run_ranks
 from tests.engine.findings import Sync
-from tests.recsys.stream_cases import COUNTED, watch
+from tests.recsys.stream_cases import COUNTED, watch, watch_torchrec
 
 STATIC, DYNAMIC = "pooled", "dynamic bags"
 # Task and function in which the host waits: why it has to.
 REASONS = {
-    ("EmbInputDistStart", "torchrec.sparse.jagged_tensor._safe_tolist"): "the number of ids of each feature, which is"
-    " the size of the messages",
-    ("EmbInputDistStart", "torchrec.distributed.train_pipeline.runtime_forwards.__call__"): "the sizes of the messages"
-    " and the batch size, copied from pageable memory",
-    ("EmbInputDistStart", "recsys.modules.row_means.divisor"): "the widths of outputs of mean-pooled tables that are"
-    " sharded by rows, copied from pageable memory",
-    ("EmbInputDistWait", "torchrec.distributed.dist_data._safe_tolist_2d"): "the sizes of the messages of other ranks,"
-    " which are the sizes of buffers",
-    ("EmbInputDistWait", "torchrec.distributed.dist_data._get_recat"): "the order of the received features, copied from"
-    " pageable memory",
-    ("EmbPrefetch", "torchrec.sparse.jagged_tensor._safe_tolist"): "the number of received ids of each feature, which"
-    " the lookup needs",
+    ("EmbInputDistWait", "recsys.rewrite.input_dist._wait"): "the numbers of ids that all ranks send, which are the"
+    " sizes of the messages: one read for all modules",
     ("EmbPrefetch", "recsys.dynamic.tables.batch_ids.on_host"): "the ids of the batch, looked up on the host: one"
     " copy for all tables",
-    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "the slots of evicted rows, copied from pageable memory,"
-    " and these rows, written to the store",
-    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.write"): "rows from the store, copied from pageable memory",
-    (
-        "EmbPrefetch",
-        "recsys.dynamic.cache.row_columns.start",
-    ): "initial values of new rows, copied from pageable memory",
+    ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "evicted rows of a table, written to the store",
 }
-TASKS = list(dict.fromkeys(task for task, _ in REASONS))
+TASKS = ["EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"]
 AHEAD_OF_LOSS = ("H2DAndShuffle", *TASKS, "EmbForward", "DenseForward", "LossPostprocess")
 
 
@@ -60,15 +44,27 @@ def of_dynamic_tables() -> set[tuple[str, str]]:
     return {place(sync) for seen in run_ranks(watch, 2, "prefetch", DYNAMIC) for sync in seen.all_syncs}
 
 
-def tables(found: dict[str, dict[tuple[str, str], int]], dynamic: set[tuple[str, str]]) -> str:
-    tasks = [task for task in TASKS if any(task == key[0] for key in found["prefetch"])]
+def of_torchrec() -> dict[str, int]:
+    """Number of host synchronisations of a step in the input dist of TorchRec's pipeline, by function."""
+    syncs = counts(run_ranks(watch_torchrec, 2)[0])
+    # In the backward, a kernel reads its learning rate, which is on the host of a GPU.
+    return {function: number for (_, function), number in syncs.items() if not function.endswith("._backward")}
+
+
+def tables(
+    found: dict[str, dict[tuple[str, str], int]], dynamic: set[tuple[str, str]], torchrec: dict[str, int]
+) -> str:
     lines = [
-        f"| plan | {' | '.join(f'`{task}`' for task in tasks)} | other tasks |",
-        "| --- |" + " --- |" * (len(tasks) + 1),
+        f"| plan | {' | '.join(f'`{task}`' for task in TASKS)} | other tasks | in all |",
+        "| --- |" + " --- |" * (len(TASKS) + 2),
     ]
     for plan, syncs in found.items():
-        numbers = [sum(number for key, number in syncs.items() if key[0] == task) for task in tasks]
-        lines.append(f"| `{plan}` | {' | '.join(map(str, [*numbers, sum(syncs.values()) - sum(numbers)]))} |")
+        numbers = [sum(number for key, number in syncs.items() if key[0] == task) for task in TASKS]
+        total = sum(syncs.values())
+        lines.append(f"| `{plan}` | {' | '.join(map(str, [*numbers, total - sum(numbers), total]))} |")
+    lines.append(f"| TorchRec's `TrainPipelineSparseDist` | {'| ' * len(TASKS)}| {sum(torchrec.values())} |")
+    lines += ["", "| function of TorchRec | in a step |", "| --- | --- |"]
+    lines += [f"| `{function}` | {number} |" for function, number in torchrec.items()]
     lines += ["", "| task | function | in a step | the host reads or copies |", "| --- | --- | --- | --- |"]
     for key, reason in REASONS.items():
         if key in found["prefetch"]:
@@ -83,4 +79,4 @@ def tables(found: dict[str, dict[tuple[str, str], int]], dynamic: set[tuple[str,
 
 
 if __name__ == "__main__":
-    print(tables(by_plan(), of_dynamic_tables()))
+    print(tables(by_plan(), of_dynamic_tables(), of_torchrec()))

@@ -18,6 +18,7 @@ from tests.scenarios.streams.host_syncs import (
     STATIC,
     by_plan,
     of_dynamic_tables,
+    of_torchrec,
     place,
 )
 
@@ -27,12 +28,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 # Waits in the user's step belong to the user: TorchRec's to_dense reads each length.
 STEP = "recsys.tasks.train_pipeline._training_step"
 
-plans, dynamic = cache(by_plan), cache(of_dynamic_tables)
+plans, dynamic, torchrec = cache(by_plan), cache(of_dynamic_tables), cache(of_torchrec)
 
 
 def test_the_tables_of_the_page_are_those_of_the_detector() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert [table for table in host_syncs.tables(plans(), dynamic()).split("\n\n") if table not in page] == []
+    assert [
+        table for table in host_syncs.tables(plans(), dynamic(), torchrec()).split("\n\n") if table not in page
+    ] == []
 
 
 @pytest.mark.parametrize("training", [STATIC, DYNAMIC, pytest.param("", id="everything", marks=pytest.mark.exhaustive)])
@@ -44,9 +47,9 @@ def test_each_wait_from_the_copy_to_the_loss_has_a_reason(training: str) -> None
         assert waits
 
 
-def test_no_plan_waits_in_the_step_itself() -> None:
+def test_every_plan_waits_once_for_all_modules_for_the_sizes_of_messages() -> None:
     for syncs in plans().values():
-        assert {task for task, _ in syncs} == {"EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"}
+        assert syncs == {("EmbInputDistWait", "recsys.rewrite.input_dist._wait"): 1}
 
 
 def test_a_read_in_the_worker_has_no_reason() -> None:

@@ -45,7 +45,7 @@ def test_the_planner_finds_plans_with_streams_of_their_own() -> None:
 
 # Fault, plan and training: what is found.
 FAULTS: dict[tuple[str, str, str], set[str]] = {
-    ("no waits for events", "prefetch", ""): {"race: aten::clone", "[EmbPrefetch, recsys.modules.ids_on_wire"},
+    ("no waits for events", "prefetch", ""): {"race: aten::clone", "[EmbPrefetch, recsys.rewrite.routes"},
     ("no events", "prefetch", "pooled"): {"wait without a record"},
     ("batch not recorded", ONE_THREAD, "pooled"): {"reused too early", "then [DenseForward"},
     ("features not recorded", ONE_THREAD, "pooled"): {"reused too early", "then [EmbForward", "then [EmbBackward"},
@@ -58,9 +58,9 @@ FAULTS: dict[tuple[str, str, str], set[str]] = {
         "recsys.dynamic.tables.row_tables.prefetch",
     },
     # See `test_the_prefetch_and_a_later_input_dist_share_nothing`.
-    ("no read of received lengths", ONE_THREAD, "pooled"): {"reused too early", "[EmbInputDistWait", "[EmbPrefetch"},
+    ("messages not recorded", ONE_THREAD, "pooled"): {"reused too early", "[EmbInputDistWait", "[EmbPrefetch"},
 }
-OFTEN_FAULTS = {"no waits for events", "batch not recorded", "slots not recorded", "no read of received lengths"}
+OFTEN_FAULTS = {"no waits for events", "batch not recorded", "slots not recorded", "messages not recorded"}
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,7 @@ def test_the_prefetch_and_a_later_input_dist_share_nothing() -> None:
 
     The input dist reads and writes only fields of a later batch, and no table or cache of a table. So no edge is
     needed. The two can only share memory: messages that were received on the input dist's stream are read on the
-    prefetch's, and freed there. They are not recorded on it, but TorchRec reads the received lengths on the host after
-    its last use of the messages, so the host has waited for the prefetch when it frees them. The planted fault "no read
-    of received lengths" leaves that read out, and is found.
+    prefetch's, and freed there. They are recorded on it; the planted fault "messages not recorded" is found.
     """
     tasks = {task.name: task for task in recsys_tasks()}
     dist, prefetch = tasks["EmbInputDistStart"], tasks["EmbPrefetch"]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_pipe.recsys.batches.transfer import to_device
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 
@@ -37,23 +38,24 @@ class RowColumns:
     def read(self, rows: Slots) -> Tensor:
         """Read the bytes of *rows*: uint8 on the CPU, [rows, width]."""
         self._wait()
-        at = torch.from_numpy(rows).to(self.device)
-        parts = [column.index_select(0, at).cpu() for column in self._columns]
-        return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1)
+        at = self._on_device(rows)
+        parts = [column.index_select(0, at) for column in self._columns]
+        return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1).cpu()
 
     def write(self, rows: Slots, records: Records) -> None:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
         self._wait()
-        at = torch.from_numpy(rows).to(self.device)
+        at = self._on_device(rows)
         for column, values in zip(self._columns, self.typed(records), strict=True):
-            column.index_copy_(0, at, values.to(self.device))
+            column.index_copy_(0, at, to_device(values, self.device))
 
     def start(self, rows: Slots, weights: Tensor) -> None:
         """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
         self._wait()
-        at = torch.from_numpy(rows).to(self.device)
+        at = self._on_device(rows)
         first, *states = self._columns
-        first.index_copy_(0, at, weights.to(self.device, first.dtype).reshape(len(rows), *first.shape[1:]))
+        values = to_device(weights.to(first.dtype), self.device)
+        first.index_copy_(0, at, values.reshape(len(rows), *first.shape[1:]))
         for column, value in zip(states, self._fill, strict=True):
             column.index_fill_(0, at, value)
 
@@ -101,6 +103,9 @@ class RowColumns:
             self._marks[stream] = event
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _on_device(self, rows: Slots) -> Tensor:
+        return to_device(torch.from_numpy(rows), self.device)
 
     def _wait(self) -> None:
         for event in list(self._marks.values()):

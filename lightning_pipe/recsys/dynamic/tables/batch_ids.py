@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from lightning_pipe.recsys.batches.transfer import to_device
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
@@ -26,7 +27,7 @@ def prefetch_on_device(
             tickets.append((cache, cache.pin(part)))
         changes = [[ticket.slots, *ids.changes()] for (_, ticket), (_, ids, _) in zip(tickets, parts, strict=True)]
         flat = [part for of_table in changes for part in of_table]
-        copies = iter(on_device(torch.cat(flat), parts[0][2].device).split([len(part) for part in flat]))
+        copies = iter(to_device(torch.cat(flat), parts[0][2].device).split([len(part) for part in flat]))
         for (slots, _), (_, ids, _) in zip(looked, parts, strict=True):
             slots.masked_scatter_(slots < 0, next(copies))
             ids.apply(next(copies), next(copies), next(copies))
@@ -43,8 +44,3 @@ def on_host(ids: Tensor) -> Tensor:
     done.record()
     done.synchronize()
     return copy
-
-
-def on_device(slots: Tensor, device: torch.device) -> Tensor:
-    """Copy to *device*, without waiting for it."""
-    return slots.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else slots
