@@ -109,10 +109,8 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Logged values for a rank, None without any; another number of ranks than wrote them gets equal shares."""
-    if not ranks:
-        return None
+def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Logged values for a rank; another number of ranks than wrote them gets equal shares."""
     stopped = any(packed["stopped"] for packed in ranks)
     if len(ranks) == rank_count:
         return {**ranks[rank], "stopped": stopped}

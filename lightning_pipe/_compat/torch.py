@@ -70,7 +70,6 @@ __all__ = [
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
-    "gloo_of_one_thread",
     "gradient_buckets",
     "gradient_hooks",
     "is_node_needed",
@@ -138,40 +137,6 @@ def keep_in_cpp(tensors: list[torch.Tensor]) -> None:
     if tensors:
         # Leaked: the references must outlive the interpreter.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(tensors)))
-
-
-def default_gloo_devices() -> list[Any] | None:
-    """Network devices of the default process group; None if its CPU backend is not a plain ``ProcessGroupGloo``."""
-    try:
-        default = backend_of(dist.distributed_c10d._get_default_group())
-    except (AttributeError, RuntimeError, ValueError):  # another PyTorch; no backend for the CPU; no default group
-        return None
-    return getattr(default.options, "_devices", None) if isinstance(default, dist.ProcessGroupGloo) else None
-
-
-def gloo_of_one_thread(asked: Any, devices: list[Any]) -> Any:
-    """Gloo backend with one thread for collectives, which shares the listening thread of *devices*.
-
-    ``torch.distributed.new_group`` takes no options for Gloo. Its groups have a listening thread and at least two more
-    threads.
-    """
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = devices
-    options._threads = 1
-    options._timeout = asked.timeout
-    options.global_ranks_in_group = asked.global_ranks_in_group
-    options.group_name = asked.group_id
-    return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
-
-
-def present_as_gloo(group: Any) -> None:
-    """Make ``torch.distributed.get_backend`` return ``gloo`` for a group of a registered backend."""
-    gloo = dist.ProcessGroup.BackendType.GLOO
-    for device in dist.Backend.backend_capability[dist.Backend.GLOO]:
-        group._register_backend(torch.device(device), gloo, backend_of(group))
-    group._set_default_backend(gloo)
-    groups = dist.distributed_c10d._world.pg_map
-    groups[group] = dist.Backend(dist.Backend.GLOO), groups[group][1]
 
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:

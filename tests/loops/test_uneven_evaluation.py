@@ -199,9 +199,22 @@ class Refused(Scored):
         pass
 
 
-def logged(data: Any, strategy: Any) -> dict[str, torch.Tensor]:
+class Unsynced(Scored):
+    """Logs values of this rank alone, by which a callback would choose."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores = torch.sigmoid(self.net(batch)[:, 0])
+        self.log("sum", scores.sum(), reduce_fx="sum")
+        self.log("max", scores.max(), reduce_fx="max")
+        self.log("min", scores.min(), reduce_fx="min")
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def logged(data: Any, strategy: Any, kind: type[Scored] = Logs) -> dict[str, torch.Tensor]:
     used = trainer(strategy, use_distributed_sampler=False)
-    (metrics,) = used.validate(Logs(), DataLoader(data, BATCH), verbose=False)
+    (metrics,) = used.validate(kind(), DataLoader(data, BATCH), verbose=False)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
@@ -215,6 +228,7 @@ def run_logs(rank: int, world_size: int) -> dict[Any, Any]:
         )
     except InputError as error:
         found["refused"] = str(error)
+    found["unsynced"] = logged(rows(0, 0 if rank else 7), PipelineStrategy(), Unsynced)
     return found
 
 
@@ -224,8 +238,8 @@ def logs() -> list[dict[Any, Any]]:
 
 
 @cache
-def logged_alone(total: int) -> Reference:
-    return Reference.of(lambda: logged(rows(0, total), "auto"))
+def logged_alone(total: int, kind: type[Scored] = Logs) -> Reference:
+    return Reference.of(lambda: logged(rows(0, total), "auto", kind))
 
 
 @pytest.mark.parametrize("counts", LOGGED, ids=str)
@@ -307,6 +321,11 @@ def test_a_limit_that_leaves_one_rank_no_batch_is_an_error_on_all(loaders: Any) 
     own, others = [found["limited"] for found in loaders]
     assert "0.5 * 1 < 1" in own
     assert "rank 0: loaders of validation cannot be used: MisconfigurationException" in others
+
+
+def test_a_rank_without_a_batch_has_the_unsynced_values_of_the_rank_that_has_them(logs: Any) -> None:
+    for found in logs:
+        assert logged_alone(7, Unsynced).differences(found["unsynced"]) == []
 
 
 # ---------------------------------------------------------------------- a turn

@@ -40,9 +40,6 @@ class TableParameters:
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._sharded.items())
 
-    def __len__(self) -> int:
-        return len(self._sharded)
-
 
 def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
     """Remove tables from an optimiser's parameter groups, because table optimisers step them inside backward."""

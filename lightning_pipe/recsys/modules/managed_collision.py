@@ -87,12 +87,10 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
                 continue
             fresh = weights.new_empty((len(rows), weights.shape[1]))
             with _draws_of(maps[table.name]):
-                config = configs[table.name]  # the kernel's own config has another init_fn
-                if config.init_fn is None:
-                    fresh.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
-                else:
-                    filled = config.init_fn(fresh)
-                    fresh = fresh if filled is None else filled
+                init_fn = configs[table.name].init_fn  # the kernel's own config has another
+                assert init_fn is not None
+                filled = init_fn(fresh)
+                fresh = fresh if filled is None else filled
             weights[rows] = fresh
             if (told := module.__dict__.get(_TOLD)) is not None:
                 told(kernel, index, rows)

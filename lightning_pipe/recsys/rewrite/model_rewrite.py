@@ -238,11 +238,6 @@ class ModelRewrite:
         """Detach for good, so that another rewrite can replace the forwards."""
         self.detach()
 
-    def resolve(self, batch: Any) -> None:
-        """Find the input of each module from a transferred batch alone, directly or by fx. A collective."""
-        self._resolution.without_step(batch)
-        self._attach_postprocesses()
-
     @contextmanager
     def recording(self, batch: Any) -> Iterator[Embeddings]:
         """Context of the user's step on the first batch: sharded modules look up when called, and are observed.

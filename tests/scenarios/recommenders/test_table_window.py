@@ -20,7 +20,7 @@ from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.recommenders.test_dynamic_embeddings import run as run_dynamic
 from tests.scenarios.recommenders.test_gradient_clipping import CLIP, TRAININGS, joint, own
-from tests.scenarios.recommenders.test_half_precision import Infinite, InFloat, half
+from tests.scenarios.recommenders.test_half_precision import Fragile, half
 from tests.scenarios.recommenders.test_managed_collision import Small, rows_of_ids
 from tests.strategies.cases import (
     ADAGRAD,
@@ -128,23 +128,36 @@ def test_batches_without_a_loss_and_unfinished_windows_count_as_for_dense_parame
     assert reference.differences(own(state_of(used))) == []
 
 
+class FragileInFloat(Fragile):
+    def forward(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(batch)
+
+
 class Overflows(Clicks):
-    """The gradients of tables overflow in one micro-batch."""
+    """The gradients of tables, and of them alone, overflow in one micro-batch."""
 
-    def loss_of(self, batch: Batch) -> Tensor:
-        loss = super().loss_of(batch)
-        return Infinite.apply(loss) if self.trainer.training and len(self.losses) == 1 else loss
+    def __init__(self, overflow: int, **options: Any) -> None:
+        super().__init__(FragileInFloat, **options)
+        self.overflow = overflow
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        assert isinstance(self.network, Fragile)
+        self.network.breaks = batch_idx == self.overflow
+        return super().training_step(batch, batch_idx)
 
 
-def test_an_overflow_in_a_micro_batch_skips_the_step_of_the_window() -> None:
-    options: dict[str, Any] = {"gradient_clip_val": CLIP, "max_epochs": 1, "accumulate_grad_batches": 2}
+@pytest.mark.parametrize("overflow", [2, 3], ids=["first of a window", "last of a window"])
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_an_overflow_in_a_micro_batch_skips_the_step_of_the_window(overflow: int, clip: float | None) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": clip, "max_epochs": 1, "accumulate_grad_batches": 2}
 
     def run() -> dict[str, Tensor]:
-        module = Overflows(InFloat, optimizers=joint(SGD))
+        module = Overflows(overflow, optimizers=joint(SGD))
         return own(state_of(fit(module, "auto", loader(), plugins=[half()], **options)))
 
     reference = Reference.of(run)
-    used = fit(Overflows(InFloat), windowed(optimizer=SGD), plugins=[half()], **options)
+    used = fit(Overflows(overflow), windowed(optimizer=SGD), plugins=[half()], **options)
     assert reference.differences(own(state_of(used))) == []
 
 

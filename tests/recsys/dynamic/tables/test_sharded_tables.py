@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import TrainPipeline
@@ -30,6 +32,7 @@ from tests.recsys.dynamic.dynamic_cases import (
     rows_of,
     same,
     shard,
+    tables,
     train,
 )
 from tests.rounding import Reference
@@ -180,25 +183,54 @@ def by_table(found: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+class Summed(Model):
+    """Pools both tables of bags by sum, so that one kernel has them."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(store)
+        summed = [replace(table, pooling="sum") for table in tables()]
+        self.bags = DynamicEmbeddingBagCollection(summed, store / "summed")
+
+
+class WholeSummed(Whole):
+    def pooled(self, table: str, ids: torch.Tensor, mean: bool = False) -> torch.Tensor:
+        return super().pooled(table, ids)
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "whole_kind", "of_sgd"),
+    [(Model, Whole, ()), (Summed, WholeSummed, ("things",))],
+    ids=["alone", "with SGD"],
+)
+def test_adam_is_pytorchs_for_rows_of_every_batch(
+    kind: type[Model], whole_kind: type[Whole], of_sgd: tuple[str, ...], tmp_path: Path
+) -> None:
     def whole() -> dict[str, Any]:
-        model = Whole()
-        dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+        model = whole_kind()
         data = batch(5, 0)
         model(data)
-        rows = torch.optim.Adam(
-            [row for table in model.tables.values() for row in table.values()], lr=0.05, betas=(0.9, 0.99), eps=1e-6
-        )
+        rows: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        for name, table in model.tables.items():
+            rows[name in of_sgd] += table.values()
+        steppers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(model.over.parameters(), lr=0.1),
+            torch.optim.Adam(rows[False], lr=0.05, betas=(0.9, 0.99), eps=1e-6),
+            *([torch.optim.SGD(rows[True], lr=0.05)] if of_sgd else []),
+        ]
         for _ in range(STEPS):
-            dense.zero_grad()
-            rows.zero_grad()
+            for stepper in steppers:
+                stepper.zero_grad()
             model(data).backward()
-            rows.step()
-            dense.step()
+            for stepper in steppers:
+                stepper.step()
         return in_order(model)
 
-    sharded = shard(Model(tmp_path), ADAM)
+    model = kind(tmp_path)
+    for name in of_sgd:
+        # With another learning rate, another kernel would have the table.
+        apply_optimizer_in_backward(torch.optim.SGD, model.bags.embedding_bags[name].parameters(), {"lr": 0.05})
+    sharded = shard(model, ADAM)
     # Every batch has the same ids, so that lazy and usual Adam are the same.
     train(sharded, range(STEPS), "prefetch", make=lambda step, rank: batch(5, rank))
     assert Reference.of(whole).differences(by_table(outcome(sharded))) == []
@@ -286,6 +318,27 @@ def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path:
         with pytest.raises(SetupError, match=r"is damaged|were written with the progress"):
             sharded.read_rows(tmp_path / "rows", damage, with_optimizers=False)
     sharded.read_rows(tmp_path / "rows", committed, with_optimizers=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_purge_erases_expired_rows_from_the_disk_and_no_others(tmp_path: Path) -> None:
+    sharded = shard(Model(tmp_path, ttl=3, cache_rows=50), SGD)
+    train(sharded, range(STEPS))
+    before = rows_of(sharded)
+    expired = {
+        (table, id)
+        for table, rows in before.items()
+        for id, columns in rows.items()
+        if int(columns[-1][1]) < STEPS - 3  # the step in which it was last seen
+    }
+    assert sum(rows.purge() for rows in sharded.dynamic_rows.values()) == len(expired) > 0
+    sharded.commit_rows()
+    after = rows_of(sharded)
+    sharded.close()
+    assert same(
+        after, {t: {id: row for id, row in rows.items() if (t, id) not in expired} for t, rows in before.items()}
+    )
+    assert same(after, rows_of(shard(Model(tmp_path, existing="keep", ttl=3), SGD)))
 
 
 class Twice(Model):
