@@ -23,10 +23,11 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
 
 from lightning_pipe.cli.main import main
 from tests.patience import HANG
@@ -238,10 +239,9 @@ def _plan(run: PageRun, block: Block) -> None:
 
 def _strategy(run: PageRun, block: Block) -> None:
     """``strategy``: YAML of a trainer's strategy, made as the command line makes it."""
-    import lightning_pipe.strategies as strategies
-
-    given: dict[str, Any] = yaml.safe_load(block.code)["strategy"]
-    getattr(strategies, given["class_path"].rsplit(".", 1)[1])(**given["init_args"])
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    parser.instantiate_classes(parser.parse_object(yaml.safe_load(block.code)))
 
 
 WAYS: dict[str, Callable[..., None]] = {

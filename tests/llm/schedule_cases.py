@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
+from lightning_pipe._compat.pipelining import take_actions
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.schedules.named import ScheduleSpec, stages_of_rank
 from lightning_pipe.llm.schedules.simulation import Actions
@@ -86,7 +87,7 @@ class PlacedSchedule(_PipelineScheduleRuntime):
 
     def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, **options: Any) -> None:
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, **options)
-        self.pipeline_order = {
+        actions = {
             rank: [
                 _Action.from_str(f"{stage}{kind}{m}")
                 for kind, order in (("F", held), ("B", held[::-1]))
@@ -96,7 +97,7 @@ class PlacedSchedule(_PipelineScheduleRuntime):
             for rank in range(self.pp_group_size)
             for held in [self.held(rank, self.pp_group_size)]
         }
-        self._prepare_schedule_with_comms(self.pipeline_order)
+        take_actions(self, actions)
 
     @staticmethod
     def held(rank: int, size: int) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ class ScheduleSpec:
     path: Path | None = None  # path of the CSV file of actions; None (default) for a schedule that is not from a file
 
 
+# ``llm_auto_pipeline`` chooses among all of them.
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (

@@ -39,6 +39,8 @@ PRECISIONS = {
     "bf16": SparseType.BF16,
     "int8": SparseType.INT8,
 }
+# Formats with a scale per row, whose codes cannot be added.
+SCALED_BY_ROW = ("int8",)
 _OPS = (
     CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
@@ -88,13 +90,14 @@ class QuantizedComms:
         return (self.forward, self.backward) != ("fp32", "fp32")
 
     @property
-    def has_int8(self) -> bool:
-        return "int8" in (self.forward, self.backward)
+    def scaled_by_row(self) -> str | None:
+        """The format whose codes cannot be added, because it has a scale per row; None if both can be."""
+        return next((precision for precision in (self.forward, self.backward) if precision in SCALED_BY_ROW), None)
 
     def usable(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
         """Return the sharding types that a table can have with these precisions."""
-        # BY_ROWS add up parts of a pooled embedding on the way. int8 codes, with a scale per row, cannot be added.
-        return [kind for kind in sharding_types if not (pooled and self.has_int8 and kind in BY_ROWS)]
+        # BY_ROWS add up parts of a pooled embedding on the way. Codes with a scale per row cannot be added.
+        return [kind for kind in sharding_types if not (pooled and self.scaled_by_row and kind in BY_ROWS)]
 
     def check_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
         """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""
@@ -104,7 +107,7 @@ class QuantizedComms:
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, which adds up parts of a pooled embedding"
                 f" between ranks, but quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"
-                f" int8 does not support that. Use fp16 or bf16{fix}."
+                f" {self.scaled_by_row} does not support that. Use fp16 or bf16{fix}."
             )
 
     def check_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:

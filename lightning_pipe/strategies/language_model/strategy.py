@@ -66,9 +66,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     Option groups can be passed as the dataclass or, as in YAML, as a mapping of its fields.
 
     Args:
-        schedule: schedule name (``gpipe``, ``1f1b``, ``looped_bfs``, ``interleaved_1f1b``,
-            ``interleaved_zero_bubble``, ``zbv_zero_bubble``, ``dualpipev``), one of PyTorch's schedule classes or its
-            name, or the path of a CSV file of actions (default ``1f1b``).
+        schedule: schedule name, such as ``interleaved_1f1b`` (``lightning-pipe strategies`` prints all, as
+            ``llm_NAME_pipeline``), one of PyTorch's schedule classes or its name, or the path of a CSV file of actions
+            (default ``1f1b``).
         num_microbatches: number of micro-batches that a batch is cut into (default: twice the number of ranks in a
             pipeline).
         stages_per_rank: number of stages on each rank (default: 1, or 2 for schedules that use several).

@@ -103,6 +103,28 @@ def test_a_task_of_the_users_own_may_follow_the_balancer() -> None:
     assert difference(state_of(behind), state_of(alone)) == []
 
 
+def test_what_a_task_of_the_users_own_stores_in_the_batch_reaches_logs_and_callbacks() -> None:
+    def count_ids(actions: Any, ctx: Any) -> None:
+        ctx.batch.num_ids = ctx.batch.sparse.values().numel()
+
+    class Logging(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("ids", float(batch.num_ids))
+            return super().training_step(batch, batch_idx)
+
+    class Reading(Callback):
+        def on_train_batch_end(self, used: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            counts.append((batch.num_ids, used.callback_metrics["ids"].item(), batch.sparse.values().numel()))
+
+    extra = {"EmbInputDistWait": RecsysTask("CountIds", count_ids, reads=("batch",), writes=("batch",))}
+    place = TaskSchedule(1, thread_group="count")
+    spec = recsys_plan("base", recsys_tasks()).spec.insert("CountIds", place, after="EmbInputDistWait")
+    counts: list[tuple[int, float, int]] = []
+    fit(Logging(), recsys(plan_of_spec(spec, recsys_tasks(extra=extra)), extra_tasks=extra), callbacks=[Reading()])
+    assert len(counts) > 2
+    assert all(stored == logged == counted > 0 for stored, logged, counted in counts)
+
+
 @pytest.mark.parametrize("plan", ["prefetch", "auto"])
 def test_a_plan_without_a_place_for_a_task_of_the_users_own_is_refused(plan: str) -> None:
     with pytest.raises(PlanError, match=r"Double|extra_tasks"):
