@@ -211,7 +211,7 @@ class EpochData:
         ahead = bool(_ahead(fetcher))
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
-            before = self._now() if ahead else None
+            before = {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")} if ahead else None
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 

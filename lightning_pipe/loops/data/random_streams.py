@@ -57,8 +57,8 @@ class RandomStreams:
         return result
 
     def states(self, stream: Stream) -> States:
-        """Return the states of a stream that has been used."""
-        return self._own[stream]
+        """Return the states of a stream before its next use. Before the first fetch, all are the common stream."""
+        return self._own[stream] if self._own else get_states(self._device)
 
 
 def get_states(device: torch.device) -> States:
