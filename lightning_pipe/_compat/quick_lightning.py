@@ -60,18 +60,14 @@ _log = logging.getLogger(call.__name__)
 
 
 class _DebugLog:
-    """Whether Lightning's debug log records each call of a hook. Read once a batch, since hooks are many."""
+    """Whether Lightning's debug log records each call of a hook, as of the last :func:`is_watched`."""
 
     is_on = False
 
 
-def look_for_debug_log() -> None:
-    """Find out whether the debug log is on. The loops call this at the beginning of a batch."""
-    _DebugLog.is_on = _log.isEnabledFor(logging.DEBUG)
-
-
 def is_watched(trainer: Any) -> bool:
     """Return True if a profiler or the debug log records each call of a hook."""
+    _DebugLog.is_on = _log.isEnabledFor(logging.DEBUG)  # here and not in each hook: a batch has many
     return type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
 
 
@@ -230,7 +226,8 @@ class QuickPrecision(Precision):
         call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call_module_hook(trainer, "on_before_optimizer_step", optimizer)
         clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        if clip or replaces(model, "configure_gradient_clipping") or replaces(model, "clip_gradients"):
+        replaced = replaces(model, "configure_gradient_clipping") or replaces(model, "clip_gradients")
+        if clip or replaced or is_watched(trainer):
             self._clip_gradients(model, optimizer, clip, gradient_clip_algorithm=algorithm)
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -257,7 +254,6 @@ def make_quick(loop: TrainingEpochLoop) -> None:
 
 def begin_batch(loop: TrainingEpochLoop, batch: Any) -> None:
     """Notify the trainer's logger connector that a batch of *loop* begins."""
-    look_for_debug_log()
     connector, results = loop.trainer._logger_connector, loop._results
     connector._first_loop_iter = connector._first_loop_iter is None
     results.batch, results.batch_size, results.dataloader_idx = batch, None, None
@@ -285,7 +281,6 @@ def evaluate_batch(
     trainer, stage = loop.trainer, "test" if loop.trainer.testing else "validation"
     step, connector = f"{stage}_step", trainer._logger_connector
     loader = dataloader_idx if loop._is_sequential and loop.num_dataloaders > 1 else None
-    look_for_debug_log()
     hook_kwargs = loop._build_kwargs(batch, batch_idx, loader)
     loop.batch_progress.increment_ready()
     connector.on_batch_start(batch, loader)
@@ -312,7 +307,6 @@ def predict_batch(
 ) -> None:
     """Do Lightning's work for a batch of a prediction; *run* is called with the step and returns its result."""
     trainer = loop.trainer
-    look_for_debug_log()
     loop.batch_progress.increment_ready()
     keeps = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
     hook_kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)

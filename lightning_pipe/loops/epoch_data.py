@@ -98,10 +98,10 @@ class EpochData:
     def begin(self, fetcher: DataFetcher) -> None:
         """Begin an epoch, or continue one."""
         self._fetcher = fetcher
+        self._device = self._trainer.strategy.root_device
         if isinstance(fetcher, DataLoaderIterDataFetcher):
             self.ledger = None
             return
-        self._device = self._trainer.strategy.root_device
         if self._streams is None:
             self._streams = RandomStreams(self._device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_after_iterators)
