@@ -454,6 +454,7 @@ def test_a_users_exception_on_one_rank_keeps_its_traceback_and_ends_both_process
     assert "raise ZeroDivisionError" in textwrap.dedent(result.stderr)
 
 
+@pytest.mark.exhaustive
 def test_commands_that_train_no_language_model_do_without_what_only_newer_releases_of_torch_have() -> None:
     code = (
         "import sys; sys.modules['lightning_pipe.llm.parallel.ring_attention'] = None\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipe.llm.schedules.named import SCHEDULES
@@ -37,6 +38,7 @@ def test_every_schedule_has_a_name() -> None:
     assert {entry.name for entry in LLM} == {f"llm_{name}_pipeline" for name in SCHEDULES}
 
 
+@pytest.mark.exhaustive
 def test_names_without_tables_need_no_torchrec() -> None:
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"

@@ -204,6 +204,7 @@ def told(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_without_ray_the_module_says_what_to_install() -> None:
     program = """
 import sys

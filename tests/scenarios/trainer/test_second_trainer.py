@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import HANG
 
 SCRIPT = """
@@ -40,6 +42,7 @@ def ran(folder: Path, *devices: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     ended = ran(tmp_path, 2, 1)
     assert ended.returncode == 1, ended.stderr
