@@ -96,11 +96,7 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the checkpoint's logged values are damaged. Raised on every rank.
         """
-        logged, self._logged = self._logged, None
-        self._has_logged = logged is not None
-        if logged is not None:
-            # Not earlier, since Lightning resets the values after the sanity check.
-            read_on_all_ranks(self._named("logged values"), partial(restore, self.epoch_loop, logged))
+        self._restore_logged()
         epochs: Any = self.epoch_progress.current
         if self._has_logged and epochs.completed < epochs.processed == epochs.started == epochs.ready:
             end_epoch(self.epoch_loop)  # the checkpoint was written before
@@ -109,6 +105,21 @@ class PipelineFitLoop(FitLoop):
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
             super().reset()
         self._count_in_batches_of_these_ranks()
+
+    @property
+    def skip(self) -> bool:
+        """True if there is nothing to train. Lightning asks this once a run, and then leaves it without a reset."""
+        skips = super().skip
+        if skips:
+            self._restore_logged()
+        return skips
+
+    def _restore_logged(self) -> None:
+        # Not earlier in a run, since Lightning resets the values after the sanity check.
+        logged, self._logged = self._logged, None
+        self._has_logged = logged is not None
+        if logged is not None:
+            read_on_all_ranks(self._named("logged values"), partial(restore, self.epoch_loop, logged))
 
     def _count_in_batches_of_these_ranks(self) -> None:
         """Set the epoch's batch counts as if it had started on the current number of ranks, if it did not."""

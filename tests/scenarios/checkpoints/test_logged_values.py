@@ -228,6 +228,13 @@ def test_numbers_of_other_classes_and_keys_that_are_no_names_leave_a_checkpoint_
     assert len(fitted(start=tmp_path / "a.ckpt").losses) == 14
 
 
+def test_a_run_that_has_nothing_left_to_train_has_the_values_of_its_checkpoint(tmp_path: Path) -> None:
+    start = saved_at(tmp_path / "a.ckpt", "on_train_batch_end", 4)
+    module = fitted(start=start, max_steps=4)
+    assert module.losses == []
+    assert "train_loss" in module.trainer.callback_metrics
+
+
 def test_damaged_logged_values_are_an_error_in_words(tmp_path: Path) -> None:
     start = saved_at(tmp_path / "a.ckpt", "on_train_batch_end", 4)
     checkpoint = torch.load(start, weights_only=True)

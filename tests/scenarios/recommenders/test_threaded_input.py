@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer import call
 
 from lightning_pipe.engine import SetupError, TaskError
 from lightning_pipe.loops.programs import batch_hooks
@@ -48,6 +49,15 @@ def test_hooks_of_the_user_stay_in_the_main_thread_and_one_line_says_so(caplog: 
     (line,) = [record.getMessage() for record in caplog.records if LINE in record.getMessage()]
     assert "because of Doubling.on_after_batch_transfer. Pass transfer_on_worker=True if" in line
     assert difference(state, trained(Doubling(), "serial")) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_transfers_stay_in_the_main_thread_if_lightning_logs_each_hook(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger=call.__name__), caplog.at_level(logging.INFO):
+        state = trained(Clicks(), "threaded_input")
+    (line,) = [record.getMessage() for record in caplog.records if LINE in record.getMessage()]
+    assert "because of a profiler of hooks" in line
+    assert difference(state, trained(Clicks(), "serial")) == []
 
 
 @pytest.mark.usefixtures("one_rank")
