@@ -59,16 +59,9 @@ _DEFAULTS: dict[str, Any] = {
 _log = logging.getLogger(call.__name__)
 
 
-class _DebugLog:
-    """Whether Lightning's debug log records each call of a hook, as of the last :func:`is_watched`."""
-
-    is_on = False
-
-
 def is_watched(trainer: Any) -> bool:
     """Return True if a profiler or the debug log records each call of a hook."""
-    _DebugLog.is_on = _log.isEnabledFor(logging.DEBUG)  # here and not in each hook: a batch has many
-    return type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
+    return type(trainer.profiler) is not PassThroughProfiler or _log.isEnabledFor(logging.DEBUG)
 
 
 def replaces(holder: Any, hook_name: str) -> bool:
@@ -78,41 +71,24 @@ def replaces(holder: Any, hook_name: str) -> bool:
 
 def call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
     """Call a hook of all callbacks."""
-    watched = type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
-    if watched or _callbacks_have(trainer, hook_name):
+    if _callbacks_have(trainer, hook_name) or is_watched(trainer):
         call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
 
 
 def call_module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a hook of the module and return its result."""
     module = trainer.strategy._lightning_module
-    watched = type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on
-    if watched or module is None:
+    if module is None or is_watched(trainer):
         return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
-    hook = getattr(module, hook_name)
-    if getattr(hook, "__func__", None) is _OF_MODULES.get(hook_name, _NO_DEFAULT) or not callable(hook):
-        return None
-    before = module._current_fx_name
-    object.__setattr__(module, "_current_fx_name", hook_name)
-    output = hook(*args, **kwargs)
-    object.__setattr__(module, "_current_fx_name", before)
-    return output
+    return _called(module, module, hook_name, _OF_MODULES, args, kwargs)
 
 
 def call_strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the strategy as a hook and return its result."""
-    if type(trainer.profiler) is not PassThroughProfiler or _DebugLog.is_on:
+    if is_watched(trainer):
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
-    hook = getattr(strategy, hook_name)
-    if getattr(hook, "__func__", None) is _OF_STRATEGIES.get(hook_name, _NO_DEFAULT) or not callable(hook):
-        return None
-    module = strategy._lightning_module
-    before = module._current_fx_name
-    object.__setattr__(module, "_current_fx_name", hook_name)
-    output = hook(*args, **kwargs)
-    object.__setattr__(module, "_current_fx_name", before)
-    return output
+    return _called(strategy._lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
 
 
 def data_hook(trainer: pl.Trainer, hook_name: str) -> Callable[..., Any]:
@@ -129,6 +105,17 @@ def _callbacks_have(trainer: Any, hook_name: str) -> bool:
         if getattr(getattr(callback, hook_name, None), "__func__", None) is not default:
             return True
     return False
+
+
+def _called(module: Any, holder: Any, hook_name: str, defaults: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    hook = getattr(holder, hook_name)
+    if getattr(hook, "__func__", None) is defaults.get(hook_name, _NO_DEFAULT) or not callable(hook):
+        return None
+    before = module._current_fx_name
+    object.__setattr__(module, "_current_fx_name", hook_name)
+    output = hook(*args, **kwargs)
+    object.__setattr__(module, "_current_fx_name", before)
+    return output
 
 
 class _QuickResult(ClosureResult):

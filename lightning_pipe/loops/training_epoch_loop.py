@@ -67,7 +67,6 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._step: Callable[..., Any] | None = None
         self._arguments: tuple[str, ...] = ()
         self._completes = False
-        self._skips_rest = False  # True if a hook has ended the epoch before the current batch
         # True if the loaded checkpoint was written during a validation that has not been restarted yet.
         self.validation_due = False
         # True if the run that wrote the loaded checkpoint was to stop after the work that is due.
@@ -263,15 +262,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
         begin_batch(self, batch)
-        self._skips_rest = False
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None, False
         call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
         response = call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
-        self._skips_rest = response == -1
-        if self._skips_rest:
+        if response == -1:
             self.batch_progress.increment_by(0, is_last_batch=True)
             return batch, False
         self.batch_progress.increment_started()
@@ -283,9 +280,10 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         """Close the period of a batch and call the hooks after its training."""
         trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
+        ends_epoch = batch is not None and not is_trained
         if is_trained and program.steps_whole_batch:
             program.end_step()
-        if self._skips_rest:
+        if ends_epoch:
             ledger.skip()
         else:
             program.finish()
@@ -295,7 +293,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._skips_rest:
+        if ends_epoch:
             raise StopIteration
         batch_idx = self.batch_idx
         call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)

@@ -155,12 +155,15 @@ class PipelinePlan:
         unknown = [task for task in spec.schedule if task not in known]
         if unknown:
             raise PlanError(
-                f"the plan schedules the unknown task {shown(unknown[0])}; the tasks are {', '.join(known)}"
+                f"the plan schedules the unknown task {shown(unknown[0])}; the tasks are {', '.join(known)}. Correct"
+                " the name or, if the task is your own, pass it as extra_tasks. Commands only know the built-in tasks."
             )
         missing = [task for task in known if task not in spec.schedule]
         if missing:
             raise PlanError(
-                f"the plan leaves out {', '.join(missing)}; schedule every task, {{}} gives it the defaults"
+                f"the plan leaves out {', '.join(missing)}. Add `{missing[0]}: {{}}` to the tasks of its file, and the"
+                " name to its order, if it has one. `lightning-pipe plan show NAME --format yaml` writes the file of a"
+                " named plan."
             )
         return cls(
             [(task, spec.schedule[name]) for name, task in known.items()],

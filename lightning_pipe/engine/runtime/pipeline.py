@@ -243,10 +243,7 @@ class SWPipeline:
         Does nothing if *task* has already run.
         """
         self._check_running()
-        positions = self._serial_positions if self._serial else self._positions
-        if task not in positions:
-            self._refuse_unknown(task)
-        end = positions[task] + 1
+        end = self._position(task) + 1
         executor, calls, in_flight = self._executor, self._calls, self._in_flight
         op: Operation | None = None
         slot: Slot | None = None

@@ -121,7 +121,7 @@ class AgreedSource(BatchSource):
         """Fetch a batch, and post its status to the other ranks."""
         says = _HAS
         try:
-            fetched = self._kept.popleft()() if self._kept else self._fetch()
+            fetched = super().__call__()
             self._ahead.append(fetched)
             says += 0 if self._kind is None else self._kind(fetched)
             self._read_here += 1

@@ -67,11 +67,7 @@ class BatchHooks:
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
         """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
-        for holder in _holders(self._trainer):
-            for name in hooks:
-                if replaces(holder, name):
-                    return True
-        return False
+        return any(replaces(holder, name) for holder in _holders(self._trainer) for name in hooks)
 
 
 def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:

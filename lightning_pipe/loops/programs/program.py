@@ -24,9 +24,6 @@ from lightning_pipe.engine.runtime.record_use import record_use
 class TrainingProgram:
     """A pipeline and the names of the tasks between which Lightning's hooks run.
 
-    Attributes:
-        forward: as the argument; empty without one.
-
     Args:
         pipeline: pipeline; the program closes it.
         transfer: name of the task that moves the batch to the device. Each period runs up to it before
@@ -43,6 +40,9 @@ class TrainingProgram:
         on_close: called once, when the program is closed (default None).
         on_abandon: called with the contexts of batches that will not be trained, before they are released (default
             None).
+
+    Attributes:
+        forward: as the argument; empty without one.
     """
 
     def __init__(

@@ -43,8 +43,6 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
 
 def narrowed(ids: torch.Tensor) -> torch.Tensor:
     """Return int64 *ids* as int32, each one clamped to the nearest."""
-    if ids.numel() <= _PIECE:
-        return ids.clamp(_INT32.min, _INT32.max).int()
     narrow = torch.empty_like(ids, dtype=torch.int32)
     for wide, piece in zip(ids.split(_PIECE), narrow.split(_PIECE), strict=True):
         piece.copy_(wide.clamp(_INT32.min, _INT32.max))

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, PlanSpec, State, TaskSchedule
-from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.plans.plan_file import plan_file
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.spec import Edge
@@ -172,25 +171,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
                 f" tasks only {', '.join(sorted(ON_WORKERS))} can leave the main thread: the others submit to process"
                 f" groups of the main thread or run the user's step. Set its thread_group to {MAIN!r}."
             )
-    _check_tasks(spec, names)
     return PipelinePlan.from_spec(spec, tasks)
-
-
-def _check_tasks(spec: PlanSpec, names: Sequence[str]) -> None:
-    """Refuse a plan whose tasks are not those with these names; the cause is often a task of the user's own."""
-    unknown = [task for task in spec.schedule if task not in names]
-    if unknown:
-        raise PlanError(
-            f"plan {spec.name!r} schedules the unknown task {shown(unknown[0])}; expected {', '.join(names)}. Correct"
-            " the name; or, if the task is your own, pass it as extra_tasks. The commands only know the built-in tasks."
-        )
-    missing = [task for task in names if task not in spec.schedule]
-    if missing:
-        raise PlanError(
-            f"plan {spec.name!r} leaves out {', '.join(missing)}. Add `{missing[0]}: {{}}` to the tasks of the plan's"
-            " file, and the name to its order, if it has one. `lightning-pipe plan show base --format yaml` writes the"
-            " file of a named plan."
-        )
 
 
 def _with_balancing(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:

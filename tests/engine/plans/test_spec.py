@@ -86,7 +86,7 @@ def test_tasks_are_given_in_their_own_serial_order() -> None:
 
 
 def test_tasks_and_a_spec_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match="leaves out Backward; schedule every task"):
+    with pytest.raises(PlanError, match=r"leaves out Backward\. Add `Backward: {}`"):
         PipelinePlan.from_spec(SPEC.without(["Backward"]), TASKS)
     with pytest.raises(PlanError, match="unknown task 'Log'; the tasks are Copy, Forward, Backward"):
         PipelinePlan.from_spec(SPEC.insert("Log", HERE), TASKS)
