@@ -17,9 +17,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
-from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
@@ -36,7 +36,11 @@ from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 
 
 class EpochData:
-    """One rank's data while a trainer fits."""
+    """One rank's data while a trainer fits.
+
+    Attributes:
+        statuses: exchange of the status of each rank's next batch.
+    """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -46,7 +50,7 @@ class EpochData:
         self._fetcher: DataFetcher | None = None
         self._source: BatchSource | None = None
         self._streams: RandomStreams | None = None
-        self._statuses = Statuses()
+        self.statuses = Statuses()
         self._kept: list[Callable[[], Fetched]] = []
         self._is_cut = False
         self._initial: dict[str, Any] = {}
@@ -159,7 +163,7 @@ class EpochData:
         self._left = point
         self.ledger = self._fetcher = self._source = None
         self._kept = []
-        self._statuses.close()
+        self.statuses.close()
 
     def period_begins(self) -> None:
         """Begin a period: discard the common generator states of the previous period's fetch."""
@@ -238,7 +242,7 @@ class EpochData:
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(self._fetch, kept, self._statuses, remaining, uneven, termination.any_told)
+        return AgreedSource(self._fetch, kept, self.statuses, remaining, uneven, termination.any_told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""

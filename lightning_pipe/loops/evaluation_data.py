@@ -30,9 +30,9 @@ from torch.utils.data import IterableDataset
 
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.engine.ranks.together import gather_or_raise
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
-from lightning_pipe.loops.data.next_batch_status import Statuses
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks

@@ -28,6 +28,7 @@ from lightning_pipe._compat.quick_lightning import (
     make_quick,
 )
 from lightning_pipe.engine import TaskError
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.loops.data.resume import ResumePoint
@@ -100,6 +101,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def ledger(self) -> InFlightLedger | None:
         """Ledger of the current epoch; None if the user's step fetches batches itself."""
         return self._data.ledger
+
+    @property
+    def statuses(self) -> Statuses:
+        """Exchange of the status of each rank's next batch, for messages in which a status can travel."""
+        return self._data.statuses
 
     @property
     def fetch_seconds(self) -> float:

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.loops.data.next_batch_status import Statuses
 
 # A batch, True if it is the loader's last one, and the positions of loaders and random streams after it.
 Fetched = tuple[Any, bool, dict[str, Any]]

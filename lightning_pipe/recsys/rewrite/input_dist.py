@@ -4,7 +4,7 @@ For each of its shardings, a sharded module's ``input_dist`` calls a ``KJTAllToA
 replaced forwards of these return a :class:`Part` instead of sending it. At other times and on other threads, they work
 as the original ones, on the module's process group.
 
-    SplitsRequest         number of ids and batch size of each key, and a status: one all-to-all for all modules
+    SplitsRequest         number of ids and batch size of each key, and statuses: one all-to-all for all modules
     SplitsRequest.wait    the only wait of the host, which must know the sizes of the next messages
     Tensors               lengths, ids and weights: one all-to-all each, of each part
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +27,14 @@ from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSpl
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.engine.ranks.statuses import STATUS_SIZE, Statuses
+from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.recsys.batches.transfer import to_device
 from lightning_pipe.recsys.rewrite.routes import Part, Route, Tensors
 
 _this_thread = threading.local()
+# Position, from the end, of the number that tells that a rank has no sizes.
+_FAILED = -STATUS_SIZE - 1
 
 
 @contextmanager
@@ -69,8 +73,9 @@ def parts_of(request: KJTListSplitsAwaitable[Any]) -> list[Part]:
 class Layout:
     """Positions of the numbers that ranks send to each other, equal for all batches.
 
-    A rank makes all its numbers in the order of its parts: the ids of each key, then the batch size (or sizes). A
-    status follows. ``order`` selects the numbers of each rank from it.
+    A rank makes all its numbers in the order of its parts: the ids of each key, then the batch size (or sizes). Two
+    statuses follow: 1 if this rank has no sizes, and the numbers of the status of its next batch. ``order`` selects the
+    numbers of each rank from it.
     """
 
     def __init__(self, routes: Sequence[Route], device: torch.device) -> None:
@@ -85,7 +90,7 @@ class Layout:
             end += keys
             self.strides.append(slice(end, end + (keys if route.variable else 1)))
             end = self.strides[-1].stop
-        self.size = end + 1
+        self.size = end + 1 + STATUS_SIZE
         order: list[int] = []
         self.sent: list[int] = []
         for rank in range(self.group.size()):
@@ -94,10 +99,53 @@ class Layout:
                 own = slice(route.bounds[rank], route.bounds[rank + 1])
                 order += range(self.size)[lengths][own]
                 order += range(self.size)[strides][own] if route.variable else [strides.start]
-            order.append(end)
+            order += range(end, self.size)
             self.sent.append(len(order) - before)
         self.received = self.sent[self.group.rank()]  # from each rank
         self.order = torch.tensor(order, device=device)  # waits for the copy, once: every later stream may use it
+
+
+class Sizes:
+    """The numbers of all ranks in flight.
+
+    Args:
+        layout: positions of the numbers.
+        numbers: numbers of this rank on the device.
+        is_known: True if the host knows the numbers of this rank.
+    """
+
+    def __init__(self, layout: Layout, numbers: torch.Tensor, is_known: bool) -> None:
+        self._layout = layout
+        self._stream = current_stream(layout.device)
+        self._numbers = None if is_known else numbers
+        ranks = layout.group.size()
+        self._received = numbers.new_empty(ranks * layout.received)
+        self._work: Any = dist.all_to_all_single(
+            output=self._received,
+            input=numbers.index_select(0, layout.order),
+            output_split_sizes=[layout.received] * ranks,
+            input_split_sizes=layout.sent,
+            group=layout.group,
+            async_op=True,
+        )
+        self._rows: list[list[int]] | None = None
+        self.numbers: list[int] = []  # of this rank, after the wait, if only the device knew them
+
+    def wait(self) -> list[list[int]]:
+        """Wait for the numbers, and return those that each rank sent to this one."""
+        if self._rows is None:
+            self._work.wait()
+            received, size = self._received, self._layout.received
+            numbers = (received if self._numbers is None else torch.cat([received, self._numbers])).tolist()
+            end = len(received)
+            self._rows = [numbers[start : start + size] for start in range(0, end, size)]
+            self.numbers = numbers[end:]
+        return self._rows
+
+    def statuses(self) -> list[list[int]]:
+        """Wait for the numbers, and return the status of each rank's next batch."""
+        with torch.get_device_module(self._layout.device).stream(self._stream) if self._stream else nullcontext():
+            return [row[-STATUS_SIZE:] for row in self.wait()]
 
 
 class SplitsRequest:
@@ -107,6 +155,7 @@ class SplitsRequest:
         layout: positions of the sizes; None without sizes to send (one process, or only data-parallel tables).
         requests: results of the modules' ``input_dist``; None if this rank has none, which is told to all ranks.
         contexts: TorchRec's context of each module.
+        statuses: statuses that ranks send with the sizes (default None).
     """
 
     def __init__(
@@ -114,38 +163,34 @@ class SplitsRequest:
         layout: Layout | None,
         requests: Mapping[str, KJTListSplitsAwaitable[Any]] | None,
         contexts: Mapping[str, Any],
+        statuses: Statuses | None = None,
     ) -> None:
         self._layout = layout
         self._requests = requests or {}
         self._contexts = contexts
         self._parts = [part for request in self._requests.values() for part in parts_of(request)]
-        self._rows: list[list[int]] | None = None  # received from each rank
         if layout is None:
             return
         numbers = [0] * layout.size
-        numbers[-1] = int(requests is None)
+        numbers[_FAILED] = int(requests is None)
         for part, lengths, strides in zip(self._parts, layout.lengths, layout.strides, strict=requests is not None):
             numbers[strides] = part.strides
             if part.lengths is not None:
                 numbers[lengths] = part.lengths
-        self._numbers = to_device(torch.tensor(numbers), layout.device)
+        status = None if statuses is None else statuses.take(layout.group)
+        if status is not None:
+            numbers[-STATUS_SIZE:] = status
+        sent = to_device(torch.tensor(numbers), layout.device)
         for part, lengths in zip(self._parts, layout.lengths, strict=requests is not None):
             if part.lengths is None:
-                self._numbers[lengths] = part.summed_lengths()
-        ranks = layout.group.size()
-        self._received = self._numbers.new_empty(ranks * layout.received)
-        self._work: Any = dist.all_to_all_single(
-            output=self._received,
-            input=self._numbers.index_select(0, layout.order),
-            output_split_sizes=[layout.received] * ranks,
-            input_split_sizes=layout.sent,
-            group=layout.group,
-            async_op=True,
-        )
+                sent[lengths] = part.summed_lengths()
+        self._sizes = Sizes(layout, sent, all(part.lengths is not None for part in self._parts))
+        if statuses is not None and status is not None:
+            statuses.travels_in(self._sizes)
 
     def any_failed(self) -> bool:
         """Wait for the sizes. Return True if any rank has none."""
-        return self._layout is not None and any(row[-1] for row in self._wait(self._layout))
+        return self._layout is not None and any(row[_FAILED] for row in self._sizes.wait())
 
     def wait(self) -> dict[str, Awaitable[Any]]:
         """Wait for the sizes, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
@@ -162,20 +207,11 @@ class SplitsRequest:
             found[name] = KJTListAwaitable(awaitables, context)
         return found
 
-    def _wait(self, layout: Layout) -> list[list[int]]:
-        if self._rows is None:
-            self._work.wait()
-            known = all(part.lengths is not None for part in self._parts)
-            numbers = (self._received if known else torch.cat([self._received, self._numbers])).tolist()
-            end = len(self._received)
-            self._rows = [numbers[start : start + layout.received] for start in range(0, end, layout.received)]
-            for part, lengths in zip(self._parts, layout.lengths, strict=False):
-                if part.lengths is None:
-                    part.lengths = numbers[end:][lengths]
-        return self._rows
-
     def _send(self, layout: Layout) -> Iterator[Tensors]:
-        rows, end = self._wait(layout), 0
+        rows, end = self._sizes.wait(), 0
+        for part, lengths in zip(self._parts, layout.lengths, strict=True):
+            if part.lengths is None:
+                part.lengths = self._sizes.numbers[lengths]
         for part in self._parts:
             number = part.route.number
             middle, start = end + number, end

@@ -24,6 +24,7 @@ from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.exchanges import without_exchange
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
 from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_use import record_use
@@ -94,6 +95,7 @@ class ModelRewrite:
             gradient of zero, which an unused output has.
         tables_backward: implementation of ``backward``, with its two halves.
         announce: function called with the argument of :meth:`join` before each lookup, if some ranks must join it.
+        statuses: statuses of the next batches, which ranks send with the sizes of the input dist (default None).
 
     Raises:
         SetupError: the model has no sharded module, one that cannot be trained here, one whose backward cannot be split
@@ -150,6 +152,7 @@ class ModelRewrite:
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce: Callable[[Announced], None] | None = None
+        self.statuses: Statuses | None = None
         self.attach()
 
     @property
@@ -300,7 +303,8 @@ class ModelRewrite:
             splits.status = work, failed
         if pipelined:
             failed_here = splits.error is not None
-            splits.request = SplitsRequest(layout, None if failed_here else requests, splits.inputs.contexts)
+            sizes = None if failed_here else requests
+            splits.request = SplitsRequest(layout, sizes, splits.inputs.contexts, self.statuses)
             if self._early_release is not None and not failed_here:
                 self._early_release.release(splits.inputs)
         return splits

@@ -19,7 +19,7 @@ from lightning_pipe._compat.lightning import accumulates, optimizers_to_device, 
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
-from lightning_pipe.loops import EvaluationProgram, TrainingProgram
+from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
@@ -345,6 +345,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         rewrite = session.rewrite
         assert rewrite is not None
+        loop = trainer.fit_loop.epoch_loop
+        if isinstance(loop, PipelineTrainingEpochLoop):
+            rewrite.statuses = loop.statuses
         if clipped or loss_scaled:
             self._gradients = TableGradients(precision, sharded, session.device, self._batch_in_training)
         arguments: dict[str, Any] = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.statuses import Statuses
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched
-from lightning_pipe.loops.data.next_batch_status import Statuses
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
@@ -34,13 +34,40 @@ def numbered(count: int, breaks_at: int | None = None) -> Callable[[], Fetched]:
     return fetch
 
 
-def drain(source: AgreedSource) -> list[Fetched]:
-    found = []
-    while True:
-        try:
-            found.append(source())
-        except StopIteration:
-            return found
+class Message:
+    """A message of a step, in which the status of the next batch travels."""
+
+    def __init__(self, status: tuple[int, ...]) -> None:
+        self.received: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self.received, status)
+
+    def statuses(self) -> list[Sequence[int]]:
+        return self.received
+
+
+class Reader:
+    """Takes batches from a source; with *messages*, a step follows each, except after every fourth."""
+
+    def __init__(self, statuses: Statuses, messages: bool) -> None:
+        self.statuses, self.messages, self.count = statuses, messages, 0
+
+    def next(self, source: AgreedSource) -> Fetched:
+        fetched = source()
+        self.count += 1
+        if self.messages and self.count % 4:
+            world: Any = dist.group.WORLD
+            status = self.statuses.take(world)
+            if status is not None:
+                self.statuses.travels_in(Message(status))
+        return fetched
+
+    def drain(self, source: AgreedSource) -> list[Fetched]:
+        batches = []
+        while True:
+            try:
+                batches.append(self.next(source))
+            except StopIteration:
+                return batches
 
 
 # ---------------------------------------------------------------------- two ranks
@@ -130,8 +157,9 @@ def fit_again() -> list[int]:
     return [*trained, len(module.trained)]
 
 
-def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
+def given_by_sources(rank: int, statuses: Statuses, messages: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    reader = Reader(statuses, messages)
 
     def agreed(
         fetch: Callable[[], Fetched],
@@ -143,22 +171,22 @@ def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
 
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))
-        given = drain(source)
+        given = reader.drain(source)
         found[f"given {lengths}"] = given, [fetch()[0] for fetch in source.unread()]
         source.close()
     for name, breaks_at in {"first": 0, "second": 1, "fourth": 3}.items():
         source = agreed(numbered(6, breaks_at if rank == 1 else None))
         try:
-            drain(source)
+            reader.drain(source)
         except (InputError, OSError) as error:
             found[f"broken {name}"] = f"{type(error).__name__}: {error}"
     source = agreed(numbered(5 - 2 * rank), remaining=None, uneven="error")
     with pytest.raises(InputError) as caught:
-        drain(source)
+        reader.drain(source)
     found["strict"] = str(caught.value)
     # Left in the middle, with an answer still on its way.
     source = agreed(numbered(6), [lambda: ("kept", False, {})])
-    found["middle"] = [source()[0], source()[0]]
+    found["middle"] = [reader.next(source)[0], reader.next(source)[0]]
     source.close()
     found["middle unread"] = [fetch()[0] for fetch in source.unread()]
     return found
@@ -167,7 +195,7 @@ def given_by_sources(rank: int, statuses: Statuses) -> dict[str, Any]:
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     statuses = Statuses()
-    found["sources"] = given_by_sources(rank, statuses)
+    found["sources"] = [given_by_sources(rank, statuses, messages) for messages in (False, True)]
     statuses.close()
     found["without a length"] = fit((5, 8)[rank], sized=False)
     found["with a length"] = fit((8, 5)[rank], sized=True, val_check_interval=0.5)
@@ -182,9 +210,9 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
 
 
-@pytest.fixture
-def sources(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [found["sources"] for found in ranks]
+@pytest.fixture(params=[False, True], ids=["all-reduces", "messages"])
+def sources(ranks: list[dict[str, Any]], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return [found["sources"][request.param] for found in ranks]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -11,10 +11,13 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
@@ -183,6 +186,26 @@ def lbfgs(module: Clicks) -> Any:
 # ---------------------------------------------------------------------- what the ranks run
 
 
+def status_messages(plan: str) -> tuple[int, int]:
+    """Messages that only tell whether ranks have a next batch, and the batches of the epoch."""
+    strategy, module = recsys(plan, KINDS), Clicks()
+    groups: list[Any] = []
+
+    def reduce(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        groups.append(group)
+        return all_reduce(*args, group=group, **kwargs)
+
+    class Watching(Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.group = trainer.fit_loop.epoch_loop.statuses.group  # type: ignore[attr-defined]
+
+    watching = Watching()
+    all_reduce: Any = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", reduce):
+        fit(module, strategy, loader(160), max_epochs=1, callbacks=[watching])
+    return groups.count(watching.group), len(module.losses)
+
+
 def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, at, _ in [case for case in BAD_CASES if case[2] == plan]:
@@ -197,6 +220,7 @@ def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
             module = Without(everywhere)
             used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
             results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
+    results[f"status messages, {plan}"] = status_messages(plan)
     if plan not in CORNERS:
         return results
     results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
@@ -299,6 +323,13 @@ def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: Res
     for outcome in ranks(f"closure, {plan}"):
         assert "SetupError" in outcome["kinds"], outcome
         assert "called its closure a second time" in outcome["message"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_only_an_input_dist_on_a_worker_needs_messages_of_its_own_for_the_next_batch(ranks: Results, plan: str) -> None:
+    for messages, batches in ranks(f"status messages, {plan}"):
+        # Before the first input dist, and after batches without one, a status has a message of its own.
+        assert messages >= batches if plan == "threaded_input" else messages <= 6
 
 
 @pytest.mark.parametrize(("accumulate", "everywhere"), WITHOUT)
