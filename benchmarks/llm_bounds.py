@@ -27,7 +27,7 @@ from benchmarks.figures import Figure, add_options, at_least, quartiles, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.run.runner import PipelineRunner
-from lightning_pipe.llm.schedules.bubble import StepBubble, measure_step, summarise
+from lightning_pipe.llm.schedules.bubble import StepBubble, measure_step, summarize
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of, simulate
 from lightning_pipe.llm.schedules.timed_stage import median_durations
@@ -120,7 +120,7 @@ def main() -> None:
             what = f"LLM bound of its own actions / step, {name}, m = {count}"
             figures.append(at_least(what, ratio, TARGET, quartiles(ratios)))
             forward = statistics.median(taken for (_, kind), taken in durations.items() if kind == "forward")
-            found = summarise(SCHEDULES[name], count, one.bubbles).medians
+            found = summarize(SCHEDULES[name], count, one.bubbles).medians
             lost = "; ".join(
                 f"{rank}: "
                 + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.other, row.done))

@@ -17,7 +17,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
+from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarize
 from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.strategies.running_work import RunningStages, running
 
@@ -113,7 +113,7 @@ class BubbleMonitor(CallbackWithGroup):
             )
             return
         stages = _stages(trainer)
-        self._report = summarise(stages.schedule, stages.num_microbatches, self._steps)
+        self._report = summarize(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
             print_report(bubble_table(self._report))
 

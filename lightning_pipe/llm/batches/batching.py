@@ -64,8 +64,8 @@ class Batching:
                 f"batching.pad_values is {self.pad_values!r}; expected a mapping from keys of the batch to values"
             )
         dims = self.chunk_dims
-        given = [one for one in dims.values() if one is not None] if isinstance(dims, Mapping) else None
-        if not is_whole_numbers(given) or min(given, default=0) < 0:
+        numbers = [dim for dim in dims.values() if dim is not None] if isinstance(dims, Mapping) else None
+        if not is_whole_numbers(numbers) or min(numbers, default=0) < 0:
             raise SetupError(
                 f"batching.chunk_dims is {dims!r}; expected a mapping from keys of the batch to dimensions, whole"
                 " numbers from 0, or None"

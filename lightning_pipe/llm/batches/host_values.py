@@ -55,20 +55,20 @@ def values_on_host(batch: Any, copies: RecordedCopies) -> Any:
     """Return a batch with its tensors on the host, or the batch itself if none is on a device."""
     parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
-    there = {id(value): value for value in values if _on_device(value)}
-    if not there:
+    device_values = {id(value): value for value in values if _on_device(value)}
+    if not device_values:
         return batch
-    known = {key: copies.source(value) for key, value in there.items()}
+    host_copies = {key: copies.source(value) for key, value in device_values.items()}
     streams = {}
-    for key, value in there.items():
-        if known[key] is None:
+    for key, value in device_values.items():
+        if host_copies[key] is None:
             streams[value.device] = current_stream(value.device)
-            known[key] = value.to("cpu", non_blocking=streams[value.device] is not None)
+            host_copies[key] = value.to("cpu", non_blocking=streams[value.device] is not None)
     for stream in streams.values():
         if stream is not None:
             stream.synchronize()
     on_host = [
-        {key: known.get(id(value), value) for key, value in part.items()} if isinstance(part, Mapping) else part
+        {key: host_copies.get(id(value), value) for key, value in part.items()} if isinstance(part, Mapping) else part
         for part in parts
     ]
     return on_host[0] if isinstance(batch, Mapping) else on_host

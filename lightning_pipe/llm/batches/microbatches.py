@@ -39,10 +39,13 @@ class MicroBatches:
                 return tree_unflatten([self.trim(leaves) for leaves in zip(*flat, strict=True)], structures[0])
         if all(output is None for output in outputs):
             return None
-        found = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
-        if len(outputs) != len(self.items) or sum(shape[0] for shape in found if shape) != self.rows + self.padded_rows:
+        shapes = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
+        if (
+            len(outputs) != len(self.items)
+            or sum(shape[0] for shape in shapes if shape) != self.rows + self.padded_rows
+        ):
             raise InputError(
-                f"the micro-batches' outputs have the shapes {found}; expected {len(self.items)} tensors with a total"
+                f"the micro-batches' outputs have the shapes {shapes}; expected {len(self.items)} tensors with a total"
                 f" of {self.rows + self.padded_rows} rows, so that padded rows can be dropped. Return one row of output"
                 " for each row of input"
             )
@@ -118,23 +121,23 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: SequenceKeys, st
             f" expected a multiple of {num_microbatches}. Change the loader's batch size, set drop_last=True, or set"
             " batching.strict_batches=False to add rows without labels"
         )
-    whole: dict[str, Any] = dict(batch)
+    padded: dict[str, Any] = dict(batch)
     for key, value, dim in _with_dims(batch, keys) if missing else ():
         if dim is not None:
             last = value.narrow(dim, rows - 1, 1)
             added = torch.full_like(last, keys.labels) if key == "labels" else last
-            whole[key] = torch.cat([value, *[added] * missing], dim)
+            padded[key] = torch.cat([value, *[added] * missing], dim)
     starts = range(0, rows + missing, size)
-    items = [take_rows(whole, start, size, rows + missing, keys) for start in starts]
+    items = [take_rows(padded, start, size, rows + missing, keys) for start in starts]
     return MicroBatches(items, rows, missing)
 
 
 def _rows(batch: Mapping[str, Any], keys: SequenceKeys) -> int:
-    found = {key: value.shape[dim] for key, value, dim in _with_dims(batch, keys) if dim is not None}
-    rows = found.get("input_ids", next(iter(found.values()), 0))
+    sizes = {key: value.shape[dim] for key, value, dim in _with_dims(batch, keys) if dim is not None}
+    rows = sizes.get("input_ids", next(iter(sizes.values()), 0))
     if not rows:
-        said = "no rows" if found else f"the keys {list(batch)} and no tensor with rows"
-        raise InputError(f"the batch has {said}; expected at least one row. Remove empty batches from the loader")
+        content = "no rows" if sizes else f"the keys {list(batch)} and no tensor with rows"
+        raise InputError(f"the batch has {content}; expected at least one row. Remove empty batches from the loader")
     return rows
 
 
@@ -144,22 +147,22 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
             continue
         fix = f"Set its entry of batching.chunk_dims to None to give all of {key!r} to each micro-batch"
         if key in _OF_ONE_PACKED_ROW:
-            found, fix = "which describes a packed row", ""
+            description, fix = "which describes a packed row", ""
         elif isinstance(value, Tensor):
             if dim is not None and value.shape[dim] == rows:
                 continue
-            found = f"a tensor of shape {tuple(value.shape)}"
+            description = f"a tensor of shape {tuple(value.shape)}"
             if rows in value.shape:
                 fix = f"Name the dimension of its rows in batching.chunk_dims, such as {value.shape.index(rows)}. {fix}"
         elif tuple(getattr(value, "shape", ()))[:1] == (rows,):  # such as an array, or a mask of flex attention
-            found = f"a {type(value).__name__} of shape {tuple(value.shape)}"
+            description = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         elif any(True for _ in _tensors_in(value)):
-            found = f"{_describe(value)} with tensors in it"
+            description = f"{_describe(value)} with tensors in it"
         else:
             continue
         raise InputError(
-            f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; expected"
-            f" tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows."
+            f"the batch holds {key!r}, {description}, and cannot be cut into num_microbatches={num_microbatches};"
+            f" expected tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows."
             f" {f'{fix}; or pass' if fix else 'Pass'} a list of {num_microbatches} micro-batches instead, each"
             f" {'one packed row ' if not fix else ''}with its own {key!r}"
         )

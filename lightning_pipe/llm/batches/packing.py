@@ -1,4 +1,4 @@
-"""Packing of tokenised documents into rows of one length.
+"""Packing of tokenized documents into rows of one length.
 
 Every rank and every worker process packs the same documents, by their lengths alone, and makes tensors of its own rows
 only. Ranks therefore have the same number of batches, and the batches do not depend on the number of workers.
@@ -84,19 +84,19 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
 
     def _begin(self, epoch: int) -> None:
         # What comes next: the row of the window of the epoch, for the batch.
-        self._at, self._resumed = {"epoch": epoch, "window": 0, "row": 0, "batch": 0}, False
+        self._position, self._resumed = {"epoch": epoch, "window": 0, "row": 0, "batch": 0}, False
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._at, "order": self._order()}
+        return {**self._position, "order": self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        found, order = state.get("order"), self._order()
-        if found != order or not self._at.keys() <= state.keys():
+        saved_order, order = state.get("order"), self._order()
+        if saved_order != order or not self._position.keys() <= state.keys():
             raise SetupError(
-                f"the position was saved for the rows of {found}, and this PackedDocuments has {order}: the same"
+                f"the position was saved for the rows of {saved_order}, and this PackedDocuments has {order}: the same"
                 " position is at other documents. Continue with the arguments and documents of the earlier run"
             )
-        self._at, self._resumed = {name: state[name] for name in self._at}, True
+        self._position, self._resumed = {name: state[name] for name in self._position}, True
 
     def _order(self) -> dict[str, Any]:
         """What the order of all rows depends on, besides the tokens."""
@@ -104,8 +104,8 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         return {"documents": len(self.documents)} | {name: getattr(self, name) for name in names}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        if self._at["batch"] and not self._resumed:
-            self._begin(self._at["epoch"] + 1)
+        if self._position["batch"] and not self._resumed:
+            self._begin(self._position["epoch"] + 1)
         self._resumed = False
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -113,26 +113,26 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         for row in self._rows():
             rows += [row] if row else []
             if len(rows) == self.batch_size * self.ranks or (rows and not row):
-                self._at["batch"] += 1
-                if (self._at["batch"] - 1) % workers == number:
+                self._position["batch"] += 1
+                if (self._position["batch"] - 1) % workers == number:
                     yield self._tensors(rows)
                 rows = []
-        self._begin(self._at["epoch"] + 1)
+        self._begin(self._position["epoch"] + 1)
 
     def _rows(self) -> Iterator[list[_Piece]]:
         """Rows of all ranks from the position on, and an empty one at the end."""
-        total, at = len(self.documents), self._at
+        total, position = len(self.documents), self._position
         order: Sequence[int] = range(total)
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + at["epoch"])
+            generator = torch.Generator().manual_seed(self.seed + position["epoch"])
             order = torch.randperm(total, generator=generator).tolist()
-        for start in range(at["window"] * self.window, total, self.window):
+        for start in range(position["window"] * self.window, total, self.window):
             pieces = [piece for index in order[start : start + self.window] for piece in self._pieces(index)]
             rows = pack([piece.end - piece.begin for piece in pieces], self.length, self.method)
-            for row in rows[at["row"] :]:
-                at["row"] += 1
+            for row in rows[position["row"] :]:
+                position["row"] += 1
                 yield [pieces[number] for number in row]
-            at["window"], at["row"] = at["window"] + 1, 0
+            position["window"], position["row"] = position["window"] + 1, 0
         yield []
 
     def _pieces(self, index: int) -> Iterator[_Piece]:
@@ -142,22 +142,22 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             if isinstance(document, Mapping):
                 ids, mask = document["input_ids"], document.get("attention_mask")
                 labels = document.get("labels", ids)
-            tokens, labelled = len(ids), len(labels)
+            tokens, labeled = len(ids), len(labels)
         except (KeyError, TypeError) as error:
             raise InputError(
-                f"document {index} is {document!r:.100}; expected ids, or a mapping with input_ids. Tokenise it"
+                f"document {index} is {document!r:.100}; expected ids, or a mapping with input_ids. Tokenize it"
             ) from error
         long = tokens > self.length and self.long_documents == "refuse"
-        if not tokens or labelled != tokens or long:
+        if not tokens or labeled != tokens or long:
             limit = f", and at most length={self.length}" if self.long_documents == "refuse" else ""
             cut = ", or cut it (long_documents='cut' does so)" if long else ""
             raise InputError(
-                f"document {index} has {tokens} tokens and {labelled} labels; expected at least one token, and one"
+                f"document {index} has {tokens} tokens and {labeled} labels; expected at least one token, and one"
                 f" label for each{limit}. Remove it{cut}"
             )
         if mask is not None and not torch.as_tensor(mask).all():
             raise InputError(
-                f"document {index} has an attention_mask with zeros; expected tokens without padding. Tokenise with"
+                f"document {index} has an attention_mask with zeros; expected tokens without padding. Tokenize with"
                 " padding=False"
             )
         for begin in range(0, tokens, self.length):
@@ -165,10 +165,10 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
 
     def _tensors(self, rows: list[list[_Piece]]) -> dict[str, Tensor]:
         """Own part of a batch of all ranks."""
-        own, shape = rows[self.rank :: self.ranks], (self.batch_size, self.length)
+        local_rows, shape = rows[self.rank :: self.ranks], (self.batch_size, self.length)
         ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
         positions = torch.arange(self.length).repeat(self.batch_size, 1)
-        for row, pieces in enumerate(own):
+        for row, pieces in enumerate(local_rows):
             start = 0
             for piece in pieces:
                 end = start + piece.end - piece.begin
@@ -205,7 +205,7 @@ def pack(lengths: Sequence[int], length: int, method: str = "best_fit") -> list[
         return rows
     best: list[list[int]] = []
     frees: list[tuple[int, int]] = []  # free tokens and number of each row, ascending
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for number in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         place = bisect.bisect_left(frees, (lengths[number], 0))
         if place == len(frees):
             frees.append((length, len(best)))
@@ -225,20 +225,20 @@ def split_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     for row, positions in enumerate(batch["position_ids"]):
         ends = torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(positions)])]).int()
         longest = int(ends.diff().max())
-        found = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        micro_batches.append({key: value[row : row + 1] for key, value in batch.items()} | found)
+        boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        micro_batches.append({key: value[row : row + 1] for key, value in batch.items()} | boundaries)
     return micro_batches
 
 
 def _tensor(piece: _Piece, values: Any) -> Tensor:
     try:
-        found = values if isinstance(values, Tensor) else torch.tensor(values)
+        tensor = values if isinstance(values, Tensor) else torch.tensor(values)
         # The labels of a single token are an empty list, of any dtype.
-        if not len(found) or (found.ndim == 1 and not found.dtype.is_floating_point and found.dtype != torch.bool):
-            return found.long()
-        error, shown = None, f"{found.dtype} of shape {tuple(found.shape)}"
+        if not len(tensor) or (tensor.ndim == 1 and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool):
+            return tensor.long()
+        error, shown = None, f"{tensor.dtype} of shape {tuple(tensor.shape)}"
     except (TypeError, ValueError, RuntimeError) as raised:
         error, shown = raised, f"{values!r:.100}"
     raise InputError(
-        f"document {piece.number} holds {shown}; expected a list, an array or a 1-d tensor of integers. Tokenise it"
+        f"document {piece.number} holds {shown}; expected a list, an array or a 1-d tensor of integers. Tokenize it"
     ) from error

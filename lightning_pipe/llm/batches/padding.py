@@ -56,14 +56,14 @@ class SequenceKeys:
 
     def values(self) -> dict[str, float]:
         """Pad value of each key."""
-        own: dict[str, float] = {
+        defaults: dict[str, float] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             _MASK: self.attention_mask,
             "position_ids": self.position_ids,
             "routed_experts": 0,
         }
-        return own | dict(self.others)
+        return defaults | dict(self.others)
 
 
 def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKeys | None = None) -> dict[str, Any]:
@@ -169,6 +169,6 @@ def _extend_last_document(micro_batch: dict[str, Any], length: int, rows: int) -
         ends[-1] = length
         micro_batch[key] = ends
         if longest in micro_batch:
-            found = ends.diff().max()
+            max_length = ends.diff().max()
             before = micro_batch[longest]
-            micro_batch[longest] = found.to(before) if isinstance(before, Tensor) else int(found)
+            micro_batch[longest] = max_length.to(before) if isinstance(before, Tensor) else int(max_length)

@@ -74,15 +74,15 @@ class BalanceLoss:
     @contextmanager
     def taking_logits(base: nn.Module) -> Generator[list[Tensor], None, None]:
         """Context that moves the router logits from the results of a base model into a list."""
-        found: list[Tensor] = []
+        captured: list[Tensor] = []
 
         def take(module: nn.Module, args: Any, output: Any) -> None:
             if hasattr(output, "router_logits"):
-                found.extend(output.router_logits or ())
+                captured.extend(output.router_logits or ())
                 output["router_logits"] = None  # otherwise the model would compute the loss of its own layers
 
         handle = base.register_forward_hook(take)
         try:
-            yield found
+            yield captured
         finally:
             handle.remove()

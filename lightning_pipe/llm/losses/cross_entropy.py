@@ -158,24 +158,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = (_is_wanted(ctx, index) for index in range(3))
         head, offset = _cast(weight, ctx.compute), _cast(bias, ctx.compute)
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = _accumulator(weight) if needs_weight else None
-        of_bias = _accumulator(bias) if needs_bias else None
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = _accumulator(weight) if needs_weight else None
+        grad_bias = _accumulator(bias) if needs_bias else None
         for start in range(0, len(labels), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             states = _cast(hidden[part], ctx.compute)
-            of_logits = _gradient_of_logits(F.linear(states, head, offset), labels[part], gradient, ctx.ignore_index)
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            of_logits = of_logits.to(ctx.compute)
-            if of_hidden is not None:
-                of_hidden[part] = of_logits @ head
-            if of_weight is not None:
-                of_weight += of_logits.T @ states
+            grad_logits = _gradient_of_logits(F.linear(states, head, offset), labels[part], gradient, ctx.ignore_index)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(ctx.compute)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ head
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ states
         return (
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 4,
         )
 

@@ -46,7 +46,7 @@ class RouterLosses:
         self.tokens = tokens
         self.counted = counted
         self.scale = scale
-        self._found: list[Tensor] = []
+        self._recorded: list[Tensor] = []
         self._token: Token[RouterLosses | None] | None = None
 
     def __enter__(self) -> RouterLosses:
@@ -78,9 +78,9 @@ def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
     """Token-weighted sums of the routers' losses, to be summed over ranks and divided into means."""
     total = torch.zeros(3, dtype=torch.float64)
     for losses in micro_batches:
-        if losses._found:
-            sums = torch.stack(losses._found).cpu().double().sum(0)
-            total += losses.tokens * torch.cat([sums, torch.tensor([len(losses._found)])])
+        if losses._recorded:
+            sums = torch.stack(losses._recorded).cpu().double().sum(0)
+            total += losses.tokens * torch.cat([sums, torch.tensor([len(losses._recorded)])])
     return total
 
 
@@ -140,18 +140,18 @@ class _Passage:
         self._shares = (self._weights * shares).sum(0)
         balance = flat.shape[-1] * (self._shares * (self._weights * flat.softmax(-1)).sum(0)).sum()
         z = (self._weights * flat.logsumexp(-1, keepdim=True).square()).sum()
-        losses._found.append(torch.stack([balance, z]))
+        losses._recorded.append(torch.stack([balance, z]))
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Gradient of the losses with respect to the logits, in their shape."""
         flat = _flat(logits)
         probabilities = flat.softmax(-1)
         balance_coefficient, z_coefficient = self._coefficients
-        of_probabilities = balance_coefficient * flat.shape[-1] * self._shares
-        of_balance = of_probabilities - (probabilities * of_probabilities).sum(-1, keepdim=True)
-        of_z = 2 * z_coefficient * flat.logsumexp(-1, keepdim=True)
+        grad_probabilities = balance_coefficient * flat.shape[-1] * self._shares
+        grad_balance = grad_probabilities - (probabilities * grad_probabilities).sum(-1, keepdim=True)
+        grad_z = 2 * z_coefficient * flat.logsumexp(-1, keepdim=True)
         factor = self._losses.scale * self._losses.tokens
-        return (factor * self._weights * probabilities * (of_balance + of_z)).view_as(logits)
+        return (factor * self._weights * probabilities * (grad_balance + grad_z)).view_as(logits)
 
 
 def _flat(logits: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, weights: Tensor | None, passage: _Passage | None) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.passage, ctx.of_weights = passage, weights is not None
+        ctx.passage, ctx.has_weights = passage, weights is not None
         passed = logits if weights is None else weights
         return passed.view_as(passed)
 
@@ -179,10 +179,10 @@ class _Passed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (logits,) = ctx.saved_tensors
-        of_losses = None if ctx.passage is None else ctx.passage.gradient(logits).to(logits.dtype)
-        if ctx.of_weights:
-            return of_losses, gradient, None
-        return gradient if of_losses is None else gradient + of_losses, None, None
+        grad_losses = None if ctx.passage is None else ctx.passage.gradient(logits).to(logits.dtype)
+        if ctx.has_weights:
+            return grad_losses, gradient, None
+        return gradient if grad_losses is None else gradient + grad_losses, None, None
 
 
 class _Followed(torch.autograd.Function):

@@ -45,7 +45,7 @@ Mode = Literal["full", "selective"]
 
 # Operations that are expensive to recompute: matrix products, attention, and exchanges between ranks. Listed by name,
 # since some are registered only when their package is imported.
-_KEPT = {
+_SAVED_OPS = {
     "aten::mm",
     "aten::bmm",
     "aten::addmm",
@@ -117,7 +117,7 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, routes: bool, /,
         contexts: Any = {}
         if selective:
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
-        return checkpoint(lambda *given: forward(*given, **kwargs), *args, use_reentrant=False, **contexts)
+        return checkpoint(lambda *inputs: forward(*inputs, **kwargs), *args, use_reentrant=False, **contexts)
     return _run_and_keep(forward, selective, routes, args, kwargs)
 
 
@@ -131,8 +131,8 @@ def _run_and_keep(forward: Callable[..., Any], selective: bool, routes: bool, ar
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op.name() in _KEPT and not _draws(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op.name() in _SAVED_OPS and not _draws(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -223,10 +223,10 @@ class _Region:
         self._run, self._versions, self._contexts = None, [], []
 
 
-def _unequal(what: str) -> SetupError:
+def _unequal(difference: str) -> SetupError:
     return SetupError(
-        f"a layer under activation checkpointing, recomputed for its backward, {what}; expected the same operations for"
-        " the same arguments. Make the layer deterministic, or disable activation checkpointing"
+        f"a layer under activation checkpointing, recomputed for its backward, {difference}; expected the same"
+        " operations for the same arguments. Make the layer deterministic, or disable activation checkpointing"
     )
 
 
@@ -250,34 +250,38 @@ def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]
 @contextmanager
 def _function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
     """Activate only these modes: modes of the backward's caller may be among them, and must not act twice."""
-    found = _exchange(modes)
+    previous = _exchange(modes)
     try:
         yield
     finally:
-        _exchange(found)
+        _exchange(previous)
 
 
 def _exchange(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    found: list[TorchFunctionMode] = function_mode_stack()
-    for _ in found:
+    previous: list[TorchFunctionMode] = function_mode_stack()
+    for _ in previous:
         pop_function_mode()
     for mode in modes:
         push_function_mode(mode)
-    return found
+    return previous
 
 
 def _random_state(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Context that restores the random generators' current states, and on exit those at its entry."""
     devices = {value.device for value in tensors if value.device.type not in ("cpu", "meta")}
-    return _random_states(torch.get_rng_state(), [(one, _generator(one).get_rng_state(one)) for one in devices])
+    return _random_states(
+        torch.get_rng_state(), [(device, _generator(device).get_rng_state(device)) for device in devices]
+    )
 
 
 @contextmanager
-def _random_states(of_cpu: Tensor, of_devices: Sequence[tuple[torch.device, Tensor]]) -> Generator[None, None, None]:
-    kind = of_devices[0][0].type if of_devices else None
-    with torch.random.fork_rng(devices=[device for device, _ in of_devices], device_type=kind):
-        torch.set_rng_state(of_cpu)
-        for device, state in of_devices:
+def _random_states(
+    cpu_state: Tensor, device_states: Sequence[tuple[torch.device, Tensor]]
+) -> Generator[None, None, None]:
+    kind = device_states[0][0].type if device_states else None
+    with torch.random.fork_rng(devices=[device for device, _ in device_states], device_type=kind):
+        torch.set_rng_state(cpu_state)
+        for device, state in device_states:
             _generator(device).set_rng_state(state, device)
         yield
 

@@ -33,7 +33,7 @@ class BuiltStages(nn.Sequential):
         if isinstance(stages, Pipe):
             _check_chain(stages)
             stages = [stages.get_stage_module(index) for index in range(stages.num_stages)]
-        super().__init__(*(one.submod if isinstance(one, PipelineStage) else one for one in stages))
+        super().__init__(*(stage.submod if isinstance(stage, PipelineStage) else stage for stage in stages))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for stage in self:
@@ -65,15 +65,15 @@ def _check_chain(pipe: Pipe) -> None:
 
 def _check_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check that a trace, in which sizes are constants, gets tensors of the traced sizes."""
-    places = stage.graph.find_nodes(op="placeholder")
-    given = dict(zip((node.name for node in places), args, strict=False)) | dict(kwargs)
-    for node in places:
-        traced, found = node.meta.get("val"), given.get(node.name)
-        if isinstance(traced, Tensor) and isinstance(found, Tensor):
+    nodes = stage.graph.find_nodes(op="placeholder")
+    inputs = dict(zip((node.name for node in nodes), args, strict=False)) | dict(kwargs)
+    for node in nodes:
+        traced, value = node.meta.get("val"), inputs.get(node.name)
+        if isinstance(traced, Tensor) and isinstance(value, Tensor):
             sizes = tuple(traced.shape)
-            if all(isinstance(one, int) for one in sizes) and sizes != tuple(found.shape):
+            if all(isinstance(size, int) for size in sizes) and sizes != tuple(value.shape):
                 raise InputError(
-                    f"{node.name} has the shape {tuple(found.shape)}, and the Pipe was traced with {sizes}; expected"
+                    f"{node.name} has the shape {tuple(value.shape)}, and the Pipe was traced with {sizes}; expected"
                     " the same, since sizes are constants of its trace. Give it such micro-batches, or build its stages"
                     " by hand"
                 )

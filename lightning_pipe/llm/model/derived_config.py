@@ -38,8 +38,8 @@ def derive_config(model: nn.Module) -> ModuleConfig:
 
     Known structures are a plain ``nn.Sequential`` and Hugging Face causal LMs (such as Llama, Qwen3 and GPT-NeoX).
     """
-    if callable(own := getattr(model, "get_pp_module_config", None)):
-        config = ModuleConfig.from_mapping(own())
+    if callable(declared := getattr(model, "get_pp_module_config", None)):
+        config = ModuleConfig.from_mapping(declared())
     elif isinstance(model, nn.Sequential) and type(model).forward in (nn.Sequential.forward, BuiltStages.forward):
         config = ModuleConfig(len(model), "")
     elif is_causal_lm(model):
@@ -57,17 +57,17 @@ def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
     """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config."""
     if not is_causal_lm(model) or config.trial is not None:
         return config
-    others = (*config.input_fqns, *config.output_fqns)
+    outer_fqns = (*config.input_fqns, *config.output_fqns)
     if skipped := getattr(model.get_submodule(config.layer_prefix.rpartition(".")[0]), "layerdrop", 0.0):
         raise SetupError(
             f"{type(model).__name__} cannot be cut into stages: it skips layers at random, with a layerdrop of"
             f" {skipped}; expected all layers, since each stage would skip others. Set layerdrop (or decoder_layerdrop)"
             " to 0.0 in the config"
         )
-    trial = _try_layers(model, config.layers, others)
+    trial = _try_layers(model, config.layers, outer_fqns)
     layers = [index for index, name in enumerate(trial.called) if name in config.layers]
     before, after = dict.fromkeys(trial.called[: layers[-1]]), dict.fromkeys(trial.called[layers[0] :])
-    both = [name for name in before if name in after and name in others]
+    both = [name for name in before if name in after and name in outer_fqns]
     trained = [name for name in both if next(model.get_submodule(name).parameters(), None) is not None]
     if trained:
         raise SetupError(
@@ -75,11 +75,11 @@ def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
             f" a layer of {config.layer_prefix}; expected modules that it uses only before or only after all layers"
         )
     # A module that token ids do not need, such as a vision tower, goes to the first stage.
-    first = [*before, *(name for name in others if name not in trial.called)]
+    first = [*before, *(name for name in outer_fqns if name not in trial.called)]
     return replace(
         config,
-        input_fqns=tuple(name for name in first if name in others and name not in both),
-        output_fqns=tuple(name for name in after if name in others and name not in both),
+        input_fqns=tuple(name for name in first if name in outer_fqns and name not in both),
+        output_fqns=tuple(name for name in after if name in outer_fqns and name not in both),
         always_keep_fqns=(*config.always_keep_fqns, *both),
         trial=trial,
     )
@@ -111,9 +111,9 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
     failures: list[SetupError] = []
     for name in sorted(outermost, key=preference, reverse=True):
         beside = dict(_beside(model, name))
-        buffers = [key for key, one in beside.items() if [*one.buffers()] and not [*one.parameters()]]
-        others = tuple(key for key in beside if key not in buffers)
-        config = ModuleConfig(len(outermost[name]), name, others, (), tuple(buffers))
+        buffers = [key for key, module in beside.items() if [*module.buffers()] and not [*module.parameters()]]
+        outer_fqns = tuple(key for key in beside if key not in buffers)
+        config = ModuleConfig(len(outermost[name]), name, outer_fqns, (), tuple(buffers))
         try:
             config.check(model)
             return tried_config(model, config)
@@ -131,14 +131,14 @@ def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Modul
         if name == layer_prefix:
             continue
         if layer_prefix.startswith(f"{name}.") or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            pending += [(f"{name}.{child}", one) for child, one in module.named_children()][::-1]
+            pending += [(f"{name}.{child}", submodule) for child, submodule in module.named_children()][::-1]
         else:
             yield name, module
 
 
-def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) -> TrialRun:
+def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str]) -> TrialRun:
     """Run a causal LM without its layers and the other modules that only some stages hold, given by name."""
-    found: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
+    failures: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
     for results in range(_MOST_RESULTS + 1):
         with (
             torch.device("cpu"),
@@ -146,42 +146,46 @@ def _try_layers(model: nn.Module, layers: Sequence[str], others: Sequence[str]) 
             torch.random.fork_rng(devices=[]),
             torch.compiler.set_stance("force_eager"),  # a mask of FlexAttention would be compiled for the CPU
         ):
-            shell = _Shell(model, layers, others, results)
+            shell = _Shell(model, layers, outer_fqns, results)
             try:
-                runs = [shell.run(tokens=tokens, whole=whole) for tokens in (True, False) for whole in (True, False)]
+                runs = [
+                    shell.run(tokens=tokens, with_head=with_head)
+                    for tokens in (True, False)
+                    for with_head in (True, False)
+                ]
             except Exception as error:
                 fails = f"{block_of(error, shell.model) or 'it'} fails with {type(error).__name__}: {error}"
-                found.append((len(shell.calls), f"with its modules replaced, {fails}"))
+                failures.append((len(shell.calls), f"with its modules replaced, {fails}"))
                 continue
         first, later = runs[0], runs[-1]
-        wrong = [next(_wrong(layers, first, run), None) for run in runs]
-        if not any(wrong) and first.last != runs[2].last:
+        problems = [next(_wrong(layers, first, run), None) for run in runs]
+        if not any(problems) and first.last != runs[2].last:
             used = ", ".join(sorted(first.last ^ runs[2].last))
-            wrong = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
-        if not any(wrong):
+            problems = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
+        if not any(problems):
             head = model.get_output_embeddings()  # type: ignore[operator]
             logits = [call.result for call in first.calls if model.get_submodule(call.name) is head]
             return TrialRun(
                 tuple(call.name for call in first.calls),
                 results,
-                _equal(later.layers[0].given, later.embeddings),
+                _equal(later.layers[0].hidden, later.embeddings),
                 _equal(later.output, later.layers[-1].result),
-                any(_equal(first.output, one) for one in logits),
+                any(_equal(first.output, tensor) for tensor in logits),
             )
-        found.append((sum(len(run.calls) for run in runs), next(filter(None, wrong))))
+        failures.append((sum(len(run.calls) for run in runs), next(filter(None, problems))))
     raise SetupError(
         f"{type(model).__name__} cannot be cut into stages, which hold only some of its layers and of"
-        f" {', '.join(others)}: {max(found, key=lambda one: one[0])[1]}. {_BY_HAND}"
+        f" {', '.join(outer_fqns)}: {max(failures, key=lambda failure: failure[0])[1]}. {_BY_HAND}"
     )
 
 
 class _Call(NamedTuple):
-    """Call of a replaced module. ``others`` are the arguments of a layer besides its hidden states."""
+    """Call of a replaced module. ``arguments`` are those of a layer besides its hidden states."""
 
     name: str
-    given: Tensor
+    hidden: Tensor
     result: Tensor
-    others: Mapping[str, Any] | None
+    arguments: Mapping[str, Any] | None
 
 
 class _Run(NamedTuple):
@@ -193,56 +197,56 @@ class _Run(NamedTuple):
 
     @property
     def layers(self) -> list[_Call]:
-        return [call for call in self.calls if call.others is not None]
+        return [call for call in self.calls if call.arguments is not None]
 
     @property
     def last(self) -> set[str]:
         """Names of the modules that are called after the last layer."""
-        return {call.name for call in takewhile(lambda call: call.others is None, reversed(self.calls))}
+        return {call.name for call in takewhile(lambda call: call.arguments is None, reversed(self.calls))}
 
 
 class _Shell:
     """Copy of a model with other modules in place of its layers and of its modules between the layers and the root."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], others: Sequence[str], results: int) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str], results: int) -> None:
         self.calls: list[_Call] = []
         self._width, self._runs, memo = token_width(model), 0, dict[int, Any]()
-        for name in (*others, *layers):
+        for name in (*outer_fqns, *layers):
             module = model.get_submodule(name)
             slot = memo[id(module)] = InputSlot(module, self._width)
             arguments = tuple(inspect.signature(module.forward).parameters)
             note = partial(self._note, name, arguments, results if name in set(layers) else None)
             slot.register_forward_hook(note, with_kwargs=True)
         for module in model.modules():
-            held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-            memo |= {id(value): value for value in held if isinstance(value, Tensor)}
+            values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+            memo |= {id(value): value for value in values if isinstance(value, Tensor)}
         self.model: Any = copy.deepcopy(model, memo).train()
         replace_tensors(self.model, telltale)  # tensors may have no memory
 
-    def run(self, *, tokens: bool, whole: bool) -> _Run:
+    def run(self, *, tokens: bool, with_head: bool) -> _Run:
         """Run the model on token ids or on embeddings, with or without what follows its base model."""
         self._runs, self.calls = self._runs + 1, []
         base = base_model(self.model)
-        model: Any = self.model if whole else base
+        model: Any = self.model if with_head else base
         # The last token is padding: a mask that a model derives from it is not that of later stages.
         padding = getattr(self.model.config, "pad_token_id", None) or 0
         ids = torch.full((_ROWS, _LENGTH), padding + 1)
         ids[0, -1] = padding
         embeddings = self._values((_ROWS, _LENGTH, self._width), torch.float32)
-        given: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
-        given |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
+        inputs: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
+        inputs |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
         with BalanceLoss.taking_logits(base):
-            return _Run(self.calls, embeddings, tensor_of(model(**given)))
+            return _Run(self.calls, embeddings, tensor_of(model(**inputs)))
 
     def _note(
-        self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, given: Any
+        self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, hidden: Any
     ) -> Any:
         """Note a call, and return the result: new values, unless the module passes its input through."""
-        others = {**dict(zip(names, args, strict=False)), **kwargs}
-        passes = results is None and any(given is one for one in others.values())
-        result = given if passes else self._values(given.shape, given.dtype)
-        others = {key: one for key, one in others.items() if one is not given}
-        self.calls.append(_Call(name, given.clone(), result.clone(), None if results is None else others))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        passes = results is None and any(hidden is value for value in arguments.values())
+        result = hidden if passes else self._values(hidden.shape, hidden.dtype)
+        arguments = {key: value for key, value in arguments.items() if value is not hidden}
+        self.calls.append(_Call(name, hidden.clone(), result.clone(), None if results is None else arguments))
         # Further results of a layer are not numbers, so that they are seen where they arrive.
         return (result, *[result * torch.nan] * (results - 1)) if results else result
 
@@ -259,24 +263,27 @@ def _wrong(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[str]:
     if not called or called != [name for name in layers if name in called]:
         yield f"on token ids its forward runs {', '.join(called) or 'no layer'}; expected {', '.join(layers)} in order"
         return
-    shape = tuple(run.layers[0].given.shape)
+    shape = tuple(run.layers[0].hidden.shape)
     if shape[:2] != (_ROWS, _LENGTH):
         yield f"layer {called[0]} receives {shape} for {_ROWS} rows of {_LENGTH} tokens; expected (rows, tokens, ...)"
-    for one, other in pairwise(run.layers):
-        if not _equal(other.given, one.result):
-            yield f"its forward changes the hidden states between {one.name} and {other.name}; expected no change"
-    for one, other in zip(first.layers, run.layers, strict=False):
-        for name in dict.fromkeys((*(one.others or ()), *(other.others or ()))):
-            given, later = (
-                [leaf for leaf in tree_leaves((call.others or {}).get(name)) if isinstance(leaf, Tensor)]
-                for call in (one, other)
+    for previous, following in pairwise(run.layers):
+        if not _equal(following.hidden, previous.result):
+            yield (
+                f"its forward changes the hidden states between {previous.name} and {following.name};"
+                " expected no change"
             )
-            if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in given):
-                yield f"layer {one.name} receives a further result of an earlier layer as {name}{expected}"
-            if len(given) != len(later) or not all(map(_equal, given, later)):
-                yield f"layer {one.name} receives {name}, which later stages cannot compute{expected}"
+    for first_call, run_call in zip(first.layers, run.layers, strict=False):
+        for name in dict.fromkeys((*(first_call.arguments or ()), *(run_call.arguments or ()))):
+            first_leaves, run_leaves = (
+                [leaf for leaf in tree_leaves((call.arguments or {}).get(name)) if isinstance(leaf, Tensor)]
+                for call in (first_call, run_call)
+            )
+            if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in first_leaves):
+                yield f"layer {first_call.name} receives a further result of an earlier layer as {name}{expected}"
+            if len(first_leaves) != len(run_leaves) or not all(map(_equal, first_leaves, run_leaves)):
+                yield f"layer {first_call.name} receives {name}, which later stages cannot compute{expected}"
 
 
-def _equal(one: Any, other: Any) -> bool:
-    both = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _equal(left: Any, right: Any) -> bool:
+    both = isinstance(left, Tensor) and isinstance(right, Tensor)
+    return both and left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)

@@ -73,14 +73,14 @@ def skip_experts(model: nn.Module) -> None:
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Experts of each mixture of a model, Hugging Face's or :class:`MoE`, by name."""
-    found = {id(experts) for _, experts in _blocks(model)}
-    return {name: module for name, module in model.named_modules() if id(module) in found}
+    expert_ids = {id(experts) for _, experts in _blocks(model)}
+    return {name: module for name, module in model.named_modules() if id(module) in expert_ids}
 
 
 def takes_all_rows(experts: nn.Module) -> bool:
     """Return True for experts such as Llama 4's, which get a row for each expert and token, zeros where not chosen."""
-    own = next(experts.parameters(recurse=False), None)  # which lists of experts have not
-    return own is not None and list(signature(type(experts).forward).parameters) == ["self", "hidden_states"]
+    weight = next(experts.parameters(recurse=False), None)  # which lists of experts have not
+    return weight is not None and list(signature(type(experts).forward).parameters) == ["self", "hidden_states"]
 
 
 def run_local_experts(
@@ -128,7 +128,10 @@ def run_all_rows(
 
 def _with_local_weights(experts: nn.Module) -> Any:
     """A copy with plain tensors as its weights: the class indexes them, and FSDP's hooks belong to the original."""
-    local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in experts.named_parameters()}
+    local = {
+        name: weight.to_local() if isinstance(weight, DTensor) else weight
+        for name, weight in experts.named_parameters()
+    }
     twin: Any = object.__new__(type(experts))
     twin.__dict__ = {**vars(experts), "_parameters": {}, "num_experts": len(next(iter(local.values()))), **local}
     return twin
@@ -145,10 +148,10 @@ def _pass_on(hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """Router and experts of each mixture, which transformers' classes call by one of two names."""
-    found = []
+    blocks = []
     for module in model.modules():
         children = dict(module.named_children())
         router = children.get("gate") or children.get("router")
         if router is not None and "experts" in children:
-            found.append((router, children["experts"]))
-    return found
+            blocks.append((router, children["experts"]))
+    return blocks

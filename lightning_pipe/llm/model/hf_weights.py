@@ -1,6 +1,6 @@
 """Weights in folders written by Hugging Face's ``save_pretrained``, for models of which each rank holds a part.
 
-A model is first built without initialisers. Its parameters are memory that the operating system does not provide
+A model is first built without initializers. Its parameters are memory that the operating system does not provide
 before it is written, and each rank reads and writes only the tensors of its stages. Where transformers computes
 a tensor from several of the files, such as that of all experts of a layer, these are read together. The model's
 constructor computes tensors that are not in the files, such as rotary frequencies.
@@ -39,7 +39,7 @@ from lightning_pipe.llm.model.stage_module import registered_tensors
 
 _LATER = ContextVar("later", default=False)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Dtypes that convert directly to a parameter's dtype, unlike those of quantised weights.
+# Dtypes that convert directly to a parameter's dtype, unlike those of quantized weights.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -87,7 +87,7 @@ class PretrainedWeights:
         """The folder's ``PretrainedConfig``.
 
         Raises:
-            SetupError: the folder has no config, transformers does not know its model, or the weights are quantised.
+            SetupError: the folder has no config, transformers does not know its model, or the weights are quantized.
         """
         from transformers import AutoConfig
 
@@ -101,8 +101,8 @@ class PretrainedWeights:
             raise SetupError(f"{str(path)!r} cannot be used: {reason[:1000]}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise SetupError(
-                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config), expected"
-                " weights that can be trained. Use the original model that was quantised"
+                f"the weights in {str(self.folder)!r} are quantized (config.json has a quantization_config), expected"
+                " weights that can be trained. Use the original model that was quantized"
             )
         return config
 
@@ -130,15 +130,15 @@ class PretrainedWeights:
         failed: dict[str, str] = {}
         for conversion in conversions:
             try:
-                given = self._results(conversion, model)
+                converted = self._results(conversion, model)
             except Exception as error:  # any type, because each conversion has its own checks
                 failed[conversion.first] = f"{len(conversion.sources)} tensors: {str(error)[:300]}"
                 continue
-            unexpected += [own for own in given if own not in tensors]
+            unexpected += [name for name in converted if name not in tensors]
             # Some files hold buffers that the model computes and does not save.
-            given = {own: one for own, one in given.items() if own in saved}
-            results |= given
-            matched.append((conversion, list(given)))
+            converted = {name: tensor for name, tensor in converted.items() if name in saved}
+            results |= converted
+            matched.append((conversion, list(converted)))
         groups: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             if name in saved:
@@ -146,13 +146,13 @@ class PretrainedWeights:
         stored = results.keys() | failed.keys()
         missing = [names[0] for names in groups.values() if not stored & set(names)]
         if is_pretrained_model(model):
-            # A parameter must not be missing, since no initialiser has run.
+            # A parameter must not be missing, since no initializer has run.
             needed = [name for name in missing if isinstance(tensors[name], nn.Parameter)]
             buffers, unexpected = not_ignored(model, [name for name in missing if name not in needed], unexpected)
             missing = needed + buffers
         problems = listed("missing in it", missing) + listed("unexpected in it", unexpected)
         problems += _differences(results, tensors)
-        problems += listed("not convertible", [f"{own} (from {why})" for own, why in failed.items()])
+        problems += listed("not convertible", [f"{name} (from {why})" for name, why in failed.items()])
         if problems:
             raise SetupError(
                 f"the folder {str(self.folder)!r} does not fit the {type(model).__name__}: {'; '.join(problems)}. Build"
@@ -189,30 +189,30 @@ class PretrainedWeights:
         sources = [self.tensors[name] for name in conversion.sources]
         if conversion.transform is None:
             return {conversion.first: sources[0]}
-        kind = next((one.dtype for one in sources if one.dtype not in _FLOATS), sources[0].dtype)
+        kind = next((source.dtype for source in sources if source.dtype not in _FLOATS), sources[0].dtype)
         empty = {
-            name: torch.empty(one.shape, dtype=_FLOATS.get(one.dtype, torch.uint8), device="meta")
-            for name, one in zip(conversion.sources, sources, strict=True)
+            name: torch.empty(source.shape, dtype=_FLOATS.get(source.dtype, torch.uint8), device="meta")
+            for name, source in zip(conversion.sources, sources, strict=True)
         }
         results = conversion.run(empty, model)
-        return {own: StoredTensor(sources[0].file, tuple(one.shape), kind) for own, one in results.items()}
+        return {name: StoredTensor(sources[0].file, tuple(tensor.shape), kind) for name, tensor in results.items()}
 
 
 def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
     sizes, kinds = [], []
-    for own, stored in results.items():
-        tensor = tensors[own]
+    for name, stored in results.items():
+        tensor = tensors[name]
         if stored.shape != tuple(tensor.shape):
-            sizes.append(f"{own} ({list(stored.shape)}, expected {list(tensor.shape)})")
+            sizes.append(f"{name} ({list(stored.shape)}, expected {list(tensor.shape)})")
         elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
-            kinds.append(f"{own} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
+            kinds.append(f"{name} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
     return listed("of another size", sizes) + listed("of another kind", kinds)
 
 
 def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
-    """Causal LM with uninitialised parameters of torch's default dtype, and the buffers that its constructor computes.
+    """Causal LM with uninitialized parameters of torch's default dtype, and the buffers that its constructor computes.
 
-    No initialiser runs and no random number is drawn, so no parameter is written.
+    No initializer runs and no random number is drawn, so no parameter is written.
     """
     from transformers import AutoModelForCausalLM
 
@@ -227,7 +227,7 @@ def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
     except Exception as error:  # any type, because each model class uses its own values
         reason = f"{type(error).__name__}: {str(error)[:1000]}. Check the config's values"
         raise SetupError(f"the {config.model_type} model of the config cannot be made: {reason}") from error
-    model.tie_weights()  # skipped without initialisers
+    model.tie_weights()  # skipped without initializers
     return cast(nn.Module, model)
 
 
@@ -275,20 +275,24 @@ def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str]
     if _LATER.get():
         return
     tensors = dict(registered_tensors(model))
-    kept = {id(tensor) for name, tensor in tensors.items() if keep(name)}
-    wanted = [
-        (conversion, own) for conversion, given in matched if (own := [n for n in given if id(tensors[n]) in kept])
+    needed_ids = {id(tensor) for name, tensor in tensors.items() if keep(name)}
+    selected = [
+        (conversion, needed)
+        for conversion, targets in matched
+        if (needed := [target for target in targets if id(tensors[target]) in needed_ids])
     ]
-    if any(tensors[name].is_meta for _, own in wanted for name in own):
+    if any(tensors[name].is_meta for _, needed in selected for name in needed):
         raise SetupError(
             f"the {type(model).__name__} was built on the meta device, so {str(weights.folder)!r} cannot be loaded into"
             " it. Build the model on a device that has memory"
         )
     names: dict[int, str] = {}
     with torch.no_grad():
-        for (conversion, own), values in zip(wanted, weights.read(one.sources for one, _ in wanted), strict=True):
+        for (conversion, needed), values in zip(
+            selected, weights.read(conversion.sources for conversion, _ in selected), strict=True
+        ):
             converted = conversion.run(values, model)
-            for name in own:
+            for name in needed:
                 first = names.setdefault(id(tensors[name]), name)
                 if first == name:
                     tensors[name].copy_(converted[name])
@@ -321,9 +325,9 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
         return {_SINGLE: None}
     index = folder / _INDEX
     if not index.is_file():
-        there = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
+        contents = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
         raise SetupError(
-            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX} ({there[0]}). Convert other weights to"
+            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX} ({contents[0]}). Convert other weights to"
             " safetensors with transformers: from_pretrained(...).save_pretrained(...)"
         )
     files: dict[str, list[str] | None] = {}

@@ -39,8 +39,8 @@ def add_adapters(model: nn.Module, lora: Any) -> nn.Module:
         ) from error
     try:
         named = json.loads(lora) if isinstance(lora, str) else {"default": lora}
-        ((name, given),) = named.items()
-        config = peft.LoraConfig(**given) if isinstance(given, Mapping) else given
+        ((name, settings),) = named.items()
+        config = peft.LoraConfig(**settings) if isinstance(settings, Mapping) else settings
         return unwrapped(peft.get_peft_model(model, config, adapter_name=name))
     except (AttributeError, TypeError, ValueError) as error:
         raise SetupError(
@@ -85,7 +85,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 def adapter_text(model: nn.Module | None) -> str | None:
     """The model's ``LoraConfig`` as JSON, by the name of its adapter; None for a model without adapters."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
-    return json.dumps({name: one.to_dict() for name, one in configs.items()}, default=sorted) if configs else None
+    return json.dumps({name: config.to_dict() for name, config in configs.items()}, default=sorted) if configs else None
 
 
 def write_adapters(model: nn.Module, weights: Mapping[str, Tensor], target: Path) -> None:
@@ -97,7 +97,9 @@ def write_adapters(model: nn.Module, weights: Mapping[str, Tensor], target: Path
     state = peft.get_peft_model_state_dict(model, dict(weights), adapter_name=name, save_embedding_layers=False)
     target.mkdir(parents=True, exist_ok=True)
     prefix = "base_model.model."  # of the model in a PeftModel
-    save_file({prefix + key: one.contiguous() for key, one in state.items()}, target / "adapter_model.safetensors")
+    save_file(
+        {prefix + key: tensor.contiguous() for key, tensor in state.items()}, target / "adapter_model.safetensors"
+    )
     config.inference_mode = True
     config.save_pretrained(target)
 

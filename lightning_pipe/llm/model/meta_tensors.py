@@ -55,31 +55,35 @@ def initialize_modules(model: nn.Module, names: Sequence[str], keep: Callable[[s
     Each module of the named ones runs its ``reset_parameters``, and then the ``_init_weights(module)`` of the innermost
     model around it that has this method, as models of Hugging Face do. Children come before their parents.
     """
-    buffers = [name for name, one in model.named_buffers() if one.is_meta]
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if buffers:
         raise SetupError(
             f"the buffers {', '.join(buffers[:3])} of the {type(model).__name__} were built on the meta device, and"
             " have no values. Build the model inside parameters_on_meta() instead of torch.device('meta')"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = [name for name, parameter in parameters.items() if parameter.is_meta and keep(name)]
-    without_memory = {id(parameters[name]) for name in kept}
+    local_names = [name for name, parameter in parameters.items() if parameter.is_meta and keep(name)]
+    without_memory = {id(parameters[name]) for name in local_names}
     replace_tensors(model, lambda tensor: _not_a_number(tensor) if id(tensor) in without_memory else tensor)
-    first_names = {id(one): name for name, one in model.named_parameters()}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    held = {id(parameters[name]) for name in kept}
+    local_ids = {id(parameters[name]) for name in local_names}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name in names:
             part = model.get_submodule(name)
-            own = [one for one in part.parameters() if id(one) in held]
+            module_parameters = [parameter for parameter in part.parameters() if id(parameter) in local_ids]
             # A parameter that is tied to one of another module gets its value there.
-            tied = [(one, one.clone()) for one in own if not is_inside(first_names[id(one)], {name})]
-            for place, initialize in _initializers(model, name) if own else ():
+            tied = [
+                (parameter, parameter.clone())
+                for parameter in module_parameters
+                if not is_inside(first_names[id(parameter)], {name})
+            ]
+            for place, initialize in _initializers(model, name) if module_parameters else ():
                 torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:7]))
                 initialize()
-            for one, value in tied:
-                one.copy_(value)
-    unset = [name for name in kept if parameters[name].isnan().any()]
+            for parameter, value in tied:
+                parameter.copy_(value)
+    unset = [name for name in local_names if parameters[name].isnan().any()]
     if unset:
         raise SetupError(
             f"{', '.join(unset[:3])} of the {type(model).__name__} were built on the meta device, and have no values:"
@@ -98,8 +102,15 @@ def _initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[
             yield place, reset
     for place, module in reversed(inner):
         path = place.split(".")
-        around = [model, *(model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))]
-        method = next((found for one in reversed(around) if (found := initializer_of_modules(one)) is not None), None)
+        parents = [model, *(model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))]
+        method = next(
+            (
+                initializer
+                for parent in reversed(parents)
+                if (initializer := initializer_of_modules(parent)) is not None
+            ),
+            None,
+        )
         if method is not None:
             yield place, partial(method, module)
 

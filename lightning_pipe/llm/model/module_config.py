@@ -64,24 +64,24 @@ class ModuleConfig:
     trial: TrialRun | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any]) -> ModuleConfig:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ModuleConfig:
         """Build the config from the result of a model's ``get_pp_module_config()``.
 
         Raises:
             SetupError: a key is unknown or missing, or a value has the wrong type.
         """
-        if not isinstance(given, Mapping):
-            raise SetupError(f"get_pp_module_config() returned {given!r}. Expected: {NEEDED}")
-        known = [one.name for one in fields(cls) if one.compare]
-        unknown = [str(key) for key in given if key not in known]
-        missing = [key for key in known if key not in (*given, "always_keep_fqns", "layer_outputs")]
+        if not isinstance(mapping, Mapping):
+            raise SetupError(f"get_pp_module_config() returned {mapping!r}. Expected: {NEEDED}")
+        field_names = [attribute.name for attribute in fields(cls) if attribute.compare]
+        unknown = [str(key) for key in mapping if key not in field_names]
+        missing = [key for key in field_names if key not in (*mapping, "always_keep_fqns", "layer_outputs")]
         if unknown or missing:
             wrong = ([f"the unknown {', '.join(unknown)}"] if unknown else []) + (
                 [f"no {', '.join(missing)}"] if missing else []
             )
             raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}. Expected: {NEEDED}")
-        values = dict(given)
-        for key, value in given.items():
+        values = dict(mapping)
+        for key, value in mapping.items():
             if key.endswith("_fqns"):
                 if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
                     raise SetupError(f"get_pp_module_config() returned {key}={value!r}; expected a list of FQNs")
@@ -121,12 +121,12 @@ class ModuleConfig:
                 f" modules, such as {', '.join(list(everything)[1:9])}"
             )
         prefix = f"{self.layer_prefix}." if self.layer_prefix else ""
-        found = [name for name in everything[self.layer_prefix]._modules if prefix + name not in named]
-        if sorted(found) != sorted(str(index) for index in range(self.num_layers)):
+        layer_names = [name for name in everything[self.layer_prefix]._modules if prefix + name not in named]
+        if sorted(layer_names) != sorted(str(index) for index in range(self.num_layers)):
             raise SetupError(
                 f"the model's config has num_layers={self.num_layers}, but {self.layer_prefix or kind} holds"
-                f" {len(found)} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}); expected layers with the"
-                f" names 0 to num_layers - 1. Set num_layers to the number of layers that the model has"
+                f" {len(layer_names)} ({', '.join(layer_names[:3])}{', ...' if len(layer_names) > 3 else ''}); expected"
+                f" layers with the names 0 to num_layers - 1. Set num_layers to the number of layers that the model has"
             )
         listed = [*self.modules, *self.always_keep_fqns]
         places = set(listed)

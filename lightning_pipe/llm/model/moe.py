@@ -36,9 +36,11 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Let each expert work on its tokens."""
         device = tokens.device.type
-        weights = [one.to_local() if isinstance(one, DTensor) else one for one in (self.gate, self.up, self.down)]
+        weights = [
+            weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.gate, self.up, self.down)
+        ]
         if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
-            tokens, *weights = (one.to(torch.get_autocast_dtype(device)) for one in (tokens, *weights))
+            tokens, *weights = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (tokens, *weights))
         if _can_group(tokens, weights):
             multiply = partial(_in_one_call, ends=counts.cumsum(0).to(torch.int32))
         else:
@@ -130,14 +132,14 @@ def weighted_sum(run: Run, tokens: Tensor, chosen: Tensor, weights: Tensor, num_
 
 def _can_group(tokens: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return True if ``grouped_mm`` takes these types and sizes: whole units of 16 bytes, on a GPU from Ampere on."""
-    if isinstance(tokens, FakeTensor) or any(one.dtype != tokens.dtype for one in weights):
+    if isinstance(tokens, FakeTensor) or any(weight.dtype != tokens.dtype for weight in weights):
         return False
     if tokens.is_cuda and torch.cuda.get_device_capability(tokens.device) < (8, 0):
         return False
     # Compiled, it takes one type only.
     types = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.float32, torch.float16, torch.bfloat16)
-    whole = all(size * one.element_size() % 16 == 0 for one in weights for size in one.shape[1:])
-    return tokens.device.type in ("cpu", "cuda") and tokens.dtype in types and whole
+    aligned = all(size * weight.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
+    return tokens.device.type in ("cpu", "cuda") and tokens.dtype in types and aligned
 
 
 def _in_one_call(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ class RoutingReplay(TorchFunctionMode):
     the rank's layers, and later ones replay them.
     """
 
-    def __init__(self, given: Tensor | None = None) -> None:
+    def __init__(self, choices: Tensor | None = None) -> None:
         super().__init__()
-        self._given = given
+        self._choices = choices
         self._recorded: dict[int, Tensor] = {}
         self._block: Mixture | None = None
         self._used = False
@@ -103,10 +103,10 @@ class RoutingReplay(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         block = self._block
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if block is None or func not in (torch.topk, Tensor.topk):
-            return func(*args, **given)
-        return self._choose(block, *(args or (given.pop("input"),)), **given)
+            return func(*args, **keywords)
+        return self._choose(block, *(args or (keywords.pop("input"),)), **keywords)
 
     def _choose(self, block: Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
@@ -114,7 +114,7 @@ class RoutingReplay(TorchFunctionMode):
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
         key = self._key(block)
-        chosen = self._recorded.get(key) if self._given is None else self._given[:, :, block.layer]
+        chosen = self._recorded.get(key) if self._choices is None else self._choices[:, :, block.layer]
         if chosen is None:
             chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
             self._recorded[key] = chosen.view(expected)
@@ -134,10 +134,10 @@ class RoutingReplay(TorchFunctionMode):
 
         DeepSeek-V2's gives experts of other groups the weight 0.
         """
-        known = self._recorded.get(block.layer) if self._given is None else self._given[:, :, block.layer]
-        if known is None or known.shape[:-1] != block.tokens or scores.ndim != 2 or block.experts % scores.shape[1]:
+        choices = self._recorded.get(block.layer) if self._choices is None else self._choices[:, :, block.layer]
+        if choices is None or choices.shape[:-1] != block.tokens or scores.ndim != 2 or block.experts % scores.shape[1]:
             return scores
-        groups = known.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
+        groups = choices.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
         return torch.zeros_like(scores).scatter_add(1, groups, torch.ones_like(groups, dtype=scores.dtype))
 
     def _key(self, block: Mixture) -> int:
@@ -172,16 +172,16 @@ class LayerRouting(RoutingReplay):
 
 def mixtures_of(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
     """Mixtures of a model, or of a stage's module, in the whole model's layers of these names."""
-    found = []
+    mixtures = []
     for name, experts in experts_of(model).items():
         path = name.rpartition(".")[0]
         block: Any = model.get_submodule(path)
         number = len(experts) if isinstance(experts, nn.ModuleList) else len(next(experts.parameters(), ()))
-        sizes = [getattr(one, "top_k", None) for one in (block, *block.children())]
+        sizes = [getattr(module, "top_k", None) for module in (block, *block.children())]
         top_k = next((size for size in sizes if isinstance(size, int)), None)
         places = [layer for layer, prefix in enumerate(layers) if f"{path}.".startswith(f"{prefix}.")]
-        found += [Mixture(path, layer, number, top_k) for layer in places]
-    return found
+        mixtures += [Mixture(path, layer, number, top_k) for layer in places]
+    return mixtures
 
 
 def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
@@ -189,48 +189,48 @@ def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
 
     Call it before layers are checkpointed.
     """
-    found = mixtures_of(model, layers)
-    for one in found:
-        block: Any = model.get_submodule(one.name)
+    mixtures = mixtures_of(model, layers)
+    for mixture in mixtures:
+        block: Any = model.get_submodule(mixture.name)
         # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
-        block.forward = partial(_watched, block.forward, one, model.get_submodule(layers[one.layer]))
-    return found
+        block.forward = partial(_watched, block.forward, mixture, model.get_submodule(layers[mixture.layer]))
+    return mixtures
 
 
 def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[Mixture], size: tuple[int, int]) -> None:
     """Check that a model can replay a micro-batch's choices of experts, if it has any."""
-    given = micro_batch.get(ROUTED_EXPERTS)
-    if given is None:
+    choices = micro_batch.get(ROUTED_EXPERTS)
+    if choices is None:
         return
     if not mixtures:
         raise InputError(
             f"the batch has {ROUTED_EXPERTS!r}, but no layer of the model can replay choices of experts; expected a"
             " mixture of experts in the layers, which are neither compiled nor traced. Leave the key out of the batch"
         )
-    if isinstance(given, RoutingReplay):
+    if isinstance(choices, RoutingReplay):
         return
-    layers, sizes = max(one.layer for one in mixtures) + 1, {one.top_k for one in mixtures} - {None}
-    if not isinstance(given, Tensor) or given.is_floating_point():
-        found = f"{given.dtype}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-    elif given.ndim == 4 and given.shape[:2] == size and given.shape[2] >= layers and sizes <= {given.shape[3]}:
-        _check_numbers(given, mixtures)
+    layers, sizes = max(mixture.layer for mixture in mixtures) + 1, {mixture.top_k for mixture in mixtures} - {None}
+    if not isinstance(choices, Tensor) or choices.is_floating_point():
+        description = f"{choices.dtype}" if isinstance(choices, Tensor) else f"a {type(choices).__name__}"
+    elif choices.ndim == 4 and choices.shape[:2] == size and choices.shape[2] >= layers and sizes <= {choices.shape[3]}:
+        _check_numbers(choices, mixtures)
         return
     else:
-        found = f"the shape {tuple(given.shape)}"
+        description = f"the shape {tuple(choices.shape)}"
     chosen = " or ".join(map(str, sorted(filter(None, sizes)))) or "experts of a token"
     raise InputError(
-        f"the batch's {ROUTED_EXPERTS!r} has {found}; expected integers of (rows, length, layers, experts of a token),"
-        f" here ({size[0]}, {size[1]}, at least {layers}, {chosen})"
+        f"the batch's {ROUTED_EXPERTS!r} has {description}; expected integers of (rows, length, layers, experts of a"
+        f" token), here ({size[0]}, {size[1]}, at least {layers}, {chosen})"
     )
 
 
-def _check_numbers(given: Tensor, mixtures: Sequence[Mixture]) -> None:
-    used = given[:, :, [one.layer for one in mixtures]].long()
-    for one, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):
-        if low < 0 or high >= one.experts:
+def _check_numbers(choices: Tensor, mixtures: Sequence[Mixture]) -> None:
+    used = choices[:, :, [mixture.layer for mixture in mixtures]].long()
+    for mixture, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):
+        if low < 0 or high >= mixture.experts:
             raise InputError(
-                f"the batch's {ROUTED_EXPERTS!r} has the experts {low} to {high} for {one.name}; expected numbers from"
-                f" 0 to {one.experts - 1}"
+                f"the batch's {ROUTED_EXPERTS!r} has the experts {low} to {high} for {mixture.name}; expected numbers"
+                f" from 0 to {mixture.experts - 1}"
             )
 
 
@@ -241,12 +241,12 @@ def current_routing() -> RoutingReplay | None:
 
 def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
     """A micro-batch without its choices of experts, and factories of the context that replays them, if it has any."""
-    rest = dict(micro_batch)
-    given = rest.pop(ROUTED_EXPERTS, None)
-    if given is None:
-        return rest, ()
-    replay = given if isinstance(given, RoutingReplay) else RoutingReplay(given)
-    return rest, (lambda: replay,)
+    inputs = dict(micro_batch)
+    choices = inputs.pop(ROUTED_EXPERTS, None)
+    if choices is None:
+        return inputs, ()
+    replay = choices if isinstance(choices, RoutingReplay) else RoutingReplay(choices)
+    return inputs, (lambda: replay,)
 
 
 def _watched(forward: Callable[..., Any], block: Mixture, layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -259,6 +259,6 @@ def _watched(forward: Callable[..., Any], block: Mixture, layer: nn.Module, /, *
             " recomputes layers without these choices. Use the strategy's activation_checkpoint instead, or leave"
             f" {ROUTED_EXPERTS!r} out of the batch"
         )
-    tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)).shape[:-1]
+    tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:-1]
     with replay.within(replace(block, tokens=tuple(tokens))):
         return forward(*args, **kwargs)

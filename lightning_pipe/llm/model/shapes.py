@@ -27,7 +27,7 @@ from lightning_pipe._compat.torch import (
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
-_REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
+_CACHE_SIZE = 256  # signatures; an entry is a few tensors without data for each stage
 
 
 @dataclass(frozen=True)
@@ -64,33 +64,33 @@ class StageShapes:
                 parameter.requires_grad_(parameter.is_floating_point())
         self._mode = mode
         self._check = check if len(self._stages) > 1 else None
-        self._known: OrderedDict[Any, list[StageShape]] = OrderedDict()
+        self._cache: OrderedDict[Any, list[StageShape]] = OrderedDict()
         self._training_checked = False
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
         """Shapes of all stages for one micro-batch."""
         leaves = tree_leaves((args, dict(kwargs)))
         key = (*map(signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
-        if key not in self._known:
-            self._known[key] = self._ask(args, dict(kwargs))
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._ask(args, dict(kwargs))
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return self._cache[key]
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
-        found: list[StageShape] = []
+        shapes: list[StageShape] = []
         with self._mode:
             inputs, fakes = tree_map_only((Tensor, BlockMask), self._without_data, (args, kwargs))
         for index, stage in enumerate(self._stages):
             outputs = self._run(index, stage, inputs, fakes)
-            found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
+            shapes.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
             if self._check is not None:
                 # Check before a later stage fails with a less helpful error.
                 sent = tuple(map(_some_values, outputs))
                 self._check(sent[0] if len(sent) == 1 else sent, tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
             inputs = _received(outputs)
-        return found
+        return shapes
 
     def refuse_reentrant_checkpoints(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], schedule: str) -> None:
         """Refuse layers that recompute with ``use_reentrant=True``, for a schedule with backwards in two parts.
@@ -207,11 +207,11 @@ def _origin(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: 
 
 def _model_of(stage: nn.Module) -> nn.Module:
     """Model with the names that the user knows."""
-    return next((one.module for one in stage.modules() if isinstance(one, StageModule)), stage)
+    return next((module.module for module in stage.modules() if isinstance(module, StageModule)), stage)
 
 
 def _received(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+    return tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
 
 
 class _ReentrantError(Exception):
@@ -227,11 +227,11 @@ class _Reentrant:
 def block_of(error: Exception, model: nn.Module) -> str | None:
     """Name of the innermost module whose forward raised an error."""
     names = {id(module): name for name, module in model.named_modules()}
-    found, trace = None, error.__traceback__
+    name, trace = None, error.__traceback__
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self"))) or found
+        name = names.get(id(trace.tb_frame.f_locals.get("self"))) or name
         trace = trace.tb_next
-    return found
+    return name
 
 
 class NoConditions(TorchFunctionMode):

@@ -23,11 +23,11 @@ class PassThrough(nn.Module):
 
     def __init__(self, replaced: nn.Module | None = None, outputs: int = 1) -> None:
         super().__init__()
-        own = vars(self).keys() | {"forward", "replaced"}
+        reserved = vars(self).keys() | {"forward", "replaced"}
         classes = () if replaced is None else type(replaced).__mro__[: type(replaced).__mro__.index(nn.Module)]
-        for values in (*(vars(one) for one in reversed(classes)), {} if replaced is None else vars(replaced)):
+        for values in (*(vars(cls) for cls in reversed(classes)), {} if replaced is None else vars(replaced)):
             for name, value in values.items():
-                if name not in own and not name.startswith("__") and isinstance(value, _PLAIN):
+                if name not in reserved and not name.startswith("__") and isinstance(value, _PLAIN):
                     setattr(self, name, value)
         self.replaced, self._outputs = type(replaced).__name__, outputs
         self.train(replaced is None or replaced.training)
@@ -59,10 +59,10 @@ class InputSlot(PassThrough):
                 f"the model's forward calls {self._unused}, which only stage 0 holds; expected a batch of tokens only,"
                 " since the other stages do not have what it is computed from. Leave its inputs out of the batch"
             )
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not tensors:
             raise TypeError(f"{self.replaced} is called without a tensor")
-        first = next((one for one in tensors if one.is_floating_point()), tensors[0])
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
         if self._embeds or not first.is_floating_point():
             dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
             return torch.zeros(*tensors[0].shape[:2], self._width, dtype=dtype, device=first.device)
@@ -99,18 +99,18 @@ class LayerSlot(PassThrough):
         return (hidden, *[None] * (self._results - 1)) if self._results else hidden
 
 
-def slots_of(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> dict[str, PassThrough]:
-    """Replacements of the listed modules that are not kept, by name."""
-    held = set(kept)
-    foreign = {name: model.get_submodule(name) for name in config.modules if name not in held}
+def slots_of(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> dict[str, PassThrough]:
+    """Replacements of the listed modules that are not the stage's, by name."""
+    local_fqns = set(fqns_of_stage)
+    foreign = {name: model.get_submodule(name) for name in config.modules if name not in local_fqns}
     if not is_causal_lm(model):
         return {name: PassThrough(module, config.layer_outputs) for name, module in foreign.items()}
     passage, trial, place = Passage(token_width(model)), config.trial, {name: i for i, name in enumerate(config.layers)}
     results, called = (0, config.modules) if trial is None else (trial.layer_results, trial.called)
-    own = [index for name, index in place.items() if name in held]
+    local_layers = [index for name, index in place.items() if name in local_fqns]
     # Without a layer of its own, the first stage leaves at the first layer, and the last stage enters at the last one.
-    first = own[0] if own else 0 if held & set(config.input_fqns) else config.num_layers
-    last = own[-1] if own else config.num_layers if held & set(config.output_fqns) else -1
+    first = local_layers[0] if local_layers else 0 if local_fqns & set(config.input_fqns) else config.num_layers
+    last = local_layers[-1] if local_layers else config.num_layers if local_fqns & set(config.output_fqns) else -1
     return {
         name: LayerSlot(module, results, passage, place[name] < first, place[name] > last)
         if name in place

@@ -62,10 +62,10 @@ class StageModule(nn.Module):
         self._packs = packs and stage_index > 0
         self._causal_lm = is_causal_lm(module)
         self._has_cache = self._causal_lm and takes_cache(self._called())
-        slots = [one for one in module.modules() if isinstance(one, LayerSlot)]
+        slots = [submodule for submodule in module.modules() if isinstance(submodule, LayerSlot)]
         self._passage = slots[0].passage if slots else Passage()
-        self._enters = stage_index > 0 and any(one.enters for one in slots)
-        self._leaves = any(one.leaves for one in slots)
+        self._enters = stage_index > 0 and any(slot.enters for slot in slots)
+        self._leaves = any(slot.leaves for slot in slots)
         self.balance = BalanceLoss.of(module) if self._causal_lm else None
 
     def _called(self) -> nn.Module:
@@ -125,10 +125,10 @@ class StageModule(nn.Module):
         finally:
             self._passage.received, self._passage.entered, self._passage.left = None, False, None
 
-    def _no_layer(self, where: str, neighbour: str) -> SetupError:
+    def _no_layer(self, where: str, neighbor: str) -> SetupError:
         return SetupError(
             f"stage {self.stage_index} of {self.num_stages} ran no layer {where}; expected a forward that runs the"
-            f" layers of the {neighbour} stage. Move the split points"
+            f" layers of the {neighbor} stage. Move the split points"
         )
 
     def extra_repr(self) -> str:
@@ -143,12 +143,12 @@ def make_stage(
     return StageModule(model, stage_index, num_stages, packs=True)
 
 
-def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
-    """Replace, in place, every input, layer and output module that is not in ``kept`` by a :class:`PassThrough`.
+def prune(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> None:
+    """Replace, in place, every input, layer and output module that is not the stage's by a :class:`PassThrough`.
 
-    List indices, dictionary keys and state-dict keys of the kept modules do not change.
+    List indices, dictionary keys and state-dict keys of the stage's modules do not change.
     """
-    for name, slot in slots_of(model, config, kept).items():
+    for name, slot in slots_of(model, config, fqns_of_stage).items():
         model.set_submodule(name, slot)
 
 
@@ -166,8 +166,8 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             result = shell(hidden, **kwargs)
-        given, found = (one if isinstance(one, tuple) else (one,) for one in (hidden, result))
-        if len(given) == len(found) and all(map(_same, given, found)):
+        sent, returned = (value if isinstance(value, tuple) else (value,) for value in (hidden, result))
+        if len(sent) == len(returned) and all(map(_same, sent, returned)):
             return
     except Exception as error:
         failure = error
@@ -181,8 +181,8 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: 
     ) from failure
 
 
-def _same(given: torch.Tensor, found: Any) -> bool:
-    return isinstance(found, torch.Tensor) and found.shape == given.shape and torch.equal(found, given)
+def _same(sent: torch.Tensor, returned: Any) -> bool:
+    return isinstance(returned, torch.Tensor) and returned.shape == sent.shape and torch.equal(returned, sent)
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
@@ -216,7 +216,9 @@ def base_model(model: nn.Module) -> nn.Module:
 def takes_cache(model: nn.Module) -> bool:
     """Return True if the forward of a Hugging Face model takes ``use_cache``."""
     parameters = inspect.signature(model.forward).parameters
-    return "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "use_cache" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def tensor_of(output: Any) -> Any:
@@ -228,16 +230,16 @@ def tensor_of(output: Any) -> Any:
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace a model's parameters, buffers and plain attributes, in place, unless *make* returns the same tensor."""
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for values in held:
+        namespaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for values in namespaces:
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    if id(value) not in made:
-                        new = make(value)
-                        made[id(value)] = value if new is value else like_tensor(value, new)
-                    values[name] = made[id(value)]
+                    if id(value) not in replacements:
+                        replacement = make(value)
+                        replacements[id(value)] = value if replacement is value else like_tensor(value, replacement)
+                    values[name] = replacements[id(value)]
 
 
 def like_tensor(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
@@ -246,16 +248,16 @@ def like_tensor(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)
     else:
         result = bare.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    own = {*vars(tensor.detach()), "_is_param"} if isinstance(tensor, FakeTensor) else ()
+    excluded = {*vars(tensor.detach()), "_is_param"} if isinstance(tensor, FakeTensor) else ()
     for key, value in vars(tensor).items():
-        if key not in own:
+        if key not in excluded:
             setattr(result, key, value)
     return result
 
 
-def telltale(one: torch.Tensor) -> torch.Tensor:
+def telltale(tensor: torch.Tensor) -> torch.Tensor:
     """Tensor on the CPU with values that change what they are added to or multiplied by."""
-    return torch.full(one.shape, 1.5, device="cpu").to(one.dtype)
+    return torch.full(tensor.shape, 1.5, device="cpu").to(tensor.dtype)
 
 
 def registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

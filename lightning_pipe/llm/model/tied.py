@@ -1,7 +1,7 @@
 """Tied parameters, such as tied embeddings, of which stages on several ranks hold copies.
 
 A copy has the first of the parameter's names, as in the whole model's ``named_parameters``, on every rank. All copies
-start equal and get the sum of all copies' gradients, so that equal optimisers keep them equal.
+start equal and get the sum of all copies' gradients, so that equal optimizers keep them equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TiedParameter:
 
 def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collection[str]]) -> list[TiedParameter]:
     """Those of the groups of names that more than one stage holds."""
-    found = []
+    tied = []
     for names in groups:
         stages = tuple(
             index
@@ -40,18 +40,18 @@ def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collecti
             if any(name.startswith(f"{module}.") for module in modules for name in names)
         )
         if len(stages) > 1:
-            found.append(TiedParameter(tuple(names), stages))
-    return found
+            tied.append(TiedParameter(tuple(names), stages))
+    return tied
 
 
 def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
     """Give copies of parameters their first name, where a part of a model holds them under another."""
-    for one in tied:
+    for tied_parameter in tied:
         present = dict(part.named_parameters(remove_duplicate=False))
-        copy = next((present[name] for name in one.names if name in present), None)
-        if copy is None or one.names[0] in present:
+        copy = next((present[name] for name in tied_parameter.names if name in present), None)
+        if copy is None or tied_parameter.names[0] in present:
             continue
-        *path, leaf = one.names[0].split(".")
+        *path, leaf = tied_parameter.names[0].split(".")
         holder = part
         for name in path:
             if not hasattr(holder, name):
@@ -72,12 +72,12 @@ class TiedGradients:
         pipelines: Sequence[Sequence[int]],
     ) -> None:
         self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        for one, holders in zip(tied, ranks, strict=True):
+        for tied_parameter, holders in zip(tied, ranks, strict=True):
             for pipeline in pipelines:
                 members = [pipeline[holder] for holder in holders]
                 group = new_group(members)
                 if isinstance(group, dist.ProcessGroup):
-                    self._copies.append((parameters[one.names[0]], group))
+                    self._copies.append((parameters[tied_parameter.names[0]], group))
 
     @torch.no_grad()
     def sum(self) -> None:

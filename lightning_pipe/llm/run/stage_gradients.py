@@ -32,15 +32,15 @@ class StageGradients:
                     " places stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
                 )
         copies = [one for one in split.tied if len(self._holders(one)) > 1]
-        held = dict(split.kept.named_parameters())
+        held = dict(split.local_model.named_parameters())
         pipelines = meshes.root.mesh.flatten(1).T.tolist()
         self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
-        self._tensors = None if meshes.tensor is None else TensorGradients(split.kept, meshes.tensor)
+        self._tensors = None if meshes.tensor is None else TensorGradients(split.local_model, meshes.tensor)
         self._norm: GradientNorm | None = None
 
     def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimisers."""
-        held = dict(self._split.kept.named_parameters())
+        held = dict(self._split.local_model.named_parameters())
         own = {}
         for one in self._split.tied:
             copy = held.get(one.names[0])
@@ -73,7 +73,7 @@ class StageGradients:
 
     def clip(self, optimizer: Optimizer | None, clip_val: int | float) -> Tensor:
         """Clip by the norm over all stages, and return it; instead of a precision plugin's ``clip_grad_by_norm``."""
-        held: dict[str, nn.Parameter] = dict(self._split.kept.named_parameters())
+        held: dict[str, nn.Parameter] = dict(self._split.local_model.named_parameters())
         if self._norm is None:
             # Only the first copy of a tied parameter counts in the norm.
             own = self._pipeline.get_local_rank()

@@ -73,7 +73,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class StageParts:
-    """Runtime parts of a module in stages. The module's model is ``split.kept``."""
+    """Runtime parts of a module in stages. The module's model is ``split.local_model``."""
 
     plan: StagePlan
     split: SplitModel
@@ -159,7 +159,7 @@ class PartsMaker:
             model,
             config=module.pipeline_config(),
             num_stages=plan.num_stages,
-            mine=stages_of_rank(plan.spec, pipeline.get_local_rank(), plan.pipeline_size, plan.stages_per_rank),
+            local_stages=stages_of_rank(plan.spec, pipeline.get_local_rank(), plan.pipeline_size, plan.stages_per_rank),
             options=plan.split,
             device=self.device,
             parallelism=replace(settings.parallelism, meshes=meshes),
@@ -172,7 +172,7 @@ class PartsMaker:
             "the model cannot be trained in stages",
             dist.group.WORLD,
         )
-        module.model = split.kept
+        module.model = split.local_model
         runner = PipelineRunner(
             split.stages,
             plan.num_stages,
@@ -190,7 +190,7 @@ class PartsMaker:
             scaling = LossScaling(self.scaler, self.loss_group, self.device)
         context = None
         if meshes.context is not None:
-            context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.kept)
+            context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.local_model)
         preparation = BatchPreparation(
             module,
             batching,
@@ -201,7 +201,7 @@ class PartsMaker:
             vocabulary=vocabulary,
             mixtures=split.mixtures,
             context=context,
-            documents=HFDocuments.of(split.kept),
+            documents=HFDocuments.of(split.local_model),
         )
         runs = BatchRuns(
             module,

@@ -89,7 +89,7 @@ class StageRunner:
     @property
     def model(self) -> nn.Module:
         """The model with only this rank's modules and parameters, under their names in the whole model."""
-        return self._parts.split.kept
+        return self._parts.split.local_model
 
     def describe_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""

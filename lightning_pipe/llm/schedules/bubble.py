@@ -63,7 +63,7 @@ def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubbl
     spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
     ranks = tuple(_times(row, span, step) for row, span in zip(events, spans, strict=True))
-    measured = 1 - sum(one.busy for one in ranks) / (len(ranks) * step) if step else 0.0
+    measured = 1 - sum(rank.busy for rank in ranks) / (len(ranks) * step) if step else 0.0
     if not actions:
         return StepBubble(ranks, measured, step, None, None)
     durations = median_durations(event for row in events for event in row)
@@ -75,11 +75,11 @@ def _times(events: Sequence[Bar], span: float, step: float) -> RankTimes:
     waits = {"wait_forward": 0.0, "wait_backward": 0.0}
     busy = 0.0
     for event in events:
-        taken = event.end - event.start
+        duration = event.end - event.start
         if event.kind in waits:
-            waits[event.kind] += taken
+            waits[event.kind] += duration
         else:
-            busy += taken
+            busy += duration
     return RankTimes(busy, **waits, other=span - busy - sum(waits.values()), done=step - span)
 
 
@@ -90,15 +90,15 @@ def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> 
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
-def summarise(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
+def summarize(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
     """Medians over at least one step of a schedule."""
 
     def median(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
+        present = [value for value in values if value is not None]
+        return statistics.median(present) if present else None
 
-    ranks, *others = zip(*steps, strict=True)
-    of_ranks = (RankTimes(*map(statistics.median, zip(*same, strict=True))) for same in zip(*ranks, strict=True))
-    medians = StepBubble(tuple(of_ranks), *map(median, others))  # type: ignore[arg-type]  # same in every step
+    ranks, *measures = zip(*steps, strict=True)
+    rank_medians = (RankTimes(*map(statistics.median, zip(*same, strict=True))) for same in zip(*ranks, strict=True))
+    medians = StepBubble(tuple(rank_medians), *map(median, measures))  # type: ignore[arg-type]  # same in every step
     textbook = textbook_bubble(spec, len(steps[0].ranks), num_microbatches)
     return BubbleReport(spec.name, num_microbatches, len(steps), medians, textbook)

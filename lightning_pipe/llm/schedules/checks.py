@@ -47,10 +47,10 @@ def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> str | N
     name = spec.name
     if spec.path is not None:
         rows = read_actions(spec.path).values()
-        of_file = 1 + max(a.microbatch_index or 0 for row in rows for b in row for a in b.sub_actions or (b,))
-        if count == of_file:
+        expected = 1 + max(a.microbatch_index or 0 for row in rows for b in row for a in b.sub_actions or (b,))
+        if count == expected:
             return None
-        return f"num_microbatches is {count}; the schedule in {spec.path} is for {of_file}. Use {of_file}"
+        return f"num_microbatches is {count}; the schedule in {spec.path} is for {expected}. Use {expected}"
     if issubclass(spec.schedule_class, Schedule1F1B) and count < pp_size:
         return (
             f"num_microbatches is {count}; schedule {name} needs at least one for each of the {pp_size} stages. Use"
@@ -105,14 +105,14 @@ def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
 
 def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages: int) -> None:
     """Check that a class lists the actions of each rank's own stages, and can run them."""
-    what = f"schedule {spec.name}"
-    ranks = ranks_of_stages(actions, what) if actions else {}
+    subject = f"schedule {spec.name}"
+    ranks = ranks_of_stages(actions, subject) if actions else {}
     if actions and ranks != place_stages(spec.placement, pp_size, num_stages):
-        raise wrong_places(what, ranks, pp_size)
+        raise wrong_places(subject, ranks, pp_size)
     sends_to_itself = spec.placement == "v" and not issubclass(spec.schedule_class, RuntimeSchedule)
     if sends_to_itself:
         raise SetupError(
-            f"{what} has neighbouring stages on one rank, and derives from PipelineScheduleMulti, which only passes"
+            f"{subject} has neighboring stages on one rank, and derives from PipelineScheduleMulti, which only passes"
             " tensors to other ranks. Derive it from _PipelineScheduleRuntime"
         )
 
@@ -121,11 +121,11 @@ def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
     """Check that the last stage computes in ascending order: PyTorch takes the i-th computed loss for micro-batch i."""
     forward = ComputationType.FORWARD
     row = [a for rank in actions.values() for a in rank if a.stage_index == last and a.computation_type is forward]
-    found = [action.microbatch_index for action in row]
-    if found != sorted(found, key=lambda index: index or 0):
+    indices = [action.microbatch_index for action in row]
+    if indices != sorted(indices, key=lambda index: index or 0):
         raise SetupError(
-            f"schedule {spec.name} has the forwards of the last stage, {last}, in the order {found}; PyTorch would use"
-            " the losses of other micro-batches in their backwards. Put them in ascending order"
+            f"schedule {spec.name} has the forwards of the last stage, {last}, in the order {indices}; PyTorch would"
+            " use the losses of other micro-batches in their backwards. Put them in ascending order"
         )
 
 

@@ -71,18 +71,18 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 }
 
 
-def find_schedule(given: str | type | Path) -> ScheduleSpec:
+def find_schedule(schedule: str | type | Path) -> ScheduleSpec:
     """Find the schedule of a name, class or file."""
-    if isinstance(given, type):
-        return _of_class(given)
-    if isinstance(given, Path) or given.lower().endswith(".csv"):
-        return _of_file(Path(given))
+    if isinstance(schedule, type):
+        return _of_class(schedule)
+    if isinstance(schedule, Path) or schedule.lower().endswith(".csv"):
+        return _of_file(Path(schedule))
     by_name = {_plain(name): spec for name, spec in SCHEDULES.items()}
-    spec = by_name.get(_plain(given).removeprefix("schedule"))
+    spec = by_name.get(_plain(schedule).removeprefix("schedule"))
     if spec is None:
         raise SetupError(
-            f"schedule is {given!r}; expected one of {', '.join(SCHEDULES)}. Choose one of these, a class derived from"
-            " PyTorch's PipelineScheduleSingle or PipelineScheduleMulti, or the path of a .csv file of actions"
+            f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}. Choose one of these, a class derived"
+            " from PyTorch's PipelineScheduleSingle or PipelineScheduleMulti, or the path of a .csv file of actions"
         )
     return spec
 
@@ -91,19 +91,19 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _of_class(given: type) -> ScheduleSpec:
+def _of_class(schedule: type) -> ScheduleSpec:
     for spec in SCHEDULES.values():
-        if spec.schedule_class is given:
+        if spec.schedule_class is schedule:
             return spec
-    if not issubclass(given, PipelineScheduleSingle | PipelineScheduleMulti) or inspect.isabstract(given):
+    if not issubclass(schedule, PipelineScheduleSingle | PipelineScheduleMulti) or inspect.isabstract(schedule):
         raise SetupError(
-            f"schedule is the class {given.__qualname__}; expected one that derives from PyTorch's"
+            f"schedule is the class {schedule.__qualname__}; expected one that derives from PyTorch's"
             " PipelineScheduleSingle or PipelineScheduleMulti and implements _step_microbatches. Choose such a class,"
             f" or one of the names {', '.join(SCHEDULES)}"
         )
-    if issubclass(given, PipelineScheduleSingle):
-        return ScheduleSpec(given.__qualname__, given, "single")
-    specs = [ScheduleSpec(given.__qualname__, given, placement) for placement in get_args(Placement)[1:]]
+    if issubclass(schedule, PipelineScheduleSingle):
+        return ScheduleSpec(schedule.__qualname__, schedule, "single")
+    specs = [ScheduleSpec(schedule.__qualname__, schedule, placement) for placement in get_args(Placement)[1:]]
     return next((spec for spec in specs if _is_placed(spec)), specs[0])
 
 
@@ -117,20 +117,20 @@ def _is_placed(spec: ScheduleSpec) -> bool:
 
 
 def _of_file(path: Path) -> ScheduleSpec:
-    what = f"the schedule in {path}"
-    ranks = ranks_of_stages(read_actions(path), what)
+    subject = f"the schedule in {path}"
+    ranks = ranks_of_stages(read_actions(path), subject)
     pp_size, num_stages = max(ranks.values()) + 1, len(ranks)
     placements: list[Placement] = ["single"] if num_stages == pp_size else ["loop", "v"]
     for placement in placements:
         if num_stages % pp_size == 0 and ranks == place_stages(placement, pp_size, num_stages):
             return ScheduleSpec(str(path), RuntimeSchedule, placement, path)
-    raise wrong_places(what, ranks, pp_size)
+    raise wrong_places(subject, ranks, pp_size)
 
 
-def wrong_places(what: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
+def wrong_places(subject: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
     """Error of a schedule that places stages in none of the supported ways."""
     return SetupError(
-        f"{what} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
+        f"{subject} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
         f" expected, for rank r of {pp_size}, stage r; or r, r + {pp_size}, ...; or r and {2 * pp_size - 1} - r. Place"
         " the stages in one of these ways"
     )
@@ -165,15 +165,15 @@ def read_actions(path: Path) -> dict[int, list[Action]]:
     return actions
 
 
-def ranks_of_stages(actions: Mapping[int, Sequence[Action]], what: str) -> dict[int, int]:
+def ranks_of_stages(actions: Mapping[int, Sequence[Action]], subject: str) -> dict[int, int]:
     """Rank of each stage that is listed."""
     ranks: dict[int, int] = {}
     for rank, row in actions.items():
         for action in row:
-            for one in action.sub_actions or (action,):
-                if ranks.setdefault(one.stage_index, rank) != rank:
+            for sub_action in action.sub_actions or (action,):
+                if ranks.setdefault(sub_action.stage_index, rank) != rank:
                     raise SetupError(
-                        f"{what} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
+                        f"{subject} has stage {sub_action.stage_index} on ranks {ranks[sub_action.stage_index]} and"
                         f" {rank}; expected each stage on one rank. Move its actions to one row"
                     )
     return ranks
@@ -186,7 +186,7 @@ def place_stages(placement: Placement, pp_size: int, num_stages: int) -> dict[in
 
 def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None = None) -> int:
     """Number of stages that each rank holds."""
-    wanted, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
+    required, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
     if spec.path is not None:
         ranks = ranks_of_stages(read_actions(spec.path), f"the schedule in {spec.path}")
         rows = max(ranks.values()) + 1
@@ -195,9 +195,9 @@ def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None =
                 f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}. Use a file with a"
                 " row for each rank"
             )
-        wanted, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as in the file"
-    count = stages_per_rank if stages_per_rank is not None else wanted or 2
-    if count < 1 or count != (wanted or count):
+        required, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as in the file"
+    count = stages_per_rank if stages_per_rank is not None else required or 2
+    if count < 1 or count != (required or count):
         raise SetupError(
             f"stages_per_rank is {count}; schedule {spec.name} needs {why or 'at least one stage'} on each rank"
         )
@@ -220,9 +220,9 @@ def construct_schedule(
 ) -> Schedule:
     """Construct PyTorch's schedule object, with unscaled gradients."""
     make: Callable[..., Any] = spec.schedule_class
-    held = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
+    stage_or_stages = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
     try:
-        schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        schedule = make(stage_or_stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
             take_actions(schedule, read_actions(spec.path))
         elif spec.schedule_class is ScheduleDualPipeV and not overlap:
@@ -256,8 +256,8 @@ def listed_actions(
 ) -> dict[int, list[Action]]:
     """Actions that a schedule lists for each rank, without idling and with overlapped actions one after the other."""
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
-    mine = stages_of_rank(spec, 0, pp_size, stages_per_rank)
-    stages = [_PlaceholderStage(index, num_stages, pp_size) for index in mine]
+    local_stages = stages_of_rank(spec, 0, pp_size, stages_per_rank)
+    stages = [_PlaceholderStage(index, num_stages, pp_size) for index in local_stages]
     schedule = construct_schedule(spec, stages, num_microbatches)
     listed: Mapping[int, Sequence[Action | None]] = getattr(schedule, "pipeline_order", None) or {}
     if not listed and isinstance(schedule, PipelineScheduleMulti):
@@ -265,4 +265,7 @@ def listed_actions(
             f"schedule {spec.name} lists no actions, so it would do nothing. Set pipeline_order in its constructor"
         )
     rows = {rank: [action for action in row if action is not None] for rank, row in listed.items()}
-    return {rank: [one for action in row for one in action.sub_actions or (action,)] for rank, row in rows.items()}
+    return {
+        rank: [sub_action for action in row for sub_action in action.sub_actions or (action,)]
+        for rank, row in rows.items()
+    }

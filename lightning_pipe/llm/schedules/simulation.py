@@ -35,7 +35,7 @@ def actions_of(
 ) -> dict[int, list[Action]]:
     """Forwards and backwards of each rank, in order. It needs no process group."""
     listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
-    computed = {rank: [one for one in actions if one.is_compute_op] for rank, actions in listed.items()}
+    computed = {rank: [action for action in actions if action.is_compute_op] for rank, actions in listed.items()}
     if issubclass(spec.schedule_class, Schedule1F1B):
         # Every rank runs micro-batches from 0; torch 2.13 lists 1 to m for the last rank.
         computed = {rank: _count_forwards(actions) for rank, actions in computed.items()}
@@ -105,7 +105,9 @@ def simulate(
                 arrived = _arrivals(action.stage_index, kind, microbatch, num_stages, ends)
                 if arrived is None:
                     break
-                ready = max((end + on_its_way.get((rank_of[at], rank), 0.0) for at, end in arrived), default=0.0)
+                ready = max(
+                    (end + on_its_way.get((rank_of[source], rank), 0.0) for source, end in arrived), default=0.0
+                )
                 start = max(ready, (spans[rank][-1].end if spans[rank] else 0.0) + overhead)
                 end = start + durations[action.stage_index, kind]
                 spans[rank].append(microbatch_bar(action.stage_index, kind, microbatch, start, end, rank))
@@ -116,7 +118,7 @@ def simulate(
             raise SetupError(
                 "the schedule deadlocks: "
                 + ", ".join(f"rank {rank} waits with {action}" for rank, action in stuck.items())
-                + ". Each action depends on a later action of a neighbour. Reorder the actions"
+                + ". Each action depends on a later action of a neighbor. Reorder the actions"
             )
     return ScheduleTimeline(spans)
 
@@ -135,5 +137,10 @@ def _arrivals(
         needs.append((stage, ("forward",)))
         if stage < num_stages - 1:
             needs.append((stage + 1, ("backward", "input_backward")))
-    found = [(at, ends[at, one, microbatch]) for at, kinds in needs for one in kinds if (at, one, microbatch) in ends]
-    return found if len(found) == len(needs) else None
+    arrived = [
+        (source, ends[source, needed_kind, microbatch])
+        for source, kinds in needs
+        for needed_kind in kinds
+        if (source, needed_kind, microbatch) in ends
+    ]
+    return arrived if len(arrived) == len(needs) else None

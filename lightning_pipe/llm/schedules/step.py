@@ -94,10 +94,10 @@ def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module])
             continue  # its backward is never split
         names: dict[int, str] = {}
         for name, parameter in _used_parameters(module):
-            other = names.setdefault(id(parameter), name)
-            if other != name and parameter.requires_grad:
+            first_name = names.setdefault(id(parameter), name)
+            if first_name != name and parameter.requires_grad:
                 raise SetupError(
-                    f"{other} and {name} of stage {index} are one parameter, and schedule {spec.name} runs"
+                    f"{first_name} and {name} of stage {index} are one parameter, and schedule {spec.name} runs"
                     " backwards in two parts, which does not support shared parameters. Use 1f1b or interleaved_1f1b"
                 )
 

@@ -30,7 +30,7 @@ class TimedStage(PipelineStage):
 
     A forward and a backward that take turns are recorded as several bars, one for each turn.
 
-    On an accelerator each time is taken after synchronising with the current stream, so that times are exact. While
+    On an accelerator each time is taken after synchronizing with the current stream, so that times are exact. While
     events are recorded, this costs the overlap of launching kernels with running them.
     """
 
@@ -46,9 +46,9 @@ class TimedStage(PipelineStage):
         self._events = events
         self._recording = recording
         self._on_failure = on_failure
-        given = kwargs["output_args"]
-        self._outputs_like: tuple[torch.Tensor, ...] = given if isinstance(given, tuple) else (given,)
-        self._asked = 0.0
+        outputs = kwargs["output_args"]
+        self._outputs_like: tuple[torch.Tensor, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._receive_requested = 0.0
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: PyTorch's method drops FSDP's gradients, as if a real step had been run to infer shapes."""
@@ -67,20 +67,20 @@ class TimedStage(PipelineStage):
         likes = (torch.zeros(()),) if self.is_last else self._outputs_like
         outputs = []
         for like in likes:
-            wanted = torch.is_grad_enabled() and (like.requires_grad or self.is_last)
-            zeros = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=wanted)
-            for value in args if wanted else ():
+            requires_grad = torch.is_grad_enabled() and (like.requires_grad or self.is_last)
+            zeros = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=requires_grad)
+            for value in args if requires_grad else ():
                 if value.is_floating_point():
                     zeros = zeros + value.flatten()[:0].sum().to(zeros)  # 0, also where the value is not finite
             outputs.append(zeros)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        self._asked = time.perf_counter()
+        self._receive_requested = time.perf_counter()
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        self._asked = time.perf_counter()
+        self._receive_requested = time.perf_counter()
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
@@ -140,7 +140,7 @@ class TimedStage(PipelineStage):
             return value
         start = self._now()
         if wait is not None:
-            idle = max(self._asked, self._events[-1].end if self._events else 0.0)
+            idle = max(self._receive_requested, self._events[-1].end if self._events else 0.0)
             self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
         current_tasks["stages"] = action, None, True
@@ -156,13 +156,13 @@ class TimedStage(PipelineStage):
         return time.perf_counter()
 
 
-def run_in_turns(stage: Any, other: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
+def run_in_turns(stage: Any, other_stage: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Run work of two stages of a rank, in turns."""
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 
     def beside() -> None:
-        other._asked = time.perf_counter()  # it has waited for the other work, not for a message
+        other_stage._receive_requested = time.perf_counter()  # it has waited for the other work, not for a message
         second()
 
     Turns(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(first, beside)
@@ -171,10 +171,10 @@ def run_in_turns(stage: Any, other: Any, first: Callable[[], None], second: Call
 
 def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
     """Median seconds of each stage's kinds of work over micro-batches, in the format that ``simulate`` takes."""
-    taken: dict[tuple[int, str], list[float]] = {}
+    durations: dict[tuple[int, str], list[float]] = {}
     for event in events:
         assert event.stage is not None
-        seconds = taken.setdefault((event.stage, event.kind), [])
+        seconds = durations.setdefault((event.stage, event.kind), [])
         before = seconds.pop() if event.name.endswith(_CONTINUED) else 0.0
         seconds.append(before + event.end - event.start)
-    return {key: statistics.median(seconds) for key, seconds in taken.items()}
+    return {key: statistics.median(seconds) for key, seconds in durations.items()}

@@ -70,11 +70,11 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
 
 def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
     """Split into stages of the given ranges of layers."""
-    given = [tuple(bounds) for bounds in ranges]
-    ends = [0, *(bounds[-1] if bounds else 0 for bounds in given)]
-    if given != list(pairwise(ends)) or ends[-1] != config.num_layers:
+    pairs = [tuple(bounds) for bounds in ranges]
+    ends = [0, *(bounds[-1] if bounds else 0 for bounds in pairs)]
+    if pairs != list(pairwise(ends)) or ends[-1] != config.num_layers:
         raise SetupError(
-            f"split.layer_ranges is {given}; expected pairs (first layer, one past the last layer), each starting where"
+            f"split.layer_ranges is {pairs}; expected pairs (first layer, one past the last layer), each starting where"
             f" the previous pair ends, from 0 to the model's {config.num_layers} layers"
         )
     return split_at(config, [end - first for first, end in pairwise(ends)])
@@ -143,5 +143,5 @@ def _check_stages(config: ModuleConfig, num_stages: int) -> None:
 
 
 def _is_empty(config: ModuleConfig, stage: int, counts: Sequence[int]) -> bool:
-    own = (config.input_fqns if stage == 0 else ()) + (config.output_fqns if stage == len(counts) - 1 else ())
-    return counts[stage] == 0 and not own
+    extra_modules = (config.input_fqns if stage == 0 else ()) + (config.output_fqns if stage == len(counts) - 1 else ())
+    return counts[stage] == 0 and not extra_modules

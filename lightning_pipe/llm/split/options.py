@@ -64,8 +64,8 @@ class SplitOptions:
             "split.layer_ranges": ranges is not None,
             "split.balance": self.balance != "layers",
         }
-        given = [name for name, is_given in ways.items() if is_given]
-        if len(given) > 1:
+        chosen = [name for name, is_given in ways.items() if is_given]
+        if len(chosen) > 1:
             raise SetupError(
-                f"{' and '.join(given)} are given, expected only one way to cut the model. Remove the others"
+                f"{' and '.join(chosen)} are given, expected only one way to cut the model. Remove the others"
             )

@@ -2,7 +2,7 @@
 
 A model is cut by its layers: its forward runs on every stage, and modules of other stages pass their input through::
 
-    unsplit model ──► modules of each stage ──► this rank's values ──► stages ──► parallelised stages
+    unsplit model ──► modules of each stage ──► this rank's values ──► stages ──► parallelized stages
                  └──► shapes that stages exchange
 """
 
@@ -73,7 +73,7 @@ class SplitModel:
     Attributes:
         kept: the model with only this rank's modules, under their names in the whole model. Modules without parameters
             replace the others.
-        stages: stage modules that the pipeline runs, by stage index. They share the modules of ``kept``.
+        stages: stage modules that the pipeline runs, by stage index. They share the modules of ``local_model``.
         names: names of the whole model's parameters, in its order.
         shapes: shapes of the tensors that stages exchange.
         tied: parameters that several stages hold, on any rank.
@@ -81,7 +81,7 @@ class SplitModel:
         mixtures: mixtures of the whole model that can replay choices of experts.
     """
 
-    kept: nn.Module
+    local_model: nn.Module
     stages: Mapping[int, StageModule]
     names: tuple[str, ...]
     shapes: StageShapes
@@ -95,7 +95,7 @@ def split_model(
     *,
     config: ModuleConfig | None,
     num_stages: int,
-    mine: Sequence[int],
+    local_stages: Sequence[int],
     options: SplitOptions,
     device: torch.device,
     parallelism: StageParallelism,
@@ -105,11 +105,11 @@ def split_model(
 ) -> SplitModel:
     """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this."""
     cut = _Cut(model, derive_config(model) if config is None else config, num_stages, options, parallelism, example)
-    for one in cut.tied:
+    for parameter in cut.tied:
         if options.tied_embeddings == "refuse":
             raise SetupError(
-                f"the parameters {' and '.join(one.names)} are one and the same, and go to stages"
-                f" {' and '.join(map(str, one.stages))}. Untie them (in a Hugging Face config:"
+                f"the parameters {' and '.join(parameter.names)} are one and the same, and go to stages"
+                f" {' and '.join(map(str, parameter.stages))}. Untie them (in a Hugging Face config:"
                 " tie_word_embeddings=False), or set split.tied_embeddings to 'sum'"
             )
     shapes = cut.shapes(model)
@@ -117,8 +117,8 @@ def split_model(
     routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.of(model) is not None)
     mixtures = cut.mixtures(model)
     if not placeholders:
-        cut.fill(model, cut.holds(mine), pretrained)
-    stages = {index: cut.stage(model, index) for index in sorted(mine)}
+        cut.fill(model, cut.holds(local_stages), pretrained)
+    stages = {index: cut.stage(model, index) for index in sorted(local_stages)}
 
     def place() -> None:
         if placeholders:
@@ -129,7 +129,7 @@ def split_model(
     # All ranks must fail together: one rank may run out of memory while the others continue to collectives.
     on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
-        cut.parallelise(stage)
+        cut.parallelize(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
 
 
@@ -196,13 +196,13 @@ class _Cut:
         how = sizes.cp, sizes.cp_method, sizes.tp
         return StageShapes([CheckedAttention(stage, self._config.layers, *how) for stage in stages], mode, check)
 
-    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
+    def holds(self, local_stages: Sequence[int]) -> Callable[[str], bool]:
         """Predicate that is True for names of parameters and buffers that any of these stages needs."""
-        kept = [name for index in mine for name in self._fqns[index]]
-        own = {*kept, *self._config.always_keep_fqns}
+        fqns = [name for index in local_stages for name in self._fqns[index]]
+        needed = {*fqns, *self._config.always_keep_fqns}
         # A buffer outside of all listed modules belongs to the forward itself.
         listed = {*self._config.modules, *self._config.always_keep_fqns}
-        return lambda name: is_inside(name, own) or not is_inside(name, listed)
+        return lambda name: is_inside(name, needed) or not is_inside(name, listed)
 
     def fill(self, model: nn.Module, keep: Callable[[str], bool], pretrained: PretrainedWeights | None) -> None:
         """Set the values of the tensors that this rank keeps; they do not depend on which rank keeps a tensor."""
@@ -210,7 +210,7 @@ class _Cut:
         if pretrained is not None:
             failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
             on_all_ranks(lambda: load_into(without_adapters(model), pretrained, keep), failed, world)
-        elif any(one.is_meta for one in model.parameters()):
+        elif any(parameter.is_meta for parameter in model.parameters()):
             if is_adapted(model):
                 raise SetupError(
                     f"the {type(model).__name__} with adapters was built on the meta device; expected the CPU, since"
@@ -226,7 +226,7 @@ class _Cut:
     def stage(self, model: nn.Module, index: int) -> StageModule:
         return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)
 
-    def parallelise(self, stage: StageModule) -> None:
+    def parallelize(self, stage: StageModule) -> None:
         name_copies(stage.module, self.tied)
         self._parallelism.apply(stage, self._config, self._plan)
 
@@ -235,20 +235,22 @@ class _Cut:
         if len(stages) == 1:
             (only,) = (stage.module for stage in stages.values())
             return only
-        kept = [name for index in stages for name in self._fqns[index]]
+        fqns = [name for index in stages for name in self._fqns[index]]
         part = shallow_copy(model)
-        prune(part, self._config, kept)
+        prune(part, self._config, fqns)
         for name in self._config.always_keep_fqns:
             part.set_submodule(name, next(iter(stages.values())).module.get_submodule(name))
         for index, stage in stages.items():
             for name in self._fqns[index]:
                 part.set_submodule(name, stage.module.get_submodule(name))
-        for one in self.tied:
+        for parameter in self.tied:
             # A stage with only a copy has it under the first name (`name_copies`). If another stage of this rank holds
             # the module with that name, the module is already in place.
-            holder = one.names[0].rpartition(".")[0]
-            for stage in stages.values() if not one.names[0].startswith(tuple(f"{name}." for name in kept)) else ():
-                if one.names[0] in dict(stage.module.named_parameters()):
+            holder = parameter.names[0].rpartition(".")[0]
+            for stage in (
+                stages.values() if not parameter.names[0].startswith(tuple(f"{name}." for name in fqns)) else ()
+            ):
+                if parameter.names[0] in dict(stage.module.named_parameters()):
                     part.set_submodule(holder, stage.module.get_submodule(holder))
         return part
 
@@ -262,25 +264,25 @@ def _measured(
             f"split.balance is '{unit}', which is measured with a batch, but the module has no example_micro_batch()."
             " Define it on the module, or set split.balance to 'layers'"
         )
-    given = example()
+    sample = example()
     return measure_costs(
         model,
         config,
-        given.args,
-        given.kwargs,
-        given.loss_of,
+        sample.args,
+        sample.kwargs,
+        sample.loss_of,
         unit=unit,
-        microbatches=given.num_microbatches,
+        microbatches=sample.num_microbatches,
         group=dist.group.WORLD,
     )
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:
     """Broadcast rank 0's values if ranks have others, such as after other random numbers in the module's __init__."""
-    tensors = [one.detach() for one in (*model.parameters(), *model.buffers())]
-    own = [_checksum(one) for one in tensors]
-    first = from_rank(lambda: own, "the model's values cannot be compared", dist.group.WORLD)
-    if any_of([own != first], dist.group.WORLD)[0]:
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    checksums = [_checksum(tensor) for tensor in tensors]
+    first = from_rank(lambda: checksums, "the model's values cannot be compared", dist.group.WORLD)
+    if any_of([checksums != first], dist.group.WORLD)[0]:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 

@@ -235,7 +235,7 @@ class StageTrials:
         parts: Any = None
         try:
             parts = maker.make(module, plan, None, placeholders=True)
-            kept = parts.split.kept
+            kept = parts.split.local_model
             failed = "the stages cannot be converted to the trainer's precision"
             on_all_ranks(lambda: module.trainer.precision_plugin.convert_module(kept), failed, maker.numbers_group)
             with module.trainer.precision_plugin.train_step_context(), torch.enable_grad():
@@ -262,7 +262,7 @@ class StageTrials:
         return Trial(seconds, tuple(noted[rank] for rank in pipeline), recorded)
 
     def _step(self, parts: StageParts) -> float:
-        for parameter in parts.split.kept.parameters():
+        for parameter in parts.split.local_model.parameters():
             parameter.grad = None
         prepared = parts.preparation.begin(self._batch)
         dist.barrier(group=self._maker.numbers_group)

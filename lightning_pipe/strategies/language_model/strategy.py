@@ -184,7 +184,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                 )
             weights, self._weights = self._weights, None
             parts = self._parts_maker.make(module, self._plan_for(module), weights)
-            self._known[id(parts.split.kept)] = parts
+            self._known[id(parts.split.local_model)] = parts
         self._parts = parts
 
     def _plan_for(self, module: PipelineModule) -> StagePlan:

@@ -449,7 +449,7 @@ def empty(folder: Path) -> None:
             lambda folder: (folder / "config.json").write_text("{"),
             r"config\.json' cannot be used: ",
         ),
-        ("1GB", quantise, r"are quantised \(config\.json has a quantization_config\)"),
+        ("1GB", quantise, r"are quantized \(config\.json has a quantization_config\)"),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_refused(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_step, summarise, textbook_bubble
+from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_step, summarize, textbook_bubble
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, simulate
 
@@ -87,9 +87,9 @@ def test_a_summary_holds_the_median_of_each_number_over_the_steps() -> None:
     def step(scale: float, simulated: float | None) -> StepBubble:
         return StepBubble((RankTimes(scale, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, scale)), scale, 10, simulated, simulated)
 
-    report = summarise(SCHEDULES["1f1b"], 4, [step(1, 0.1), step(30, 0.3), step(2, 0.2)])
+    report = summarize(SCHEDULES["1f1b"], 4, [step(1, 0.1), step(30, 0.3), step(2, 0.2)])
     assert (report.schedule, report.num_microbatches, report.steps) == ("1f1b", 4, 3)
     assert report.medians == StepBubble((RankTimes(2, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, 2)), 2, 10, 0.2, 0.2)
     assert report.textbook == pytest.approx(1 / 5)
-    bare = summarise(SCHEDULES["dualpipev"], 4, [step(1, None)])
+    bare = summarize(SCHEDULES["dualpipev"], 4, [step(1, None)])
     assert (bare.medians.simulated, bare.medians.bound, bare.textbook) == (None, None, None)

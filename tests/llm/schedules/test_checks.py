@@ -109,7 +109,7 @@ class OwnZeroBubble(ScheduleInterleavedZeroBubble):
             "schedule UnbalancedSchedule has its stages 0 on rank 0, 1 on rank 0, 2 on rank 0, 3 on rank 1; expected,"
             " for rank r of 2, stage r; or r, r",
         ),
-        (VOfMulti, None, "schedule VOfMulti has neighbouring stages on one rank, .* _PipelineScheduleRuntime"),
+        (VOfMulti, None, "schedule VOfMulti has neighboring stages on one rank, .* _PipelineScheduleRuntime"),
         (PlacedSchedule, 4, "stages_per_rank is 4; schedule PlacedSchedule needs two stages"),
         (Reversed, 1, r"forwards of the last stage, 1, in the order \[3, 2, 1, 0\]"),
     ],

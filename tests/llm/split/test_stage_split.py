@@ -114,7 +114,7 @@ def split(
         "parallelism": StageParallelism(),
         **options,
     }
-    return split_model(model, num_stages=num_stages, mine=mine, options=where, **settings)
+    return split_model(model, num_stages=num_stages, local_stages=mine, options=where, **settings)
 
 
 def whole(kind: type[nn.Module] = TinyLM) -> nn.Module:
@@ -127,18 +127,18 @@ def whole(kind: type[nn.Module] = TinyLM) -> nn.Module:
 )
 def test_ranks_parts_are_the_model_to_the_bit_under_its_own_names(ranks: list[tuple[int, ...]]) -> None:
     parts = [split(TinyLM, mine, sum(map(len, ranks))) for mine in ranks]
-    found = [values_of(part.kept) for part in parts]
+    found = [values_of(part.local_model) for part in parts]
     assert sum(map(len, found)) == len(values_of(whole()))
     assert not differing({name: value for one in found for name, value in one.items()}, values_of(whole()))
     assert {part.names for part in parts} == {tuple(name for name, _ in whole().named_parameters())}
 
 
 def test_a_model_on_the_meta_device_starts_from_the_same_values_in_every_split() -> None:
-    only = values_of(split(Tied, (0,), 1, building=parameters_on_meta).kept)
+    only = values_of(split(Tied, (0,), 1, building=parameters_on_meta).local_model)
     for count in (2, 4):
         for index in range(count):
             part = split(Tied, (index,), count, building=parameters_on_meta)
-            found = values_of(part.kept)
+            found = values_of(part.local_model)
             assert not differing(found, {name: only[name] for name in found})
             assert not any(one.is_meta for stage in part.stages.values() for one in stage.parameters())
     assert not any(value.isnan().any() for value in only.values())
@@ -157,7 +157,7 @@ def test_stages_one_after_the_other_are_the_model() -> None:
 
 def test_what_is_kept_and_what_is_run_are_the_same_parameters() -> None:
     part = split(TinyLM, (1, 3), 4)
-    kept = {id(parameter) for parameter in part.kept.parameters()}
+    kept = {id(parameter) for parameter in part.local_model.parameters()}
     run = {id(parameter) for stage in part.stages.values() for parameter in stage.parameters()}
     assert kept == run
     assert list(part.stages) == [1, 3]
@@ -173,7 +173,7 @@ def test_the_memory_of_other_ranks_parts_is_released() -> None:
 
     part = split(Watched, (1,), 2)
     gc.collect()
-    assert {name.split(".")[0] for name in values_of(part.kept)} == {"layers", "norm", "head"}
+    assert {name.split(".")[0] for name in values_of(part.local_model)} == {"layers", "norm", "head"}
     assert foreign
     assert all(one() is None for one in foreign)
 
@@ -189,15 +189,15 @@ def test_shapes_of_every_stage_are_known_on_every_rank() -> None:
 def test_what_every_stage_needs_is_on_every_rank() -> None:
     expected = whole(Kept).state_dict()
     for mine in ((0,), (1,)):
-        state = split(Kept, mine, 2).kept.state_dict()
+        state = split(Kept, mine, 2).local_model.state_dict()
         assert torch.equal(state["always.running_mean"], expected["always.running_mean"])
 
 
 def test_layers_go_where_they_are_told_to() -> None:
     part = split(TinyLM, (0,), 2, layers=[1, 3])
-    assert {name.split(".")[1] for name in values_of(part.kept) if name.startswith("layers")} == {"0"}
+    assert {name.split(".")[1] for name in values_of(part.local_model) if name.startswith("layers")} == {"0"}
     light = split(TinyLM, (0,), 2, input_weight=3, output_weight=1)
-    assert {name.split(".")[1] for name in values_of(light.kept) if name.startswith("layers")} == {"0"}
+    assert {name.split(".")[1] for name in values_of(light.local_model) if name.startswith("layers")} == {"0"}
 
 
 def test_a_config_that_is_given_goes_before_the_models_own() -> None:
@@ -231,18 +231,20 @@ def test_tied_parameters_are_refused_with_both_names_where_that_is_asked_for() -
 @pytest.mark.parametrize(("mine", "held"), [((0,), ["embedding"]), ((1,), ["head"])])
 def test_every_stage_has_its_copy_of_a_tied_parameter_under_its_first_name(mine: tuple[int], held: list[str]) -> None:
     part = split(Tied, mine, 2)
-    assert torch.equal(part.kept.get_parameter("embedding.weight"), whole(Tied).get_parameter("embedding.weight"))
-    assert "head.weight" not in dict(part.kept.named_parameters())
+    assert torch.equal(
+        part.local_model.get_parameter("embedding.weight"), whole(Tied).get_parameter("embedding.weight")
+    )
+    assert "head.weight" not in dict(part.local_model.named_parameters())
     for name in held:
-        assert part.kept.get_submodule(name).weight is part.kept.get_parameter("embedding.weight")
+        assert part.local_model.get_submodule(name).weight is part.local_model.get_parameter("embedding.weight")
     assert [one.names for one in part.tied] == [("embedding.weight", "head.weight")]
     assert [one.stages for one in part.tied] == [(0, 1)]
 
 
 def test_a_rank_with_both_stages_of_a_tied_parameter_has_it_once() -> None:
     part = split(Tied, (0, 3), 4)
-    assert part.kept.get_parameter("embedding.weight") is part.kept.get_parameter("head.weight")
-    assert part.stages[3].module.get_parameter("head.weight") is part.kept.get_parameter("head.weight")
+    assert part.local_model.get_parameter("embedding.weight") is part.local_model.get_parameter("head.weight")
+    assert part.stages[3].module.get_parameter("head.weight") is part.local_model.get_parameter("head.weight")
 
 
 @pytest.mark.parametrize(
