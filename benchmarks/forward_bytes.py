@@ -62,11 +62,11 @@ class ForwardBytes(LiveBytes):
         super()._count(tensor, key)
         if self._running is not None:
             self._forwards[key] = self._running
-            self._add(self._known[key], self._running)
+            self._add(self._sizes[key], self._running)
 
     def _forget(self, key: int) -> None:
         if (forward := self._forwards.pop(key, None)) is not None:
-            self._add(-self._known[key], forward)
+            self._add(-self._sizes[key], forward)
         super()._forget(key)
 
     def _add(self, size: int, forward: Forward) -> None:

@@ -14,7 +14,7 @@ from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
-from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
+from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.split.by_name import split_evenly
@@ -119,7 +119,7 @@ def train_stages(
     for stage in stages.values():
         prepare(stage)
         if sharded:
-            parallelise_stage(stage, CONFIG.layers, mesh["shard"])
+            parallelize_stage(stage, CONFIG.layers, mesh["shard"])
     group = dist.group.WORLD
     assert group is not None
     runner = PipelineRunner(stages, num_stages, spec, group, torch.device("cpu"), shapes)

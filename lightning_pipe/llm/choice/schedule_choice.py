@@ -86,7 +86,7 @@ class SchedulePrediction:
     @cached_property
     def peak(self) -> int:
         """Bytes of the rank that needs the most memory."""
-        return max(one.total for one in self.memory)
+        return max(rank.total for rank in self.memory)
 
 
 def microbatch_counts(rows: int, pp_size: int) -> list[int]:
@@ -95,18 +95,18 @@ def microbatch_counts(rows: int, pp_size: int) -> list[int]:
     They range from one to eight times the number of ranks. If more than five divide the batch, it selects five that are
     spread evenly, and twice the number of ranks if that divides the batch.
     """
-    found = [count for count in range(_LEAST * pp_size, _MOST * pp_size + 1) if rows % count == 0]
-    if not found:
+    counts = [count for count in range(_LEAST * pp_size, _MOST * pp_size + 1) if rows % count == 0]
+    if not counts:
         raise SetupError(
             f"the batch has {rows} row(s), which no number of micro-batches from {_LEAST * pp_size} to"
             f" {_MOST * pp_size} divides (one to eight times the {pp_size} ranks of a pipeline). Use another batch"
             f" size, such as {max(1, round(rows / (2 * pp_size))) * 2 * pp_size}, or set num_microbatches"
         )
-    if len(found) > _COUNTS:
-        places = {round(place * (len(found) - 1) / (_COUNTS - 1)) for place in range(_COUNTS)}
-        kept = {found[place] for place in places} | {2 * pp_size} & set(found)
-        found = sorted(kept)
-    return found
+    if len(counts) > _COUNTS:
+        indices = {round(index * (len(counts) - 1) / (_COUNTS - 1)) for index in range(_COUNTS)}
+        selected = {counts[index] for index in indices} | {2 * pp_size} & set(counts)
+        counts = sorted(selected)
+    return counts
 
 
 def list_candidates(
@@ -121,7 +121,7 @@ def list_candidates(
 
     Layers are split by time, evenly, and, if memory is scarce, by memory.
     """
-    found: dict[ScheduleCandidate, None] = {}
+    candidates: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
         for per_rank in _stage_counts(spec, pp_size, config.num_layers):
             for count in measured.work:
@@ -130,8 +130,8 @@ def list_candidates(
                 except SetupError:
                     continue
                 for layers in _splits(config, pp_size * per_rank, measured, count, by_memory):
-                    found[ScheduleCandidate(spec, per_rank, count, layers)] = None
-    return list(found)
+                    candidates[ScheduleCandidate(spec, per_rank, count, layers)] = None
+    return list(candidates)
 
 
 def _stage_counts(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
@@ -150,14 +150,14 @@ def _splits(
     work, footprints = measured.work[count], measured.footprints[count]
 
     costs = time_costs(work)
-    found = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
+    splits = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
     with suppress(SetupError):  # the weights of input and output modules exceed the layers
-        found.append(layer_counts(config, split_evenly(config, num_stages)))
+        splits.append(layer_counts(config, split_evenly(config, num_stages)))
     if by_memory:
         # Micro-batches that a stage in the middle of 1F1B keeps.
-        kept = min(count, 1 + num_stages // 2)
-        found.append(layers_by_memory(config, num_stages, footprints, measured.optimizer_bytes, kept))
-    yield from dict.fromkeys(found)
+        live_microbatches = min(count, 1 + num_stages // 2)
+        splits.append(layers_by_memory(config, num_stages, footprints, measured.optimizer_bytes, live_microbatches))
+    yield from dict.fromkeys(splits)
 
 
 def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
@@ -167,10 +167,14 @@ def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple
 
 
 def layers_by_memory(
-    config: ModuleConfig, num_stages: int, footprints: Pieces[Footprint], optimizer_bytes: Pieces[int], kept: int
+    config: ModuleConfig,
+    num_stages: int,
+    footprints: Pieces[Footprint],
+    optimizer_bytes: Pieces[int],
+    live_microbatches: int,
 ) -> tuple[int, ...]:
-    """Number of layers of each stage that minimises the memory of the stage that needs most."""
-    costs = memory_costs(footprints, optimizer_bytes, kept)
+    """Number of layers of each stage that minimizes the memory of the stage that needs most."""
+    costs = memory_costs(footprints, optimizer_bytes, live_microbatches)
     return layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))
 
 
@@ -179,47 +183,47 @@ def stage_durations(
 ) -> dict[tuple[int, Kind], float]:
     """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once."""
     factors = scales or {}
-    found: dict[tuple[int, Kind], float] = {}
+    durations: dict[tuple[int, Kind], float] = {}
     for stage in range(len(layers_per_stage)):
         parts = pieces_of_stage(pieces, layers_per_stage, stage)
         for kind in _KINDS:
             base: float = getattr(pieces.empty, kind)
-            own = sum(max(getattr(one, kind) - base, 0.0) for one in parts)
+            beyond_base = sum(max(getattr(part, kind) - base, 0.0) for part in parts)
             # The inputs of stage 0 are data, so the second part of a backward does all of its work.
             if stage == 0 and kind == "weight_backward":
-                own = sum(max(one.backward - base, 0.0) for one in parts)
+                beyond_base = sum(max(part.backward - base, 0.0) for part in parts)
             elif stage == 0 and kind == "input_backward":
-                base = own = 0.0
-            found[stage, kind] = (base + own) * factors.get(kind, 1.0)
-    return found
+                base = beyond_base = 0.0
+            durations[stage, kind] = (base + beyond_base) * factors.get(kind, 1.0)
+    return durations
 
 
 def predict(
     candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
 ) -> SchedulePrediction:
     """Predict the duration, bubble and memory of a candidate's step."""
-    known = calibration or Calibration()
+    corrections = calibration or Calibration()
     actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
-    timeline = _timeline(candidate, actions, measured, known)
+    timeline = _timeline(candidate, actions, measured, corrections)
     footprints = measured.footprints[candidate.num_microbatches]
     memory = estimate_memory(
         actions, candidate.layers_per_stage, footprints, measured.optimizer_bytes, sharing=measured.sharing
     )
-    return SchedulePrediction(candidate, timeline.makespan + known.fixed, timeline.bubble_fraction, tuple(memory))
+    return SchedulePrediction(candidate, timeline.makespan + corrections.fixed, timeline.bubble_fraction, tuple(memory))
 
 
 def _timeline(
-    candidate: ScheduleCandidate, actions: Actions, measured: Measurements, known: Calibration
+    candidate: ScheduleCandidate, actions: Actions, measured: Measurements, calibration: Calibration
 ) -> ScheduleTimeline:
     count, layers = candidate.num_microbatches, candidate.layers_per_stage
     hidden = measured.footprints[count].empty.output
     messages = {
-        way: link.seconds(hidden)
-        for (one, other), link in measured.links.items()
-        for way in ((one, other), (other, one))
+        direction: link.seconds(hidden)
+        for (first, second), link in measured.links.items()
+        for direction in ((first, second), (second, first))
     }
-    durations = stage_durations(measured.work[count], layers, known.scales)
-    return simulate(actions, durations, messages, known.overhead)
+    durations = stage_durations(measured.work[count], layers, calibration.scales)
+    return simulate(actions, durations, messages, calibration.overhead)
 
 
 def calibrate(
@@ -234,24 +238,24 @@ def calibrate(
     for candidate, events, seconds in runs:
         expected = stage_durations(measured.work[candidate.num_microbatches], candidate.layers_per_stage)
         busiest: dict[Kind, tuple[float, float]] = {}
-        for (stage, kind), taken in median_durations(one for row in events for one in row).items():
-            for known in _KINDS:
-                if kind == known and expected[stage, known] > 0.0:
-                    real, said = busiest.get(known, (0.0, 0.0))
-                    busiest[known] = real + taken, said + expected[stage, known]
-        for known, (real, said) in busiest.items():
-            scales.setdefault(known, []).append(real / said)
+        for (stage, kind), duration in median_durations(bar for row in events for bar in row).items():
+            for work_kind in _KINDS:
+                if kind == work_kind and expected[stage, work_kind] > 0.0:
+                    actual, predicted = busiest.get(work_kind, (0.0, 0.0))
+                    busiest[work_kind] = actual + duration, predicted + expected[stage, work_kind]
+        for work_kind, (actual, predicted) in busiest.items():
+            scales.setdefault(work_kind, []).append(actual / predicted)
         actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
         for rank, row in enumerate(events):
-            noted = sum(one.end - one.start for one in row)
-            overheads.append((row[-1].end - row[0].start - noted) / len(actions[rank]))
+            busy = sum(bar.end - bar.start for bar in row)
+            overheads.append((row[-1].end - row[0].start - busy) / len(actions[rank]))
         fixed.append(max(seconds - max(row[-1].end - row[0].start for row in events), 0.0))
-    found = {kind: statistics.median(values) for kind, values in scales.items()}
+    factors = {kind: statistics.median(values) for kind, values in scales.items()}
     for kind in _KINDS:
-        if kind not in found and found:
-            found[kind] = statistics.median(found.values())
+        if kind not in factors and factors:
+            factors[kind] = statistics.median(factors.values())
     return Calibration(
-        found,
+        factors,
         max(statistics.median(overheads), 0.0) if overheads else 0.0,
         statistics.median(fixed) if fixed else 0.0,
     )
@@ -259,18 +263,18 @@ def calibrate(
 
 def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedule: int = 2) -> list[SchedulePrediction]:
     """Fastest candidates, at most ``of_a_schedule`` of each schedule, since their prediction errors are similar."""
-    kept: list[SchedulePrediction] = []
-    for one in sorted(predictions, key=lambda one: one.seconds):
-        like = [other for other in kept if other.candidate.spec == one.candidate.spec]
-        if len(kept) < most and len(like) < of_a_schedule:
-            kept.append(one)
-    return kept
+    selected: list[SchedulePrediction] = []
+    for prediction in sorted(predictions, key=lambda prediction: prediction.seconds):
+        same_schedule = [earlier for earlier in selected if earlier.candidate.spec == prediction.candidate.spec]
+        if len(selected) < most and len(same_schedule) < of_a_schedule:
+            selected.append(prediction)
+    return selected
 
 
-def median_pieces(found: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
+def median_pieces(measurements: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
     """Medians of measurements of the same pieces by several ranks."""
 
     def median(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))
 
-    return Pieces.of(median, *found)
+    return Pieces.of(median, *measurements)

@@ -45,13 +45,15 @@ class Pieces(Generic[T]):
     output: T  # result for all modules after the layers, and the loss
 
     @staticmethod
-    def of(function: Callable[..., R], *given: Pieces[Any]) -> Pieces[R]:
+    def of(function: Callable[..., R], *results: Pieces[Any]) -> Pieces[R]:
         """Apply a function, piece by piece, to one or more results for the same model."""
         return Pieces(
-            function(*(one.empty for one in given)),
-            None if given[0].input is None else function(*(one.input for one in given)),
-            tuple(function(*same) for same in zip(*(one.layers for one in given), strict=True)),
-            function(*(one.output for one in given)),
+            function(*(result.empty for result in results)),
+            None if results[0].input is None else function(*(result.input for result in results)),
+            tuple(
+                function(*layer_results) for layer_results in zip(*(result.layers for result in results), strict=True)
+            ),
+            function(*(result.output for result in results)),
         )
 
 
@@ -76,14 +78,14 @@ class LayerBench:
             first, inputs = self._ask(self._piece(config.input_fqns, 0, inputs), question)
         empty, _ = self._ask(self._piece((), 1, inputs), question)
         layers: list[T] = []
-        known: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
+        measured: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
         described = _described([self.model.get_submodule(name) for name in config.layers])
         for index, (name, description) in enumerate(zip(config.layers, described, strict=True)):
-            alike = (description, tuple(map(signature, inputs)), self.varies(index))
-            if alike not in known:
-                known[alike] = self._ask(self._piece((name,), 1, inputs), question)
-            found, inputs = known[alike]
-            layers.append(found)
+            key = (description, tuple(map(signature, inputs)), self.varies(index))
+            if key not in measured:
+                measured[key] = self._ask(self._piece((name,), 1, inputs), question)
+            result, inputs = measured[key]
+            layers.append(result)
         last, _ = self._ask(self._piece(config.output_fqns, 2, inputs, loss_of), question)
         return Pieces(empty, first, tuple(layers), last)
 
@@ -107,29 +109,29 @@ class LayerBench:
         self.prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
-        def run(*given: Any) -> tuple[Tensor, ...]:
-            output = stage(*given, result_of=result_of, **self.kwargs)
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            output = stage(*args, result_of=result_of, **self.kwargs)
             return output if isinstance(output, tuple) else (output,)
 
         modules = tuple(map(stage.module.get_submodule, names))
-        batch = tuple(one for one in tree_leaves((self.args, dict(self.kwargs))) if isinstance(one, Tensor))
+        batch = tuple(leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor))
         return LayerPiece(stage, modules, run, inputs, batch)
 
 
 def fill_with_placeholders(stage: nn.Module, device: torch.device) -> None:
     """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
 
-    def like(tensor: Tensor) -> Tensor:
+    def placeholder(tensor: Tensor) -> Tensor:
         # Tensors that are not parameters may be variances or frequencies, so their values are positive.
         return _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
 
-    replace_tensors(stage, like)
+    replace_tensors(stage, placeholder)
 
 
-def _some_values(like: Tensor, device: torch.device, low: float, high: float) -> Tensor:
-    bare = torch.zeros(like.shape, dtype=like.dtype, device=device)
-    own = torch.Generator(device).manual_seed(0)
-    return bare.uniform_(low, high, generator=own) if bare.is_floating_point() else bare
+def _some_values(tensor: Tensor, device: torch.device, low: float, high: float) -> Tensor:
+    bare = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    return bare.uniform_(low, high, generator=generator) if bare.is_floating_point() else bare
 
 
 def _hidden_like(output: Tensor) -> Tensor:
@@ -147,16 +149,16 @@ def _described(layers: Sequence[nn.Module]) -> list[Any]:
         }
         for layer in layers
     ]
-    indices = {key for key in plain[0] if [one.get(key) for one in plain] == list(range(len(layers)))}
+    indices = {key for key in plain[0] if [attributes.get(key) for attributes in plain] == list(range(len(layers)))}
     return [
         (
             type(layer),
             repr(layer),
-            repr([item for item in own.items() if item[0] not in indices]),
+            repr([item for item in attributes.items() if item[0] not in indices]),
             tuple(
-                (name, tuple(one.shape), one.dtype, one.requires_grad)
-                for name, one in [*layer.named_parameters(), *layer.named_buffers()]
+                (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]
             ),
         )
-        for layer, own in zip(layers, plain, strict=True)
+        for layer, attributes in zip(layers, plain, strict=True)
     ]

@@ -23,23 +23,29 @@ CostUnit = Literal["time", "memory"]
 
 def time_costs(work: Pieces[LayerWork]) -> Pieces[float]:
     """Time of forward and backward of each piece."""
-    return _beyond_empty(Pieces.of(lambda one: one.forward + one.backward, work))
+    return _beyond_empty(Pieces.of(lambda piece: piece.forward + piece.backward, work))
 
 
-def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], kept: int) -> Pieces[float]:
+def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], live_microbatches: int) -> Pieces[float]:
     """Memory of each piece: parameters, gradients, buffers, optimizer states, and activations kept for backward.
 
     A piece's output counts for the piece itself, not for the next one.
     """
 
-    def cost(one: Footprint, of_optimizer: int) -> float:
-        return one.parameters + one.gradients + one.buffers + of_optimizer + kept * one.kept
+    def cost(footprint: Footprint, state_bytes: int) -> float:
+        return (
+            footprint.parameters
+            + footprint.gradients
+            + footprint.buffers
+            + state_bytes
+            + live_microbatches * footprint.after_forward
+        )
 
     return _beyond_empty(Pieces.of(cost, footprints, states))
 
 
 def _beyond_empty(costs: Pieces[float]) -> Pieces[float]:
-    return Pieces.of(lambda one: max(one - costs.empty, 0.0), costs)
+    return Pieces.of(lambda cost: max(cost - costs.empty, 0.0), costs)
 
 
 def measure_costs(
@@ -61,7 +67,7 @@ def measure_costs(
         if unit == "time":
             return time_costs(measure_work(model, config, args, kwargs, loss_of, parts=False, clock=clock))
         footprints = measure_footprints(model, config, args, kwargs, loss_of)
-        states = Pieces.of(lambda one: optimizer_states * one.gradients, footprints)
+        states = Pieces.of(lambda footprint: optimizer_states * footprint.gradients, footprints)
         return memory_costs(footprints, states, microbatches)
 
     failed = "the first rank could not measure what layers cost"

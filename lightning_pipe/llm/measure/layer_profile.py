@@ -64,12 +64,12 @@ class Footprint:
     gradients: int  # bytes of the trained parameters' gradients
     buffers: int  # bytes of the buffers
     output: int  # bytes of the output
-    kept: int  # bytes that remain after the forward: activations for backward, and the output
-    held: int  # bytes that remain between the two parts of a backward
+    after_forward: int  # bytes that remain after the forward: activations for backward, and the output
+    after_input_backward: int  # bytes that remain between the two parts of a backward
     in_forward: int  # peak in the forward, beyond the bytes in use before it
-    in_backward: int  # peak in the backward, beyond ``kept``
-    in_input_backward: int  # peak in the first part of a backward, beyond ``kept``
-    in_weight_backward: int  # peak in the second part of a backward, beyond ``held``
+    in_backward: int  # peak in the backward, beyond ``after_forward``
+    in_input_backward: int  # peak in the first part of a backward, beyond ``after_forward``
+    in_weight_backward: int  # peak in the second part of a backward, beyond ``after_input_backward``
     operations: LayerWork  # floating-point operations of matrix products, convolutions and attention
     experts: int = 0  # bytes of those parameters that expert parallelism shares
 
@@ -104,8 +104,8 @@ class _LayerWatch:
         self._parts = parts
 
     def work(self, piece: LayerPiece) -> LayerWork:
-        taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
-        return LayerWork(*(statistics.median(column) for column in zip(*taken, strict=True)))
+        runs = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
+        return LayerWork(*(statistics.median(column) for column in zip(*runs, strict=True)))
 
     def _run(self, piece: LayerPiece) -> LayerWork:
         forward, (outputs, inputs) = self._timed(lambda: _forward(piece))
@@ -151,19 +151,19 @@ def measure_footprints(
             yield
 
     def weighed(
-        like: Callable[[Tensor], Tensor], within: Callable[[], AbstractContextManager[None]]
+        convert: Callable[[Tensor], Tensor], context: Callable[[], AbstractContextManager[None]]
     ) -> Pieces[Footprint]:
-        with within():
-            own_args, own_kwargs = tree_map_only(Tensor, like, (args, dict(kwargs)))
-        bench = LayerBench(model, config, own_args, own_kwargs, _CPU, prepare, varies, within)
+        with context():
+            converted_args, converted_kwargs = tree_map_only(Tensor, convert, (args, dict(kwargs)))
+        bench = LayerBench(model, config, converted_args, converted_kwargs, _CPU, prepare, varies, context)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return bench.ask(loss_of, _weigh)
 
     try:
         return weighed(_without_memory, without_memory)
     except Exception as error:  # any exception: code may fail in any way without values
-        given = tree_leaves((args, dict(kwargs)))
-        if isinstance(error, SetupError) or any(isinstance(one, Tensor) and one.is_meta for one in given):
+        leaves = tree_leaves((args, dict(kwargs)))
+        if isinstance(error, SetupError) or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             raise
     return weighed(Tensor.cpu, nullcontext)
 
@@ -173,52 +173,52 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _weigh(piece: LayerPiece) -> Footprint:
-    parameters = {id(one): one for module in piece.modules for one in module.parameters()}.values()
-    buffers = {id(one): one for module in piece.modules for one in module.buffers()}.values()
-    for one in piece.stage.parameters():
-        one.grad = torch.zeros_like(one) if one.requires_grad else None
-    kept, in_forward, in_backward, output_bytes, whole = _run_whole(piece)
-    held, in_first, in_second, first, second = kept, 0, in_backward, 0.0, whole[1]
+    parameters = {id(parameter): parameter for module in piece.modules for parameter in module.parameters()}.values()
+    buffers = {id(buffer): buffer for module in piece.modules for buffer in module.buffers()}.values()
+    for parameter in piece.stage.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    after_forward, in_forward, in_backward, output_bytes, operations = _run_whole(piece)
+    after_input_backward, in_first, in_second, first, second = after_forward, 0, in_backward, 0.0, operations[1]
     if _has_parts(piece, piece.inputs):
-        held, in_first, in_second, first, second = _run_parts(piece)
+        after_input_backward, in_first, in_second, first, second = _run_parts(piece)
     return Footprint(
-        sum(one.nbytes for one in parameters),
-        sum(one.nbytes for one in parameters if one.requires_grad),
-        sum(one.nbytes for one in buffers),
+        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        sum(buffer.nbytes for buffer in buffers),
         output_bytes,
-        kept,
-        held,
+        after_forward,
+        after_input_backward,
         in_forward,
         in_backward,
         in_first,
         in_second,
-        LayerWork(*whole, first, second),
-        sum(one.nbytes for experts in experts_of(piece.stage).values() for one in experts.parameters()),
+        LayerWork(*operations, first, second),
+        sum(parameter.nbytes for experts in experts_of(piece.stage).values() for parameter in experts.parameters()),
     )
 
 
 def _run_whole(piece: LayerPiece) -> tuple[int, int, int, int, tuple[float, float]]:
     with _counted() as (live, operations):
         outputs, _ = _forward(piece)
-        forward, kept, in_forward = operations(), live.now, live.peak
-        live.peak = live.now
+        forward, after_forward, in_forward = operations(), live.current, live.peak
+        live.peak = live.current
         _backward(outputs)
-        sent = sum(one.nbytes for one in outputs)
-        return kept, in_forward, live.peak - kept, sent, (forward, operations() - forward)
+        output_bytes = sum(output.nbytes for output in outputs)
+        return after_forward, in_forward, live.peak - after_forward, output_bytes, (forward, operations() - forward)
 
 
 def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
     with _counted() as (live, operations):
         outputs, inputs = _forward(piece)
-        forward, kept, live.peak = operations(), live.now, live.now
+        forward, after_forward, live.peak = operations(), live.current, live.current
         groups = _input_backward(piece, outputs, inputs)
-        in_first, first = live.peak - kept, operations() - forward
-        for one in inputs:
-            one.grad = None  # sent gradients are counted elsewhere
+        in_first, first = live.peak - after_forward, operations() - forward
+        for tensor in inputs:
+            tensor.grad = None  # sent gradients are counted elsewhere
         del outputs
-        held, live.peak = live.now, live.now
+        after_input_backward, live.peak = live.current, live.current
         _weight_backward(piece, groups)
-        return held, in_first, live.peak - held, first, operations() - forward - first
+        return after_input_backward, in_first, live.peak - after_input_backward, first, operations() - forward - first
 
 
 @contextmanager
@@ -244,11 +244,11 @@ class _Operations(TorchDispatchMode):
         if func is GROUPED_MM:
             rows, width = args[0].shape[-2:]
             self.total += 2 * rows * width * args[1].shape[-1]
-        elif (count := flop_registry.get(SAME_OPERATIONS.get(packet, packet))) is not None:
-            found = count(*args, **(kwargs or {}), out_val=output)
-            names = [one.name for one in schema_of(func).arguments]
-            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            self.total += found / 2 if given.get("is_causal") is True else found
+        elif (count_flops := flop_registry.get(SAME_OPERATIONS.get(packet, packet))) is not None:
+            flops = count_flops(*args, **(kwargs or {}), out_val=output)
+            names = [argument.name for argument in schema_of(func).arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            self.total += flops / 2 if arguments.get("is_causal") is True else flops
         return output
 
 
@@ -263,10 +263,10 @@ class _PaddedAttention(TorchFunctionMode):
     ) -> Any:
         if func is not F.scaled_dot_product_attention or len(args) < 3:
             return func(*args, **(kwargs or {}))
-        query, key, value, *others = args
+        query, key, value, *options = args
         width = value.shape[-1]
         padded = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
-        return func(query, key, padded, *others, **(kwargs or {}))[..., :width]
+        return func(query, key, padded, *options, **(kwargs or {}))[..., :width]
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -275,9 +275,9 @@ class _GroupedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not GROUPED_MM:
             return func(*args, **(kwargs or {}))
-        one, other = args[:2]
-        groups = (len((kwargs or {}).get("offs", args[2])),) if one.dim() == other.dim() == 2 else ()
-        return one.new_empty(*groups, one.shape[-2], other.shape[-1])
+        left, right = args[:2]
+        groups = (len((kwargs or {}).get("offs", args[2])),) if left.dim() == right.dim() == 2 else ()
+        return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
@@ -286,26 +286,27 @@ class _GroupedProducts(TorchDispatchMode):
 def _forward(piece: LayerPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Outputs and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
     inputs = tuple(
-        one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in piece.inputs
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for value in piece.inputs
     )
     return piece.run(*inputs), inputs
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
-    if trained := [one for one in outputs if one.requires_grad]:
+    if trained := [output for output in outputs if output.requires_grad]:
         torch.autograd.backward(trained, list(map(torch.ones_like, trained)))
 
 
 def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
     """Return True if the piece has modules and inputs that require gradients."""
-    return bool(piece.modules) and any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
+    return bool(piece.modules) and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
 
 
 def _input_backward(piece: LayerPiece, outputs: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
     # PyTorch detaches outputs in place; see ``TimedStage``.
-    whole = [one.clone() if is_view(one) else one for one in outputs if one.requires_grad]
-    gradients = list(map(torch.ones_like, whole)) if all(one.dim() for one in whole) else None
-    _, groups = stage_backward_input(whole, gradients, list(inputs), piece.stage.parameters())
+    trained = [output.clone() if is_view(output) else output for output in outputs if output.requires_grad]
+    gradients = list(map(torch.ones_like, trained)) if all(output.dim() for output in trained) else None
+    _, groups = stage_backward_input(trained, gradients, list(inputs), piece.stage.parameters())
     return groups
 
 

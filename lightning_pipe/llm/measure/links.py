@@ -1,4 +1,4 @@
-"""Measures the transfer time of messages between neighbouring ranks of a pipeline."""
+"""Measures the transfer time of messages between neighboring ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Link:
         return self.latency + size * self.seconds_per_byte
 
 
-def neighbours(pp_size: int) -> list[tuple[int, int]]:
+def neighbors(pp_size: int) -> list[tuple[int, int]]:
     """Pairs of ranks that exchange messages: a ring, since looped schedules send from the last rank to the first."""
     ring = [(rank, (rank + 1) % pp_size) for rank in range(pp_size)]
     return ring if pp_size > 2 else ring[: pp_size - 1]
@@ -42,34 +42,40 @@ def measure_links(
     A message takes half of the median round trip. The group is the one that the pipeline uses, so its connections exist
     and their setup is not measured.
     """
-    rank, found = dist.get_rank(group), {}
+    rank, links = dist.get_rank(group), {}
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (_SMALL, _LARGE))
-    for first, second in neighbours(dist.get_world_size(group)):
+    for first, second in neighbors(dist.get_world_size(group)):
         if rank in (first, second):
-            one, other = (_one_way(group, data, rank == first, first + second - rank, clock) for data in (small, large))
+            small_seconds, large_seconds = (
+                _one_way(group, data, rank == first, first + second - rank, clock) for data in (small, large)
+            )
             if rank == first:
-                found[first, second] = Link(one, max(other - one, 0.0) / (_LARGE - _SMALL))
-    return found
+                links[first, second] = Link(small_seconds, max(large_seconds - small_seconds, 0.0) / (_LARGE - _SMALL))
+    return links
 
 
-def _one_way(group: dist.ProcessGroup, data: Tensor, begins: bool, other: int, clock: Callable[[], float]) -> float:
-    taken = []
+def _one_way(group: dist.ProcessGroup, data: Tensor, begins: bool, peer: int, clock: Callable[[], float]) -> float:
+    durations = []
     for _ in range(_WARM_UPS + _ROUND_TRIPS):
         begin = clock()
         for sends in (begins, not begins):
             if sends:
-                dist.send(data, group=group, group_dst=other)
+                dist.send(data, group=group, group_dst=peer)
             else:
-                dist.recv(data, group=group, group_src=other)
+                dist.recv(data, group=group, group_src=peer)
         if data.device.type != "cpu":
             torch.accelerator.synchronize(data.device)
-        taken.append((clock() - begin) / 2)
-    return statistics.median(taken[_WARM_UPS:])
+        durations.append((clock() - begin) / 2)
+    return statistics.median(durations[_WARM_UPS:])
 
 
-def median_links(found: Sequence[Mapping[tuple[int, int], Link]]) -> dict[tuple[int, int], Link]:
+def median_links(pipelines: Sequence[Mapping[tuple[int, int], Link]]) -> dict[tuple[int, int], Link]:
     """Medians of the links of several pipelines, by pair of ranks."""
-    pairs = {pair: [one[pair] for one in found if pair in one] for one in found for pair in one}
+    pairs = {
+        pair: [pipeline[pair] for pipeline in pipelines if pair in pipeline]
+        for pipeline in pipelines
+        for pair in pipeline
+    }
     return {
         pair: Link(
             statistics.median(link.latency for link in links),

@@ -22,30 +22,30 @@ class LiveBytes(TorchDispatchMode):
     Run one step before: tensors that are created only once, such as PyTorch's receive buffers, would be counted.
 
     Attributes:
-        now: current number of bytes.
+        current: current number of bytes.
         peak: maximum number of bytes at the end of any operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, int] = {}
-        self.now = 0
+        self._sizes: dict[int, int] = {}
+        self.current = 0
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        taken = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_leaves(output):
-            if isinstance(one, Tensor) and (key := storage_key(one)) not in taken and key not in self._known:
-                self._count(one, key)
-        self.peak = max(self.peak, self.now)
+        input_keys = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (key := storage_key(leaf)) not in input_keys and key not in self._sizes:
+                self._count(leaf, key)
+        self.peak = max(self.peak, self.current)
         return output
 
     def _count(self, tensor: Tensor, key: int) -> None:
         storage = tensor.untyped_storage()
-        self._known[key] = storage.nbytes()
-        self.now += self._known[key]
+        self._sizes[key] = storage.nbytes()
+        self.current += self._sizes[key]
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.now -= self._known.pop(key)
+        self.current -= self._sizes.pop(key)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Sharing:
     """Numbers of ranks that share a stage."""
 
-    shard: int = 1  # ranks that share its parameters, gradients and optimiser states with FSDP2
+    shard: int = 1  # ranks that share its parameters, gradients and optimizer states with FSDP2
     tensor: int = 1  # ranks that share the matrices of its layers
     context: int = 1  # ranks that share the sequences
     expert: int = 1  # ranks that share the experts of its layers
@@ -39,7 +39,7 @@ class RankMemory:
 
     parameters: int  # parameters, including those gathered from other ranks
     gradients: int  # reduced gradients, and those that are not reduced yet when the rank needs the most memory
-    optimizer: int  # optimiser states
+    optimizer: int  # optimizer states
     buffers: int  # buffers of the model
     messages: int  # receive buffers, and sent tensors that are kept until the end of the step
     activations: int  # peak of the activations kept for backward, and of temporary memory of computations
@@ -55,8 +55,8 @@ class RankMemory:
 class _StageMemory:
     """Memory of one stage and micro-batch: bytes its actions leave, and peaks beyond the memory already in use."""
 
-    kept: int
-    held: int
+    after_forward: int
+    after_input_backward: int
     received: int
     output: int
     in_forward: int
@@ -68,16 +68,16 @@ class _StageMemory:
 class _Shared(NamedTuple):
     """Bytes of a piece on one rank: its own part, and the whole that FSDP2 gathers (0 if it gathers nothing)."""
 
-    own: int
+    local: int
     gathered: int
 
     @classmethod
-    def of(cls, size: int, experts: int, tensor: int, sharing: Sharing) -> _Shared:
+    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: Sharing) -> _Shared:
         common, experts = _divide(size - experts, tensor), _divide(experts, tensor)
-        own = _divide(common, sharing.shard) + _divide(experts, max(sharing.shard, sharing.expert))
+        local = _divide(common, sharing.shard) + _divide(experts, max(sharing.shard, sharing.expert))
         # FSDP2 shards experts over the ranks that hold the same ones.
-        spread = _divide(experts, sharing.expert) if sharing.shard > sharing.expert else 0
-        return cls(own, spread + (common if sharing.shard > 1 else 0))
+        gathered_experts = _divide(experts, sharing.expert) if sharing.shard > sharing.expert else 0
+        return cls(local, gathered_experts + (common if sharing.shard > 1 else 0))
 
 
 class _PieceMemory(NamedTuple):
@@ -87,11 +87,11 @@ class _PieceMemory(NamedTuple):
     buffers: int
 
     @classmethod
-    def of(cls, sharing: Sharing, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
+    def from_footprint(cls, sharing: Sharing, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
         """Memory of a piece on one rank; experts have the same share of gradients and states as of parameters."""
 
         def shared(size: int) -> _Shared:
-            return _Shared.of(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
+            return _Shared.from_sizes(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
 
         return cls(shared(piece.parameters), shared(piece.gradients), shared(states), piece.buffers)
 
@@ -99,9 +99,9 @@ class _PieceMemory(NamedTuple):
 def pieces_of_stage(pieces: Pieces[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
     """Pieces of a stage, in the order of its forward."""
     first = sum(layers_per_stage[:stage])
-    found = list(pieces.layers[first : first + layers_per_stage[stage]])
-    before = [pieces.input] if stage == 0 and pieces.input is not None else []
-    return [*before, *found, *([pieces.output] if stage == len(layers_per_stage) - 1 else [])]
+    layers = list(pieces.layers[first : first + layers_per_stage[stage]])
+    inputs = [pieces.input] if stage == 0 and pieces.input is not None else []
+    return [*inputs, *layers, *([pieces.output] if stage == len(layers_per_stage) - 1 else [])]
 
 
 def estimate_memory(
@@ -119,60 +119,71 @@ def estimate_memory(
     numbers = range(len(layers_per_stage))
     stages = [_stage_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers]
     sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)  # ranks that share the matrices of a piece
-    owned = Pieces.of(partial(_PieceMemory.of, shared), pieces, optimizer_bytes, sharers)
-    held = [pieces_of_stage(owned, layers_per_stage, stage) for stage in numbers]
-    unreduced = [round(shared.unreduced * sum(one.gradients.gathered for one in parts)) for parts in held]
-    found = []
+    owned = Pieces.of(partial(_PieceMemory.from_footprint, shared), pieces, optimizer_bytes, sharers)
+    stage_pieces = [pieces_of_stage(owned, layers_per_stage, stage) for stage in numbers]
+    unreduced = [round(shared.unreduced * sum(piece.gradients.gathered for piece in parts)) for parts in stage_pieces]
+    ranks = []
     for row in actions.values():
-        mine = sorted({action.stage_index for action in row})
-        parts = [one for stage in mine for one in held[stage]]
-        gathered = [one.parameters.gathered for one in parts]
+        rank_stages = sorted({action.stage_index for action in row})
+        parts = [piece for stage in rank_stages for piece in stage_pieces[stage]]
+        gathered = [piece.parameters.gathered for piece in parts]
         activations, in_step, live = _peak(row, stages, unreduced)
-        found.append(
+        ranks.append(
             RankMemory(
-                parameters=sum(one.parameters.own for one in parts)
+                parameters=sum(piece.parameters.local for piece in parts)
                 + (sum(gathered) if shared.gathered else max(gathered, default=0)),
-                gradients=sum(one.gradients.own for one in parts) + in_step,
-                optimizer=sum(one.optimizer.own for one in parts),
-                buffers=pieces.empty.buffers * len(mine) + sum(one.buffers for one in parts),
-                messages=sum(_messages(stages, stage, len(mine), microbatches, keeps_messages) for stage in mine),
+                gradients=sum(piece.gradients.local for piece in parts) + in_step,
+                optimizer=sum(piece.optimizer.local for piece in parts),
+                buffers=pieces.empty.buffers * len(rank_stages) + sum(piece.buffers for piece in parts),
+                messages=sum(
+                    _messages(stages, stage, len(rank_stages), microbatches, keeps_messages) for stage in rank_stages
+                ),
                 activations=activations,
                 live=live,
             )
         )
-    return found
+    return ranks
 
 
 def _stage_memory(
     pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int, sharing: Sharing, keeps_messages: bool
 ) -> _StageMemory:
     parts = pieces_of_stage(pieces, layers_per_stage, stage)
-    kept, held = pieces.empty.kept, pieces.empty.kept
+    after_forward, after_input_backward = pieces.empty.after_forward, pieces.empty.after_forward
     in_forward = in_backward = in_first = in_second = 0
-    for one in parts:
-        in_forward = max(in_forward, kept + one.in_forward)
-        kept += one.kept
+    for part in parts:
+        in_forward = max(in_forward, after_forward + part.in_forward)
+        after_forward += part.after_forward
         # Backward starts at the last piece, so activations of later pieces are released before it reaches this one.
-        in_backward = max(in_backward, kept + one.in_backward)
-        in_first = max(in_first, kept + one.in_input_backward)
-        held += one.held
-        in_second = max(in_second, one.in_weight_backward)
+        in_backward = max(in_backward, after_forward + part.in_backward)
+        in_first = max(in_first, after_forward + part.in_input_backward)
+        after_input_backward += part.after_input_backward
+        in_second = max(in_second, part.in_weight_backward)
     # The first part of a backward frees little until it has passed all pieces, so the held memory adds up.
-    in_first = max(in_first, held)
+    in_first = max(in_first, after_input_backward)
     first = next(iter(parts), pieces.empty)
     received = 0 if stage == 0 else _hidden(pieces, layers_per_stage, stage)
     output = parts[-1].output if parts else first.output
-    numbers = [kept, held, received, output, in_forward, in_backward - kept, in_first - kept, in_second]
+    numbers = [
+        after_forward,
+        after_input_backward,
+        received,
+        output,
+        in_forward,
+        in_backward - after_forward,
+        in_first - after_forward,
+        in_second,
+    ]
     if not keeps_messages:  # a received input exists until its backward
         numbers[0] += received
         numbers[1] += received
-    return _StageMemory(*(_divide(max(one, 0), sharing.context) for one in numbers))
+    return _StageMemory(*(_divide(max(number, 0), sharing.context) for number in numbers))
 
 
 def _hidden(pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int) -> int:
     """Bytes of the hidden states that a stage after the first receives."""
-    before = pieces_of_stage(pieces, layers_per_stage, stage - 1)
-    return before[-1].output if before else pieces.empty.output
+    previous = pieces_of_stage(pieces, layers_per_stage, stage - 1)
+    return previous[-1].output if previous else pieces.empty.output
 
 
 def _peak(row: Sequence[Action], stages: Sequence[_StageMemory], unreduced: Sequence[int]) -> tuple[int, int, int]:
@@ -180,31 +191,31 @@ def _peak(row: Sequence[Action], stages: Sequence[_StageMemory], unreduced: Sequ
 
     Micro-batches count once for each stage. Gradients of a stage are reduced after its last backward.
     """
-    now = waiting = live = most_live = 0
+    current = waiting = live = most_live = 0
     peak = 0, 0
     kinds = [(action.stage_index, KINDS[action.computation_type]) for action in row]
-    left = Counter(index for index, kind in kinds if kind in ("backward", "weight_backward"))
-    begun: set[int] = set()
+    remaining = Counter(index for index, kind in kinds if kind in ("backward", "weight_backward"))
+    started: set[int] = set()
     for index, kind in kinds:
         stage = stages[index]
         whole_at_once = index == 0  # stage 0 has no input gradients, so the first part does nothing
-        if kind != "forward" and index not in begun:
-            begun.add(index)
+        if kind != "forward" and index not in started:
+            started.add(index)
             waiting += unreduced[index]
         inside = change = 0
         if kind == "forward":
-            inside, change, live = stage.in_forward, stage.kept, live + 1
+            inside, change, live = stage.in_forward, stage.after_forward, live + 1
         elif kind == "backward" or (kind == "weight_backward" and whole_at_once):
-            inside, change, live = stage.in_backward, -stage.kept, live - 1
+            inside, change, live = stage.in_backward, -stage.after_forward, live - 1
         elif kind == "input_backward" and not whole_at_once:
-            inside, change = stage.in_input_backward, stage.held - stage.kept
+            inside, change = stage.in_input_backward, stage.after_input_backward - stage.after_forward
         elif kind == "weight_backward":
-            inside, change, live = stage.in_weight_backward, -stage.held, live - 1
-        peak = max(peak, (now + max(inside, change), waiting), key=sum)
-        now, most_live = now + change, max(most_live, live)
+            inside, change, live = stage.in_weight_backward, -stage.after_input_backward, live - 1
+        peak = max(peak, (current + max(inside, change), waiting), key=sum)
+        current, most_live = current + change, max(most_live, live)
         if kind in ("backward", "weight_backward"):
-            left[index] -= 1
-            waiting -= 0 if left[index] else unreduced[index]
+            remaining[index] -= 1
+            waiting -= 0 if remaining[index] else unreduced[index]
     return *peak, most_live
 
 

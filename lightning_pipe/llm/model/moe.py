@@ -73,7 +73,7 @@ class MoE(nn.Module):
 
     Attributes:
         exchange: function that runs experts on several ranks; None if all experts are on this rank. See
-            :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelise_experts`.
+            :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelize_experts`.
     """
 
     def __init__(

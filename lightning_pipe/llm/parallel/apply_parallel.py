@@ -1,4 +1,4 @@
-"""Applies the parallel dimensions to a rank's materialised stages, in the required order."""
+"""Applies the parallel dimensions to a rank's materialized stages, in the required order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipe.llm.model.lora import is_adapted
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.routing_replay import watch_routers
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
+from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
-from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelise_experts
+from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelize_experts
 from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
-from lightning_pipe.llm.parallel.tensor_parallel import parallelise_tensors
+from lightning_pipe.llm.parallel.tensor_parallel import parallelize_tensors
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 
 
@@ -72,9 +72,9 @@ class StageParallelism:
         if self.can_replay_routing:
             watch_routers(stage.module, config.layers)
         if meshes is not None and meshes.tensor is not None:
-            parallelise_tensors(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
+            parallelize_tensors(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
         if meshes is not None and meshes.expert is not None:
-            parallelise_experts(
+            parallelize_experts(
                 stage, meshes.expert, meshes.expert_data, reshard_after_forward=self.dimensions.reshard_after_forward
             )
         self.checkpoint(stage, config.layers)
@@ -82,7 +82,7 @@ class StageParallelism:
             compile_layers(stage, config.layers, **self.compile_options)
         if meshes is not None and meshes.data is not None:
             reshard = self.dimensions.reshard_after_forward
-            parallelise_stage(stage, config.layers, meshes.data, reshard_after_forward=reshard)
+            parallelize_stage(stage, config.layers, meshes.data, reshard_after_forward=reshard)
 
     def checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
         """Enable activation checkpointing for the selected layers."""

@@ -84,7 +84,7 @@ def _varlen_attention(
         # Each row is one document.
         cu_seq_lens_q = torch.arange(0, rows * length + 1, length, device=query.device, dtype=torch.int32)
         max_length_q = length
-    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output: Any = varlen.varlen_attn(
         query,
         key,

@@ -86,9 +86,9 @@ class OwnMasks:
     """
 
     def __init__(
-        self, whole: Tensor | None, rank: int, size: int, *, balanced: bool = False, square: bool = False
+        self, full_mask: Tensor | None, rank: int, size: int, *, balanced: bool = False, square: bool = False
     ) -> None:
-        self._whole, self._square = whole, square
+        self._full_mask, self._square = full_mask, square
         self._rank, self._size, self._balanced = rank, size, balanced
         # The mask of the last call and its version, which in-place changes increase: layers often share one mask.
         self._checked: tuple[ReferenceType[Tensor], int] | None = None
@@ -103,19 +103,21 @@ class OwnMasks:
         version = -1 if mask.is_inference() else mask._version
         if self._checked is not None and self._checked[0]() is mask and self._checked[1] == version >= 0:
             return
-        own = chunk_positions(self._rank, self._size, length * self._size, balanced=self._balanced).to(mask.device)
+        positions = chunk_positions(self._rank, self._size, length * self._size, balanced=self._balanced).to(
+            mask.device
+        )
         # The two pieces of a balanced chunk are not adjacent, and a model may treat them as documents.
         pieces = torch.arange(length, device=mask.device) * (2 if self._balanced else 1) // length
         compared = pieces[:, None] == pieces
-        if self._whole is None:
-            expected = own[:, None] >= own
+        if self._full_mask is None:
+            expected = positions[:, None] >= positions
         else:
-            rows = self._whole.index_select(-2, own)
-            expected = rows.index_select(-1, own)
-            itself = _attends(expected).diagonal(dim1=-2, dim2=-1)
+            rows = self._full_mask.index_select(-2, positions)
+            expected = rows.index_select(-1, positions)
+            attends_itself = _attends(expected).diagonal(dim1=-2, dim2=-1)
             # A mask of the batch is padded with tokens that attend to themselves only, other patterns with tokens that
             # none attends to.
-            real = _attends(rows).sum(-1) > itself.long() if self._square else itself
+            real = _attends(rows).sum(-1) > attends_itself.long() if self._square else attends_itself
             compared = compared & real[..., None]
         if bool((_differs(mask, expected) & compared).any()):
             raise SetupError(
@@ -147,7 +149,7 @@ class CheckedAttention(nn.Module):
     """Stage whose forwards check that context parallelism intercepts all of its attention.
 
     It is used for the forwards on fake tensors that infer shapes. Every rank runs these for all stages, before any
-    stage runs with data, so an error is raised on every rank and no neighbour is left waiting.
+    stage runs with data, so an error is raised on every rank and no neighbor is left waiting.
     """
 
     def __init__(

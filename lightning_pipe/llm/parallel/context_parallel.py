@@ -51,10 +51,10 @@ class FullAttention:
         """Mask for ``scaled_dot_product_attention``: (rows or 1, heads or 1, length, length); None if only causal."""
         if self.mask is not None:
             return self.mask
-        said = self.documents if self.real is None else self.real
-        if said is None:
+        per_token = self.documents if self.real is None else self.real
+        if per_token is None:
             return None
-        positions = torch.arange(said.shape[1], device=said.device)
+        positions = torch.arange(per_token.shape[1], device=per_token.device)
         attends = (positions[:, None] >= positions)[None]
         if self.documents is not None:
             attends = attends & (self.documents[:, :, None] == self.documents[:, None])
@@ -89,25 +89,27 @@ def cut_sequence(
     sequences = _sequences(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
     attention = attention_of(micro_batch, length)
-    own = chunk_positions(rank, size, length, balanced=balanced)
-    own = own.to(next(iter(sequences.values())).device)
+    positions = chunk_positions(rank, size, length, balanced=balanced)
+    positions = positions.to(next(iter(sequences.values())).device)
     local = dict(micro_batch)
     for key, value in sequences.items():
         if key == _MASK and value.ndim > 2:
-            value = value.index_select(-2, own)
-        local[key] = value.index_select(-1 if key == _MASK else 1, own)
+            value = value.index_select(-2, positions)
+        local[key] = value.index_select(-1 if key == _MASK else 1, positions)
     if not isinstance(micro_batch.get(_POSITIONS), Tensor):
         documents = attention.documents
-        counted = own[None] if documents is None else positions_of(documents)[:, own]
-        local[_POSITIONS] = counted.expand(rows, len(own))
-    for key, longest in _DOCUMENTS.items():
-        ends = micro_batch.get(key)
-        if isinstance(ends, Tensor):
-            local[key] = torch.searchsorted(own.to(ends.device), ends.long()).unique().to(ends.dtype)
-            if longest in local:
-                found = local[key].diff().max()
-                before = local[longest]
-                local[longest] = found.to(before) if isinstance(before, Tensor) else int(found)
+        position_ids = positions[None] if documents is None else positions_of(documents)[:, positions]
+        local[_POSITIONS] = position_ids.expand(rows, len(positions))
+    for key, max_length_key in _DOCUMENTS.items():
+        boundaries = micro_batch.get(key)
+        if isinstance(boundaries, Tensor):
+            local[key] = (
+                torch.searchsorted(positions.to(boundaries.device), boundaries.long()).unique().to(boundaries.dtype)
+            )
+            if max_length_key in local:
+                longest = local[key].diff().max()
+                full_longest = local[max_length_key]
+                local[max_length_key] = longest.to(full_longest) if isinstance(full_longest, Tensor) else int(longest)
     return local, attention
 
 
@@ -121,12 +123,12 @@ def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = Fa
     """Outputs for whole sequences, on every context rank; no gradients flow through it."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.detach().contiguous(), group=group)
-    whole = torch.cat(parts, 1)
+    joined = torch.cat(parts, 1)
     if not balanced:
-        return whole
+        return joined
     ranks = range(group.size())
-    held = torch.cat([chunk_positions(rank, group.size(), whole.shape[1], balanced=True) for rank in ranks])
-    return whole.index_select(1, held.argsort().to(whole.device))
+    positions = torch.cat([chunk_positions(rank, group.size(), joined.shape[1], balanced=True) for rank in ranks])
+    return joined.index_select(1, positions.argsort().to(joined.device))
 
 
 def _sequences(micro_batch: Mapping[str, Any], keys: SequenceKeys | None) -> dict[str, Tensor]:

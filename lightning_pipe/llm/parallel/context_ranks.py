@@ -63,9 +63,9 @@ class ContextRanks:
         each other tensors of different shapes. The attention pattern comes from the batch, not from the model.
         """
         positions, watched = part["position_ids"], _Watched(part)
-        given = model_inputs(watched)
+        inputs = model_inputs(watched)
         # If it passes the micro-batch itself to the model, pass a plain dict.
-        arguments, keywords = tree_map(lambda one: dict(one) if isinstance(one, _Watched) else one, given)
+        arguments, keywords = tree_map(lambda value: dict(value) if isinstance(value, _Watched) else value, inputs)
         if self.causal_lm:
             keywords = {"position_ids": positions} | keywords
             mask = keywords.get("attention_mask")
@@ -73,7 +73,7 @@ class ContextRanks:
                 keywords["attention_mask"] = (
                     torch.ones_like(positions, dtype=torch.bool) if self.leaves_masks_out else None
                 )
-        elif not (watched.positions_seen or any(one is positions for one in tree_leaves((arguments, keywords)))):
+        elif not (watched.positions_seen or any(leaf is positions for leaf in tree_leaves((arguments, keywords)))):
             raise InputError(
                 f"with parallel.cp={self.size} a rank holds a part of each sequence, and model_inputs does not"
                 " read the micro-batch's 'position_ids', so that the model cannot know which part; expected a model"

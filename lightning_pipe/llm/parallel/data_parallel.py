@@ -18,26 +18,26 @@ from lightning_pipe.llm.parallel.expert_parallel import spread_parameters
 from lightning_pipe.llm.parallel.gradients import force_sum_reduction
 
 
-def parallelise_stage(
+def parallelize_stage(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False
 ) -> None:
     """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks."""
-    own = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
-    spread = spread_parameters(stage)
+    stage_layers = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
+    expert_parameters = spread_parameters(stage)
     # Half-precision gradients are reduced in float32.
-    halves = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in stage.parameters())
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None)
+    half_precision = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in stage.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half_precision else None)
     sharded = "shard" in (mesh.mesh_dim_names or ())
     # Backward gathers and frees layer by layer; the schedule gathers the whole stage before its first forward.
-    for part in [*own, stage]:
+    for part in [*stage_layers, stage]:
         if sharded:
             fully_shard(
                 part,
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward,
                 mp_policy=policy,
-                ignored_params=spread,
+                ignored_params=expert_parameters,
             )
         else:
-            replicate(part, mesh=mesh, mp_policy=policy, ignored_params=spread)
+            replicate(part, mesh=mesh, mp_policy=policy, ignored_params=expert_parameters)
     force_sum_reduction(stage)

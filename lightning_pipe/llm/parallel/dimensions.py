@@ -97,18 +97,18 @@ class ParallelDims:
         Raises:
             SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """
-        others = math.prod(getattr(self, name) for name in _WORLD if name not in self._open())
-        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // others, 1)))
+        known_size = math.prod(getattr(self, name) for name in _WORLD if name not in self._open())
+        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // known_size, 1)))
         if math.prod(getattr(fitted, name) for name in _WORLD) != world_size:
             sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
                 f"{sizes} do not make the {world_size} ranks that the trainer has. Set devices times nodes to the"
                 " product of these sizes"
             )
-        among = fitted.dp_shard * fitted.cp
-        if among % self.ep:
+        data_ranks = fitted.dp_shard * fitted.cp
+        if data_ranks % self.ep:
             raise SetupError(
-                f"parallel.ep={self.ep} does not divide the {among} ranks that share a stage's data"
+                f"parallel.ep={self.ep} does not divide the {data_ranks} ranks that share a stage's data"
                 f" (parallel.dp_shard={fitted.dp_shard} times parallel.cp={fitted.cp}). Set parallel.ep to a divisor"
                 " of that number, since experts are sharded over these ranks"
             )
@@ -148,8 +148,8 @@ class StageMeshes:
             self.context = mesh(before=pipeline * replicate * shard, context=context, after=tensor)["context"]
         if expert > 1:
             # Experts are replicated if the rest is: `fully_shard` and `replicate` cannot be combined.
-            left = shard * context // expert
-            copies, sharing = (replicate, left) if shard > 1 else (replicate * left, 1)
+            expert_copies = shard * context // expert
+            copies, sharing = (replicate, expert_copies) if shard > 1 else (replicate * expert_copies, 1)
             experts = mesh(pipeline=pipeline, replicate=copies, shard=sharing, expert=expert, tensor=tensor)
             self.expert, self.expert_data = experts["expert"], _used(experts, "replicate", "shard")
         ranks: Tensor = self.root.mesh.reshape(pipeline, replicate * shard, context * tensor)

@@ -37,8 +37,8 @@ def check_experts(model: nn.Module, size: int) -> None:
         )
     for name, experts in layers.items():
         numbers = {len(parameter) for parameter in experts.parameters()}
-        known = hasattr(experts, "has_gate") or type(experts) is Experts or takes_all_rows(experts)
-        if len(numbers) != 1 or not known:
+        is_supported = hasattr(experts, "has_gate") or type(experts) is Experts or takes_all_rows(experts)
+        if len(numbers) != 1 or not is_supported:
             raise SetupError(
                 f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
                 " whose parameters have one entry for each expert in dimension 0, and whose forward takes the tokens,"
@@ -53,14 +53,14 @@ def check_experts(model: nn.Module, size: int) -> None:
             )
 
 
-def parallelise_experts(
+def parallelize_experts(
     stage: nn.Module, mesh: DeviceMesh, data_mesh: DeviceMesh | None = None, *, reshard_after_forward: bool = False
 ) -> None:
     """Keep only this rank's experts of each layer of a stage, in place. Call it before data parallelism of the stage.
 
     The experts' parameters become DTensors, sharded by expert over ``mesh``, and also over ``data_mesh`` if it has a
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
-    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelise_stage`` does
+    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelize_stage`` does
     at its end.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
@@ -90,7 +90,7 @@ def parallelise_experts(
 
 
 def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
-    """Parameters sharded by :func:`parallelise_experts`, which data parallelism of the stage must ignore."""
+    """Parameters sharded by :func:`parallelize_experts`, which data parallelism of the stage must ignore."""
     layers: list[nn.Module] = [
         module.experts for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None
     ]
@@ -100,9 +100,9 @@ def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
-        own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-        setattr(experts, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _check_widths(experts: nn.Module, size: int) -> None:
@@ -123,14 +123,14 @@ class _TokenExchange:
 
     def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
         """As :class:`~lightning_pipe.llm.model.moe.Experts`, with the token counts of the experts of all ranks."""
-        arriving = _all_to_all(counts, None, None, self._group)
+        arriving_counts = _all_to_all(counts, None, None, self._group)
         # Tokens arrive sorted by source rank, then by expert.
-        of_rank = arriving.view(self._group.size(), -1)
-        sent, received = torch.stack([counts.view_as(of_rank).sum(1), of_rank.sum(1)]).tolist()
-        here = _travel(tokens, sent, received, self._group)
-        expert = torch.arange(of_rank.shape[1], device=counts.device).repeat(len(of_rank))
-        by_expert = expert.repeat_interleave(arriving, output_size=len(here)).argsort(stable=True)
-        results = experts(here[by_expert], of_rank.sum(0))
+        counts_by_rank = arriving_counts.view(self._group.size(), -1)
+        sent, received = torch.stack([counts.view_as(counts_by_rank).sum(1), counts_by_rank.sum(1)]).tolist()
+        local_tokens = _travel(tokens, sent, received, self._group)
+        expert_ids = torch.arange(counts_by_rank.shape[1], device=counts.device).repeat(len(counts_by_rank))
+        by_expert = expert_ids.repeat_interleave(arriving_counts, output_size=len(local_tokens)).argsort(stable=True)
+        results = experts(local_tokens[by_expert], counts_by_rank.sum(0))
         return _travel(results[by_expert.argsort()], received, sent, self._group)
 
 
@@ -150,9 +150,9 @@ class _Travel(torch.autograd.Function):
 # Compiled code could not pass the turn.
 @torch.compiler.disable
 def _all_to_all(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    travelling = all_to_all_single(rows, received, sent, group)
+    pending = all_to_all_single(rows, received, sent, group)
     pass_turn()
-    arrived: Tensor = wait_tensor(travelling)
+    arrived: Tensor = wait_tensor(pending)
     return arrived
 
 

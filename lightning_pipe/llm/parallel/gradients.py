@@ -28,7 +28,7 @@ class GradientNorm:
     """Norm over the gradients of all stages and shards, equal to that of one device with the whole model.
 
     The total is computed as in ``torch.nn.utils.get_total_norm``: a norm of the norms of single gradients, in the
-    optimiser's order. The stages exchange the norms of their gradients, and each computes the total from all of them.
+    optimizer's order. The stages exchange the norms of their gradients, and each computes the total from all of them.
     Without sharding the result equals the single-device value bitwise; with sharding it differs by the rounding of the
     shards' sums.
 
@@ -48,21 +48,23 @@ class GradientNorm:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it."""
-        own = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
+        norm_table = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
         norms = _norms(self._parameters)
         if norms:
             # Exact: float64 represents every value of these types, and so does the type they are promoted to.
-            own[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(own)
-            own[1, list(norms)] = torch.tensor([1 + _TYPES.index(norm.dtype) for norm in norms.values()]).to(own)
+            norm_table[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(norm_table)
+            norm_table[1, list(norms)] = torch.tensor([1 + _TYPES.index(norm.dtype) for norm in norms.values()]).to(
+                norm_table
+            )
         if self._group is not None:
             # Each position is non-zero on one rank only, so the sum copies its value exactly, in any order.
-            dist.all_reduce(own, group=self._group)
-        home = next((parameter.device for parameter in self._parameters.values()), self._device)
-        types = [int(code) for code in own[1].tolist()]
-        typed = {code: own[0].to(home, _TYPES[code - 1]).unbind() for code in set(types) if code}
+            dist.all_reduce(norm_table, group=self._group)
+        device = next((parameter.device for parameter in self._parameters.values()), self._device)
+        codes = [int(code) for code in norm_table[1].tolist()]
+        norms_by_code = {code: norm_table[0].to(device, _TYPES[code - 1]).unbind() for code in set(codes) if code}
         # The norm of a scalar is its absolute value, so get_total_norm of the norms is the total norm.
-        every = [typed[code][position] for position, code in enumerate(types) if code]
-        return torch.nn.utils.get_total_norm(every).to(home)
+        all_norms = [norms_by_code[code][position] for position, code in enumerate(codes) if code]
+        return torch.nn.utils.get_total_norm(all_norms).to(device)
 
 
 @torch.no_grad()
@@ -70,7 +72,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
     """Scale gradients down, in place, to a total norm of at most ``max_norm``.
 
     The factor is that of ``torch.nn.utils.clip_grads_with_norm_``, and the gradients are bitwise the same. They are
-    multiplied even if the factor is 1, which avoids synchronising with the device.
+    multiplied even if the factor is 1, which avoids synchronizing with the device.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     for gradients in alike(_local(parameters)):
@@ -123,8 +125,8 @@ def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
 def _part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
-    for same in alike([part for part in parts if part.numel()]):
-        norms |= zip(map(id, same), norms_of(same), strict=True)
+    for group in alike([part for part in parts if part.numel()]):
+        norms |= zip(map(id, group), norms_of(group), strict=True)
     return [norms[id(part)] for part in parts]
 
 

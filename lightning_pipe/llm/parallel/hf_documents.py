@@ -108,8 +108,8 @@ class HFDocuments:
         """Build it for a model, or for a rank's part of one; None if it is not a Hugging Face causal LM."""
         if not is_causal_lm(model) or not hasattr(model.config, "model_type"):
             return None
-        kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
-        return HFDocuments(model.config, next(kinds, torch.get_default_dtype()))
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        return HFDocuments(model.config, next(dtypes, torch.get_default_dtype()))
 
     def check(self, micro_batch: Mapping[str, Any]) -> None:
         """Check that the model separates the documents of a micro-batch, if its rows have several."""
@@ -159,18 +159,20 @@ class HFDocuments:
             if self._implementation == VARLEN and unchanged and isinstance(mask, Tensor) and mask.ndim == 2:
                 plain["attention_mask"] = None  # causal attention of tokens does not reach padding at the end
             return plain
-        found = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
-        given = micro_batch.get("position_ids")
+        model_keywords = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
+        position_ids = micro_batch.get("position_ids")
         rows, _ = SequenceKeys().size(micro_batch)
         if takes_boundaries(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
             begins = nn.functional.pad(_boundaries(documents).expand(rows, -1), (1, 0), value=True).flatten()
             ends = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()
             longest = int(ends.diff().max())
-            found |= dict(zip(_DESCRIPTION, (ends, ends, longest, longest), strict=True))
-        found["position_ids"] = given if isinstance(given, Tensor) else positions_of(documents).expand(rows, -1)
-        found["attention_mask"] = self._mask(micro_batch) if self._masks(micro_batch) else None
-        return found
+            model_keywords |= dict(zip(_DESCRIPTION, (ends, ends, longest, longest), strict=True))
+        model_keywords["position_ids"] = (
+            position_ids if isinstance(position_ids, Tensor) else positions_of(documents).expand(rows, -1)
+        )
+        model_keywords["attention_mask"] = self._mask(micro_batch) if self._masks(micro_batch) else None
+        return model_keywords
 
     def _documents(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         _, length = SequenceKeys().size(micro_batch)

@@ -40,9 +40,9 @@ class RingAttention(AttentionMode):
         self._square = attention is not None and attention.mask is not None
         self._mask = None
         if mask is not None:
-            own = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
-            self._mask = mask.index_select(-2, own.to(mask.device))
-        self._own = OwnMasks(mask, group.rank(), group.size(), balanced=True, square=self._square)
+            positions = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
+            self._mask = mask.index_select(-2, positions.to(mask.device))
+        self._mask_check = OwnMasks(mask, group.rank(), group.size(), balanced=True, square=self._square)
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class RingAttention(AttentionMode):
     ) -> Tensor:
         check_call(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
         check_mask_heads(self._mask, query)
-        self._own.check(attn_mask, query.shape[-2])
+        self._mask_check.check(attn_mask, query.shape[-2])
         device = query.device.type
         if torch.is_autocast_enabled(device):  # as scaled_dot_product_attention does
             half = torch.get_autocast_dtype(device)
@@ -78,8 +78,10 @@ def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.
     """Ring attention; not compiled: its kernel is compiled already, and Dynamo (2.13) cannot trace the merge."""
     widths = [tensor.shape[-1] for tensor in (query, key, value)]
     # Kernels need one width, CUDA's a multiple of 8; scaled_dot_product_attention pads in the same way.
-    width = max(widths) if query.device.type == "cpu" else -(-max(widths) // 8) * 8
-    filled = (F.pad(tensor, (0, width - own)) for tensor, own in zip((query, key, value), widths, strict=True))
+    padded_width = max(widths) if query.device.type == "cpu" else -(-max(widths) // 8) * 8
+    filled = (
+        F.pad(tensor, (0, padded_width - width)) for tensor, width in zip((query, key, value), widths, strict=True)
+    )
     attended: Tensor = _Ring.apply(*filled, scale, group)
     return attended[..., : widths[-1]]
 
@@ -87,11 +89,11 @@ def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.
 def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequences, in order; backward sums the gradients of each rank's chunk."""
     both = torch.cat([key, value], -1).movedim(_LENGTH, 0).contiguous()
-    whole: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
+    gathered: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
     size = group.size()
-    held = torch.cat([chunk_positions(rank, size, len(whole), balanced=True) for rank in range(size)])
-    whole = whole.index_select(0, held.argsort().to(whole.device)).movedim(0, _LENGTH)
-    key, value = whole.split([key.shape[-1], value.shape[-1]], -1)
+    positions = torch.cat([chunk_positions(rank, size, len(gathered), balanced=True) for rank in range(size)])
+    gathered = gathered.index_select(0, positions.argsort().to(gathered.device)).movedim(0, _LENGTH)
+    key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
     return key, value
 
 
@@ -106,9 +108,11 @@ class _Ring(torch.autograd.Function):
             return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
         with balanced_ring(query.dtype) as (ring, _):
-            out, sums, *rest = ring(group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True)
+            out, sums, *kernel_outputs = ring(
+                group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True
+            )
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.rest, ctx.scale, ctx.group, ctx.repeats = rest, scale, group, repeats
+        ctx.kernel_outputs, ctx.scale, ctx.group, ctx.repeats = kernel_outputs, scale, group, repeats
         return out
 
     @staticmethod
@@ -121,8 +125,10 @@ class _Ring(torch.autograd.Function):
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
         ) -> tuple[Tensor, ...]:
             saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
-            of_query, of_key, of_value = attend_backward(grad_out, saved, ctx.rest, is_causal, ctx.scale)
-            return of_query, _add_up(of_key, repeats), _add_up(of_value, repeats)
+            grad_query, grad_key, grad_value = attend_backward(
+                grad_out, saved, ctx.kernel_outputs, is_causal, ctx.scale
+            )
+            return grad_query, _add_up(grad_key, repeats), _add_up(grad_value, repeats)
 
         with balanced_ring(query.dtype) as (_, ring_backward):
             gradients = ring_backward(

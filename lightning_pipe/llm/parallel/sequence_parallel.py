@@ -35,19 +35,21 @@ Styles = Mapping[str, str | ParallelStyle]
 
 def check_sequences(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
     """Check that a model works on parts of the tokens outside its blocks."""
-    reason, own = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
+    reason, style_objects = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
     blocks = _blocks(model, config, styles)
-    whole = {
+    unsupported = {
         name for name, module in outside_blocks(model, config, styles).items() if not _is_norm(name, module, config)
     }
     if has_routers(model):
         reason = "has a mixture of experts, whose routers need all tokens"
     elif config.layer_outputs > 1:
         reason = f"has layers that return {config.layer_outputs} tensors; expected one"
-    elif own:
-        reason = f"has a plan with ParallelStyle objects for {', '.join(own)}; expected words such as 'colwise'"
-    elif whole or blocks & set(config.layers):
-        names = ", ".join(sorted({*whole, *(blocks & set(config.layers))})[:3])
+    elif style_objects:
+        reason = (
+            f"has a plan with ParallelStyle objects for {', '.join(style_objects)}; expected words such as 'colwise'"
+        )
+    elif unsupported or blocks & set(config.layers):
+        names = ", ".join(sorted({*unsupported, *(blocks & set(config.layers))})[:3])
         reason = (
             f"has {names} in its layers; expected only norms next to modules that contain a 'colwise' and a 'rowwise'"
             " matrix each, such as attention and feed-forward"
@@ -78,8 +80,8 @@ def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, st
     """
 
     def moved(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:
-        return lambda one: (
-            DTensor.from_local(one, mesh, [source])
+        return lambda tensor: (
+            DTensor.from_local(tensor, mesh, [source])
             .redistribute(placements=[target])
             .to_local(grad_placements=[gradient])
         )
@@ -88,10 +90,10 @@ def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, st
         # The gradient of a block's input is summed where it leaves the block, once for all its matrices.
         return DTensor.from_local(args[0], mesh, [_WHOLE], grad_placements=[Partial()]), *args[1:]
 
-    own = [one for one in map(model.get_submodule, config.layers) if not isinstance(one, PassThrough)]
-    if own:
-        _change_input(own[0], moved(_WHOLE, TOKENS, TOKENS))
-        _change_output(own[-1], moved(TOKENS, _WHOLE, _WHOLE))
+    stage_layers = [layer for layer in map(model.get_submodule, config.layers) if not isinstance(layer, PassThrough)]
+    if stage_layers:
+        _change_input(stage_layers[0], moved(_WHOLE, TOKENS, TOKENS))
+        _change_output(stage_layers[-1], moved(TOKENS, _WHOLE, _WHOLE))
     for name in _blocks(model, config, styles):
         _change_input(model.get_submodule(name), moved(TOKENS, _WHOLE, Partial()))
     for name, style in styles.items():
@@ -101,14 +103,15 @@ def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, st
 
 def _blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> set[str]:
     columns, rows = (
-        [name for name, one in styles.items() if isinstance(one, kind)] for kind in (ColwiseParallel, RowwiseParallel)
+        [name for name, style in styles.items() if isinstance(style, style_class)]
+        for style_class in (ColwiseParallel, RowwiseParallel)
     )
     return blocks_of(config, columns, rows)
 
 
 def _is_norm(name: str, module: nn.Module, config: ModuleConfig) -> bool:
     is_near = name in config.layers or name.rpartition(".")[0] in config.layers
-    return is_near and all(one.dim() < 2 for one in module.parameters(recurse=False))
+    return is_near and all(parameter.dim() < 2 for parameter in module.parameters(recurse=False))
 
 
 def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -34,10 +34,10 @@ from lightning_pipe.llm.parallel.sequence_parallel import TOKENS, outside_blocks
 from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
 
 _MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters see a part of the activations
-_SAME = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
+_NORM_TOLERANCE = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 
 
-def parallelise_tensors(
+def parallelize_tensors(
     stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan, *, sequences: bool = False
 ) -> None:
     """Keep this rank's part of each matrix of a stage's layers, in place, without communication.
@@ -92,12 +92,12 @@ class TensorGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum the partial gradients over the mesh. Call it once each optimiser step, before scaling and clipping.
+        """Sum the partial gradients over the mesh. Call it once each optimizer step, before scaling and clipping.
 
         Call it after the data-parallel reduction and after all accumulated batches; otherwise gradients would be summed
         twice. The first time that no gradient contains NaN or infinity, the ranks compare their gradients.
         """
-        whole: dict[str, Tensor] = {}
+        complete: dict[str, Tensor] = {}
         incomplete: dict[str, Tensor] = {}
         for name, parameter, is_partial in self._uncut():
             if parameter.grad is None:
@@ -107,13 +107,15 @@ class TensorGradients:
                 # A user's own ParallelStyle may leave a partial sum.
                 gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
                 parameter.grad = gradient
-            (incomplete if is_partial else whole)[name] = local_part(gradient)
+            (incomplete if is_partial else complete)[name] = local_part(gradient)
         if not self._checked:
-            self._checked = self._compare(whole, incomplete)
+            self._checked = self._compare(complete, incomplete)
         for gradients in alike(incomplete.values()):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self._group)
-            for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            for gradient, summed in zip(
+                gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
 
     def _uncut(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
@@ -129,16 +131,18 @@ class TensorGradients:
         names = parameter.device_mesh.mesh_dim_names or ()
         return self._dimension in names and not parameter.placements[names.index(self._dimension)].is_replicate()
 
-    def _compare(self, whole: Mapping[str, Tensor], incomplete: Mapping[str, Tensor]) -> bool:
+    def _compare(self, complete: Mapping[str, Tensor], incomplete: Mapping[str, Tensor]) -> bool:
         """Check that the whole gradients agree and the partial ones differ; False if NaN or infinity prevents it."""
-        names = [*whole, *incomplete]
+        names = [*complete, *incomplete]
         if not names:
             return True
-        found = [gradient.double() for gradient in (*whole.values(), *incomplete.values())]
-        numbers = torch.stack([*(one.norm() for one in found), *(one.sum() for one in found)]).to(self._device)
-        unknown = (~numbers.isfinite().all()).double()[None]
+        gradients = [gradient.double() for gradient in (*complete.values(), *incomplete.values())]
+        numbers = torch.stack(
+            [*(gradient.norm() for gradient in gradients), *(gradient.sum() for gradient in gradients)]
+        ).to(self._device)
+        not_finite = (~numbers.isfinite().all()).double()[None]
         numbers = torch.cat([numbers, -numbers]).nan_to_num(0.0, 0.0, 0.0)
-        largest = torch.cat([numbers, unknown])
+        largest = torch.cat([numbers, not_finite])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         if largest[-1] > 0:
             return False
@@ -146,15 +150,15 @@ class TensorGradients:
             (largest[:-1] * numbers.new_tensor([1, 1, -1, -1]).repeat_interleave(len(names))).view(4, -1).tolist()
         )
         for index, name in enumerate(names):
-            if name in whole and high[index] - low[index] > _SAME * high[index]:
+            if name in complete and high[index] - low[index] > _NORM_TOLERANCE * high[index]:
                 raise SetupError(
                     f"the gradient of {name} has norms from {low[index]:.6g} to {high[index]:.6g} on the ranks that"
                     " share its layer; expected equal norms, since the tensor-parallel plan leaves it whole. If it is"
                     f" used between sharded matrices, give its module {PARTIAL_GRADIENT!r} in the plan; otherwise check"
                     " that the ranks get the same batches and draw the same random numbers"
                 )
-            same = high[index] == low[index] and high_sum[index] == low_sum[index]
-            if name in incomplete and same and high[index] > 0:
+            is_equal = high[index] == low[index] and high_sum[index] == low_sum[index]
+            if name in incomplete and is_equal and high[index] > 0:
                 raise SetupError(
                     f"the gradient of {name} is the same on all ranks that share its layer, so it is complete, but"
                     f" the tensor-parallel plan has {PARTIAL_GRADIENT!r}. Use 'replicate' for its module, or remove the"

@@ -59,8 +59,8 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
         "Add get_tensor_parallel_plan() to the model; it returns a dict from module names, such as"
         f" '{_any_layer(config)}.mlp.up_proj', to {', '.join(_STYLES)} or PyTorch's ParallelStyle objects"
     )
-    own = getattr(model, "get_tensor_parallel_plan", None)
-    plan = own() if callable(own) else _plan_of_config(model, config)
+    get_plan = getattr(model, "get_tensor_parallel_plan", None)
+    plan = get_plan() if callable(get_plan) else _plan_of_config(model, config)
     if not isinstance(plan, Mapping) or not plan:
         raise SetupError(
             f"{type(model).__name__} has no plan for tensor parallelism of its layers, got {plan!r}. {needed}"
@@ -88,9 +88,9 @@ def resolve_tensor_plan(
 ) -> dict[str, str | ParallelStyle]:
     """Resolve a plan to the style of each module, and check it. All ranks get the same result for the unsplit model."""
     is_whole = not any(isinstance(module, PassThrough) for module in model.modules())
-    found: dict[str, str | ParallelStyle] = {}
-    for pattern, given in plan.items():
-        style = _style(pattern, given)
+    styles: dict[str, str | ParallelStyle] = {}
+    for pattern, entry in plan.items():
+        style = _style(pattern, entry)
         names = _matches(pattern, model)
         if not names and is_whole:
             raise SetupError(
@@ -103,31 +103,35 @@ def resolve_tensor_plan(
                     f"the tensor-parallel plan cuts {name}, which is in no layer; expected modules in"
                     f" {_any_layer(config)}. Remove it from the plan: embedding, norm and head stay whole"
                 )
-            if name in found:
+            if name in styles:
                 raise SetupError(f"the tensor-parallel plan has two entries for {name}; expected one. Remove {pattern}")
-            found[name] = style
-    for name, module_style in found.items():
+            styles[name] = style
+    for name, module_style in styles.items():
         _check_module(name, model.get_submodule(name), module_style, size)
-    _check_heads(model, found, size)
-    return found
+    _check_heads(model, styles, size)
+    return styles
 
 
-def _style(pattern: str, given: object) -> str | ParallelStyle:
-    if isinstance(given, ParallelStyle):
-        return given
-    if not isinstance(given, str) or given not in _STYLES:
+def _style(pattern: str, entry: object) -> str | ParallelStyle:
+    if isinstance(entry, ParallelStyle):
+        return entry
+    if not isinstance(entry, str) or entry not in _STYLES:
         raise SetupError(
-            f"the tensor-parallel plan has {given!r} for {pattern}; expected one of {', '.join(_STYLES)}, or one of"
+            f"the tensor-parallel plan has {entry!r} for {pattern}; expected one of {', '.join(_STYLES)}, or one of"
             " PyTorch's ParallelStyle objects. Return another plan from the model's get_tensor_parallel_plan()"
         )
-    make = _STYLES[given]
-    return given if make is None else make()
+    make_style = _STYLES[entry]
+    return entry if make_style is None else make_style()
 
 
 def _check_module(name: str, module: nn.Module, style: str | ParallelStyle, size: int) -> None:
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
-    cut = [dim for (kind, of), dim in _CUT.items() if isinstance(module, kind) and isinstance(style, of)]
+    cut = [
+        dim
+        for (module_class, style_class), dim in _CUT.items()
+        if isinstance(module, module_class) and isinstance(style, style_class)
+    ]
     weight = getattr(module, "weight", None)
     if not cut or not isinstance(weight, Tensor):
         raise SetupError(
@@ -183,7 +187,7 @@ def blocks_of(config: ModuleConfig, columns: Collection[str], rows: Collection[s
     blocks = set()
     for name in columns:
         block = name.rpartition(".")[0]
-        while _is_in_layer(block, config) and not any(other.startswith(f"{block}.") for other in rows):
+        while _is_in_layer(block, config) and not any(row.startswith(f"{block}.") for row in rows):
             block = block.rpartition(".")[0]
         if _is_in_layer(block, config):
             blocks.add(block)

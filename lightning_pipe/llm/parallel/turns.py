@@ -48,7 +48,7 @@ class Turns:
         stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
         state = capture()
 
-        def beside() -> None:
+        def run_second() -> None:
             if stream is not None:
                 torch.accelerator.set_device_index(self._device)
                 torch.accelerator.set_stream(stream)
@@ -58,7 +58,7 @@ class Turns:
                 second()
 
         thread = threading.Thread(
-            target=copy_context().run, args=(self._side, _SECOND, beside), name="overlapped backward", daemon=True
+            target=copy_context().run, args=(self._side, _SECOND, run_second), name="overlapped backward", daemon=True
         )
         _current = self
         try:
@@ -74,25 +74,25 @@ class Turns:
 
     def pass_on(self) -> None:
         """Let the other call run until it passes the turn back, or ends."""
-        mine = self._turn  # only the call that has the turn runs
-        if self._ended[1 - mine]:
+        side = self._turn  # only the call that has the turn runs
+        if self._ended[1 - side]:
             return
         random = _random_state(self._device)
-        left, regained = self._passes[mine]
-        left.append(self._clock())
-        self._give(1 - mine)
-        self._wait_for(mine)
+        released, regained = self._passes[side]
+        released.append(self._clock())
+        self._give(1 - side)
+        self._wait_for(side)
         regained.append(self._clock())
         _set_random_state(self._device, random)
-        other = self._failures[1 - mine]
-        if other is not None:
+        failure = self._failures[1 - side]
+        if failure is not None:
             raise _Stopped
 
     def spans(self, start: float, end: float) -> list[tuple[float, float]]:
         """Parts of a span of the call that has the turn, without those in which the other call ran."""
-        left, regained = self._passes[self._turn]
-        pauses = [pause for pause in zip(left, regained, strict=True) if pause[0] >= start]
-        times = [start, *(one for pause in pauses for one in pause), end]
+        released, regained = self._passes[self._turn]
+        pauses = [pause for pause in zip(released, regained, strict=True) if pause[0] >= start]
+        times = [start, *(moment for pause in pauses for moment in pause), end]
         return list(pairwise(times))[::2]
 
     def _side(self, side: int, call: Callable[[], object]) -> None:

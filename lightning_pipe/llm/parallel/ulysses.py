@@ -43,7 +43,7 @@ class Ulysses(AttentionMode):
         # Built once and shared by all layers, since autograd keeps each layer's mask until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
-        self._own = OwnMasks(self._mask, group.rank(), group.size(), square=self._square)
+        self._mask_check = OwnMasks(self._mask, group.rank(), group.size(), square=self._square)
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class Ulysses(AttentionMode):
         size = self._group.size()
         check_call(query, key, attn_mask, is_causal, size, self._square)
         check_mask_heads(self._mask, query)
-        self._own.check(attn_mask, query.shape[-2])
+        self._mask_check.check(attn_mask, query.shape[-2])
         repeats = size // math.gcd(key.shape[1], size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))

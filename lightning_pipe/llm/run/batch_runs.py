@@ -69,23 +69,25 @@ class BatchRuns:
             self._tokens += step.tokens
         else:
             losses = self.runner.evaluate(micro_batches, self.module.summed_loss)
-        total, *of_routers = self._totals(losses, routers)
+        total, *router_sums = self._totals(losses, routers)
         if train and self.detect_nan and not total.isfinite():  # the same on all ranks
             check_finite_loss(torch.stack(losses) / scale if losses else None, self.group)
         loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
-        return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
+        return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(router_sums)))
 
     def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
-        left, routers = step.cut.rows, []
+        remaining_rows, routers = step.cut.rows, []
         tokens = self.preparation.count_targets(step)
-        for one, item, length, count in zip(step.micro_batches, step.cut.items, step.lengths, tokens, strict=True):
-            counted = self._router_tokens(one.target, left, length)
+        for micro_batch, item, length, count in zip(
+            step.micro_batches, step.cut.items, step.lengths, tokens, strict=True
+        ):
+            counted = self._router_tokens(micro_batch.target, remaining_rows, length)
             routers.append(RouterLosses(count, counted=counted, scale=scale))
-            left -= self.preparation.keys.size(item)[0]
+            remaining_rows -= self.preparation.keys.size(item)[0]
         micro_batches = [
-            replace(one, contexts=(*one.contexts, partial(_same, losses)))
-            for one, losses in zip(step.micro_batches, routers, strict=True)
+            replace(micro_batch, contexts=(*micro_batch.contexts, partial(_same, losses)))
+            for micro_batch, losses in zip(step.micro_batches, routers, strict=True)
         ]
         return micro_batches, routers
 
@@ -114,15 +116,15 @@ class BatchRuns:
     def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
         """Return the module's predictions for the batch, on every rank of the pipeline."""
         step = self._prepare(batch, prepared)
-        own = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
+        unpadded = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
 
         def prediction(output: Any, padded: Any) -> Any:
-            micro_batch, length = next(own)
+            micro_batch, length = next(unpadded)
             leaves, structure = tree_flatten(output)
-            of_tokens = [isinstance(one, Tensor) and one.ndim > 2 and one.shape[1] == step.length for one in leaves]
-            if not any(of_tokens) or self._context is not None:
+            per_token = [isinstance(leaf, Tensor) and leaf.ndim > 2 and leaf.shape[1] == step.length for leaf in leaves]
+            if not any(per_token) or self._context is not None:
                 return self.module.prediction(output, padded)
-            cut = [one[:, :length] if is_cut else one for one, is_cut in zip(leaves, of_tokens, strict=True)]
+            cut = [leaf[:, :length] if is_cut else leaf for leaf, is_cut in zip(leaves, per_token, strict=True)]
             return self.module.prediction(tree_unflatten(cut, structure), micro_batch)
 
         results = self.runner.evaluate(step.micro_batches, prediction)
@@ -187,11 +189,11 @@ class BatchRuns:
     def _agree_on_failure(self, totals: Tensor) -> Tensor:
         """Sum *totals* over all ranks, and raise on all ranks if one failed."""
         failure = self.runner.failure
-        found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
-        dist.all_reduce(found, group=self.group)
-        if found[-1]:
+        sums = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
+        dist.all_reduce(sums, group=self.group)
+        if sums[-1]:
             raise_gathered(failure, "the batch could not be run", self.group, InputError)
-        return found[:-1]
+        return sums[:-1]
 
 
 def _same(context: T) -> T:

@@ -44,14 +44,14 @@ class LossScaling:
     def _unscale(self, optimizer: Optimizer) -> None:
         """Unscale gradients, and skip the step on every rank if the gradients of any rank have overflowed."""
         torch.amp.GradScaler.unscale_(self._scaler, optimizer)
-        found: dict[Any, torch.Tensor] = overflow_flags(self._scaler, optimizer)
-        worst = max((float(flag) for flag in found.values()), default=0.0)
+        flags: dict[Any, torch.Tensor] = overflow_flags(self._scaler, optimizer)
+        worst = max((float(flag) for flag in flags.values()), default=0.0)
         overflow = torch.tensor(worst)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)
-        for flag in found.values():
+        for flag in flags.values():
             flag.fill_(overflow.item())
         # The scaler refuses to step without a flag, so a rank without gradients gets one too.
-        found.setdefault(self._device, overflow.to(self._device))
+        flags.setdefault(self._device, overflow.to(self._device))
 
     def close(self) -> None:
         """Restore the scaler's original method."""

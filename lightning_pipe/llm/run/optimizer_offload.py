@@ -1,4 +1,4 @@
-"""Offloading of optimiser state: it stays in host memory, and is on the accelerator only while it is stepped.
+"""Offloading of optimizer state: it stays in host memory, and is on the accelerator only while it is stepped.
 
 The step runs on the parameters' device with the same kernels, so results do not change. It runs for one bucket of
 parameters at a time::
@@ -7,7 +7,7 @@ parameters at a time::
                        step of the bucket's parameters
                        device ──► host   state of the bucket
 
-The optimiser remains the user's own object, which schedulers, checkpoints and Lightning refer to. Its groups, state and
+The optimizer remains the user's own object, which schedulers, checkpoints and Lightning refer to. Its groups, state and
 ``state_dict`` keep their keys, but state tensors are on the host. With FSDP's ``CPUOffloadPolicy``, parameters,
 gradients and state are on the host already, and offloading has no effect.
 """
@@ -28,10 +28,10 @@ from lightning_pipe.llm.parallel.gradients import local_part
 
 
 class OffloadedState:
-    """Keeps an optimiser's state on the host, from construction until :meth:`close`.
+    """Keeps an optimizer's state on the host, from construction until :meth:`close`.
 
-    While a bucket is stepped, only its state is on the device. Optimisers of ``torch.optim`` step each parameter
-    independently, so results do not change. Other optimisers may combine parameters, so all of their state is moved
+    While a bucket is stepped, only its state is on the device. Optimizers of ``torch.optim`` step each parameter
+    independently, so results do not change. Other optimizers may combine parameters, so all of their state is moved
     together. A closure runs before any state is moved.
     """
 
@@ -39,11 +39,11 @@ class OffloadedState:
         if isinstance(optimizer, LBFGS):
             raise SetupError(
                 "the state of LBFGS cannot be offloaded, since it runs forward and backward in the middle of its step."
-                " Use an optimiser that steps with existing gradients, such as AdamW"
+                " Use an optimizer that steps with existing gradients, such as AdamW"
             )
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes if type(optimizer).__module__.startswith("torch.optim.") else float("inf")
-        self._homes: dict[int, list[Tensor | None]] = {}
+        self._host_copies: dict[int, list[Tensor | None]] = {}
         self._all: list[list[Tensor]] | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._step),
@@ -64,7 +64,7 @@ class OffloadedState:
         for handle in self._handles:
             handle.remove()
         self._move(list(self._optimizer.state), self._to_device)
-        self._homes.clear()
+        self._host_copies.clear()
 
     # ------------------------------------------------------------------ the step
 
@@ -81,11 +81,11 @@ class OffloadedState:
         step = getattr(step, "__wrapped__", step)  # without the hooks, which run around the called step
         try:
             for bucket in list(self._buckets()):
-                with ExitStack() as after:
+                with ExitStack() as stack:
                     self._show(bucket)
-                    after.callback(self._show_all)
+                    stack.callback(self._show_all)
                     self._move(bucket, self._to_device)
-                    after.callback(self._move, bucket, self._to_host)
+                    stack.callback(self._move, bucket, self._to_host)
                     step(optimizer)
         finally:
             self._finish_copies()
@@ -94,25 +94,25 @@ class OffloadedState:
 
     def _buckets(self) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
-        taken = 0
+        bucket_size = 0
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 size = local_part(parameter).nbytes
-                if bucket and taken + size > self._bucket_bytes:
+                if bucket and bucket_size + size > self._bucket_bytes:
                     yield bucket
-                    bucket, taken = [], 0
+                    bucket, bucket_size = [], 0
                 bucket.append(parameter)
-                taken += size
+                bucket_size += size
         if bucket:
             yield bucket
 
-    def _show(self, shown: Sequence[Tensor]) -> None:
-        """Restrict the optimiser's groups to these parameters."""
+    def _show(self, parameters: Sequence[Tensor]) -> None:
+        """Restrict the optimizer's groups to these parameters."""
         groups = self._optimizer.param_groups
         self._all = [group["params"] for group in groups]
-        ids = set(map(id, shown))
+        ids = set(map(id, parameters))
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
 
@@ -124,26 +124,26 @@ class OffloadedState:
 
     # ------------------------------------------------------------------ moving state
 
-    def _move(self, parameters: Sequence[Any], how: Callable[[Tensor, list[Any]], list[Any]]) -> None:
+    def _move(self, parameters: Sequence[Any], transfer: Callable[[Tensor, list[Any]], list[Any]]) -> None:
         state = self._optimizer.state
         with torch.no_grad():
             for parameter in parameters:
                 if parameter in state and isinstance(parameter, Tensor):
                     values, structure = tree_flatten(state[parameter])
-                    state[parameter] = tree_unflatten(how(parameter, values), structure)
+                    state[parameter] = tree_unflatten(transfer(parameter, values), structure)
 
     def _to_device(self, parameter: Tensor, values: list[Any]) -> list[Any]:
-        homes = self._homes.get(id(parameter), [None] * len(values))
+        host_copies = self._host_copies.get(id(parameter), [None] * len(values))
         return [
-            value.to(parameter.device, non_blocking=True) if value is home and value is not None else value
-            for value, home in zip(values, homes, strict=True)
+            value.to(parameter.device, non_blocking=True) if value is host_copy and value is not None else value
+            for value, host_copy in zip(values, host_copies, strict=True)
         ]
 
     def _to_host(self, parameter: Tensor, values: list[Any]) -> list[Any]:
-        before = self._homes.get(id(parameter), [])
-        before = before if len(before) == len(values) else [None] * len(values)
-        homes = self._homes[id(parameter)] = [_home(*pair) for pair in zip(values, before, strict=True)]
-        return [value if home is None else home for value, home in zip(values, homes, strict=True)]
+        previous = self._host_copies.get(id(parameter), [])
+        previous = previous if len(previous) == len(values) else [None] * len(values)
+        host_copies = self._host_copies[id(parameter)] = [_home(*pair) for pair in zip(values, previous, strict=True)]
+        return [value if host_copy is None else host_copy for value, host_copy in zip(values, host_copies, strict=True)]
 
     def _finish_copies(self) -> None:
         """Wait until the copies to the host are complete."""
@@ -151,10 +151,10 @@ class OffloadedState:
             torch.accelerator.synchronize()
 
 
-def _home(value: Any, before: Tensor | None) -> Tensor | None:
+def _home(value: Any, previous: Tensor | None) -> Tensor | None:
     """Host copy of a tensor on a device; None for a value that belongs on the host."""
     if not isinstance(value, Tensor) or value.device.type == "cpu":
-        return before if value is before else None
-    if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
-        before = torch.empty_like(value, device="cpu", pin_memory=torch.accelerator.is_available())
-    return before.copy_(value, non_blocking=True)
+        return previous if value is previous else None
+    if previous is None or (previous.shape, previous.dtype) != (value.shape, value.dtype):
+        previous = torch.empty_like(value, device="cpu", pin_memory=torch.accelerator.is_available())
+    return previous.copy_(value, non_blocking=True)

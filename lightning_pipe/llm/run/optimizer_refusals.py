@@ -17,7 +17,7 @@ def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
         if looks_for_overflow(optimizer):
             raise SetupError(
                 f"precision is '16-mixed' and {type(optimizer).__name__} is fused, so each rank would decide on its own"
-                " whether gradients overflowed. Construct the optimiser with fused=False, or use 'bf16-mixed'"
+                " whether gradients overflowed. Construct the optimizer with fused=False, or use 'bf16-mixed'"
             )
 
 
@@ -26,11 +26,11 @@ def refuse_sharded(optimizers: Sequence[Optimizer], sizes: ParallelDims) -> None
 
     Muon is not refused: its products of matrices are those of whole matrices.
     """
-    found = next((type(one).__name__ for one in optimizers if isinstance(one, Adafactor)), None)
+    refused = next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, Adafactor)), None)
     shared = [f"parallel.{name}={size}" for name in ("dp_shard", "tp", "ep") if (size := getattr(sizes, name)) > 1]
-    if found is not None and shared:
+    if refused is not None and shared:
         raise SetupError(
-            f"{found} needs whole rows and columns of matrices, which PyTorch does not compute for sharded parameters,"
-            f" but {', '.join(shared)}; expected 1. Use AdamW or Muon, or parallel.dp_replicate, which keeps parameters"
-            " whole"
+            f"{refused} needs whole rows and columns of matrices, which PyTorch does not compute for sharded"
+            f" parameters, but {', '.join(shared)}; expected 1. Use AdamW or Muon, or parallel.dp_replicate, which"
+            " keeps parameters whole"
         )

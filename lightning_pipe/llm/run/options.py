@@ -44,9 +44,9 @@ class LLMOptions:
         set_field = partial(object.__setattr__, self)
         set_field("schedule", find_schedule(cast("Any", self.schedule)))
         for name, kind in _GROUPS.items():
-            given = getattr(self, name)
-            if given is not None or name != "activation_checkpoint":
-                set_field(name, option_group(kind, name, given))
+            value = getattr(self, name)
+            if value is not None or name != "activation_checkpoint":
+                set_field(name, option_group(kind, name, value))
         check_whole_number("num_microbatches", self.num_microbatches, 1, optional=True)
         check_whole_number("stages_per_rank", self.stages_per_rank, 1, optional=True)
         check_choice("offload_optimizer", self.offload_optimizer, (True, False))

@@ -51,9 +51,10 @@ class PreparedBatch:
         """Return True if it was prepared from this batch, and the batch has not changed since."""
         if self.batch is not batch:
             return False
-        now = _contents(batch)
-        return len(now) == len(self.seen) and all(
-            one is other and version == before for (one, version), (other, before) in zip(now, self.seen, strict=True)
+        contents = _contents(batch)
+        return len(contents) == len(self.seen) and all(
+            value is seen_value and version == seen_version
+            for (value, version), (seen_value, seen_version) in zip(contents, self.seen, strict=True)
         )
 
 
@@ -145,12 +146,12 @@ class BatchPreparation:
 
     def _check_added_rows(self, cut: MicroBatches) -> None:
         """Check that the loss ignores the copied rows that fill up micro-batches."""
-        left = cut.padded_rows
+        remaining = cut.padded_rows
         for item in reversed(cut.items):
-            if not left:
+            if not remaining:
                 return
             rows = self.keys.size(item)[0]
-            added = min(rows, left)
+            added = min(rows, remaining)
             part = take_rows(item, rows - added, added, rows, self.keys)
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
@@ -158,7 +159,7 @@ class BatchPreparation:
                     f" tokens in the copied rows that fill them: only 'labels' are set to {self.keys.labels} there."
                     " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
-            left -= added
+            remaining -= added
 
     def finish(self, prepared: PreparedBatch) -> StepInputs:
         """Wait for the numbers of all ranks, and pad."""
@@ -178,20 +179,22 @@ class BatchPreparation:
                 " ranks run one schedule together. Give each call as many micro-batches on all ranks"
             )
         for ranks in self.pipelines:
-            found = {rank: table[rank][1:-1] for rank in ranks}
-            if len({(rows, *rest) for rows, _, *rest in found.values()}) > 1:
+            numbers_by_rank = {rank: table[rank][1:-1] for rank in ranks}
+            if len({(rows, *numbers) for rows, _, *numbers in numbers_by_rank.values()}) > 1:
                 raise InputError(
                     "ranks of one pipeline have different batches: (rows, length, loss tokens, digest) are"
-                    f" {', '.join(f'{tuple(numbers)} on rank {rank}' for rank, numbers in found.items())}. All stages"
-                    " need the same batches in the same order. Let Lightning insert its distributed sampler, or shard"
-                    " data with the strategy's distributed_sampler_kwargs"
+                    f" {', '.join(f'{tuple(numbers)} on rank {rank}' for rank, numbers in numbers_by_rank.items())}."
+                    " All stages need the same batches in the same order. Let Lightning insert its distributed sampler,"
+                    " or shard data with the strategy's distributed_sampler_kwargs"
                 )
         assert prepared.cut is not None and prepared.on_host is not None
         longest = [max(table[rank][2] for rank in ranks) for ranks in self.pipelines]
         # For all pipelines, so that a sequence that is too long raises on every rank.
         limits = self.length_multiple, self.hooks.max_sequence_length
         targets = [self.batching.target_length(length, *limits) for length in longest]
-        length = next(to for to, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks)
+        length = next(
+            target for target, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks
+        )
         padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
         lengths = tuple(self.keys.size(item)[1] for item in prepared.cut.items)
@@ -212,17 +215,21 @@ class BatchPreparation:
             if self.documents is not None:
                 keywords = self.documents.keywords(micro_batch, keywords)
             return StageInputs(arguments, keywords, micro_batch, replay)
-        whole, within = self.context.cut(micro_batch, self.keys)
-        part, replay = take_routing(whole)
-        return StageInputs(*self.context.inputs(part, self.hooks.model_inputs), target=part, contexts=(within, *replay))
+        chunk, attention_context = self.context.cut(micro_batch, self.keys)
+        part, replay = take_routing(chunk)
+        return StageInputs(
+            *self.context.inputs(part, self.hooks.model_inputs), target=part, contexts=(attention_context, *replay)
+        )
 
 
 def _check_replays(micro_batches: Sequence[MicroBatch]) -> None:
     """Check that micro-batches do not share an object that holds the choices of one."""
-    found = [id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)]
-    if len(set(found)) < len(found):
+    replay_ids = [
+        id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)
+    ]
+    if len(set(replay_ids)) < len(replay_ids):
         raise InputError(
-            f"{len(found)} micro-batches have the same RoutingReplay as their {ROUTED_EXPERTS!r}; expected one for"
+            f"{len(replay_ids)} micro-batches have the same RoutingReplay as their {ROUTED_EXPERTS!r}; expected one for"
             " each micro-batch. Make the batch a list of micro-batches, each with its own RoutingReplay()"
         )
 
@@ -230,7 +237,7 @@ def _check_replays(micro_batches: Sequence[MicroBatch]) -> None:
 def _contents(batch: Any) -> list[tuple[Any, int]]:
     """Values of a batch, each with its tensor's version counter, which counts in-place writes."""
     leaves = tree_leaves(batch)
-    return [(one, one._version if isinstance(one, Tensor) and not one.is_inference() else 0) for one in leaves]
+    return [(leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0) for leaf in leaves]
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
@@ -247,9 +254,9 @@ def _digest(micro_batches: Sequence[MicroBatch]) -> int:
 
 def _number(micro_batches: Any) -> int:
     if isinstance(micro_batches, Mapping) or not micro_batches:
-        found = "a mapping" if isinstance(micro_batches, Mapping) else "no micro-batch"
+        description = "a mapping" if isinstance(micro_batches, Mapping) else "no micro-batch"
         raise InputError(
-            f"the call has {found}; expected a list of micro-batches, each a mapping of tensors. Pass [{{'input_ids':"
-            " ..., 'labels': ...}, ...], with the same number on every rank"
+            f"the call has {description}; expected a list of micro-batches, each a mapping of tensors. Pass"
+            " [{'input_ids': ..., 'labels': ...}, ...], with the same number on every rank"
         )
     return len(micro_batches)

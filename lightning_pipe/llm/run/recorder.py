@@ -21,22 +21,22 @@ class StageRecorder:
     def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
         self._runner, self._mesh = runner, mesh
         self._events: deque[Bar] = deque(maxlen=keep)
-        self._wanted, self._taken = runner.record_events, len(runner.events)
+        self._was_recording, self._num_collected = runner.record_events, len(runner.events)
         runner.record_events = True
 
     def batch_done(self) -> None:
         """Collect the runner's new events."""
         events = self._runner.events
-        self._events.extend(events[self._taken :])
-        if self._wanted:
-            self._taken = len(events)
+        self._events.extend(events[self._num_collected :])
+        if self._was_recording:
+            self._num_collected = len(events)
         else:
-            del events[self._taken :]
+            del events[self._num_collected :]
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, backward and wait of a micro-batch."""
         self.batch_done()
-        self._runner.record_events = self._wanted
+        self._runner.record_events = self._was_recording
         ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)
         pipeline = int((ranks == dist.get_rank()).nonzero()[0, 1])
         bars = [event._replace(rank=rank, pipeline=pipeline) for event in self._events]

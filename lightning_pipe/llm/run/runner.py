@@ -43,7 +43,7 @@ class StageInputs:
 
 
 @dataclass
-class _Made:
+class _CachedSchedule:
     schedule: Any
     bytes: int
 
@@ -70,7 +70,7 @@ class PipelineRunner:
     events: list[Bar] = field(default_factory=list, init=False)
     failure: Exception | None = field(default=None, init=False)
     record_events: bool = field(default=False, init=False)
-    _made: OrderedDict[Any, _Made] = field(default_factory=OrderedDict, init=False)
+    _cache: OrderedDict[Any, _CachedSchedule] = field(default_factory=OrderedDict, init=False)
     _replaced: bool = field(default=False, init=False)
 
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
@@ -82,20 +82,20 @@ class PipelineRunner:
         return self._run(micro_batches, result_of, train=False)
 
     def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:
-        made = self._find(micro_batches, train=train)
+        cached = self._find(micro_batches, train=train)
         results: list[Any] = []
         self.failure = None
         guarded = self._guarded(result_of, _check_loss if train else _check_result)
         run_schedule(
-            made.schedule,
-            [one.args for one in micro_batches],
+            cached.schedule,
+            [micro_batch.args for micro_batch in micro_batches],
             [
                 {
-                    **one.kwargs,
-                    "result_of": lambda output, target=one.target: guarded(output, target),
-                    "contexts": one.contexts,
+                    **micro_batch.kwargs,
+                    "result_of": lambda output, target=micro_batch.target: guarded(output, target),
+                    "contexts": micro_batch.contexts,
                 }
-                for one in micro_batches
+                for micro_batch in micro_batches
             ],
             [None] * len(micro_batches),
             losses=results,
@@ -115,28 +115,28 @@ class PipelineRunner:
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
 
-    def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
-        """Cached or new schedule for this number and shape; ranks must agree, or neighbours would deadlock."""
+    def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _CachedSchedule:
+        """Cached or new schedule for this number and shape; ranks must agree, or neighbors would deadlock."""
         first = micro_batches[0]
-        signatures = [_shapes(one.args) for one in micro_batches]
+        signatures = [_shapes(micro_batch.args) for micro_batch in micro_batches]
         if any(signature != signatures[0] for signature in signatures):
             raise InputError(
                 f"the micro-batches of one step have the shapes {', '.join(map(str, dict.fromkeys(signatures)))};"
-                " expected one shape, since neighbours exchange tensors of one shape. To fix it, pad them to one length"
+                " expected one shape, since neighbors exchange tensors of one shape. To fix it, pad them to one length"
             )
         shapes = self.shapes.of(first.args, first.kwargs)
         key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes(shape.outputs)) for shape in shapes))
-        if key in self._made:
-            self._made.move_to_end(key)
-            return self._made[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         if train and splits_backward(self.spec):
             self.shapes.refuse_reentrant_checkpoints(first.args, first.kwargs, self.spec.name)
-        made = self._made[key] = self._make(shapes, len(micro_batches), train)
-        while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self.cache_bytes:
-            self._made.popitem(last=False)
-        return made
+        cached = self._cache[key] = self._make(shapes, len(micro_batches), train)
+        while len(self._cache) > 1 and sum(entry.bytes for entry in self._cache.values()) > self.cache_bytes:
+            self._cache.popitem(last=False)
+        return cached
 
-    def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
+    def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _CachedSchedule:
         stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())]
         if train:
             numbers = count, self.group.size(), len(stages)
@@ -150,8 +150,8 @@ class PipelineRunner:
             schedule = build_evaluation(self.spec, stages, count, _output)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
-        largest = max(sum(one.nbytes for one in tensors) for tensors in exchanged)
-        return _Made(schedule, count * largest * len(stages))
+        largest = max(sum(tensor.nbytes for tensor in tensors) for tensors in exchanged)
+        return _CachedSchedule(schedule, count * largest * len(stages))
 
     def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
         inputs, outputs = shape.inputs, shape.outputs
@@ -178,22 +178,22 @@ def _output(output: Any, target: Any) -> Any:
 
 def _check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+        description = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
         raise InputError(
-            f"the loss of a micro-batch is {found}; expected a scalar tensor with a gradient. Return the sum over its"
-            " tokens, which is divided later, once, by the number of all tokens"
+            f"the loss of a micro-batch is {description}; expected a scalar tensor with a gradient. Return the sum over"
+            " its tokens, which is divided later, once, by the number of all tokens"
         )
     return loss
 
 
 def _zero_of(output: Any) -> Tensor:
-    return torch.stack([one.sum() * 0 for one in tree_leaves(output) if isinstance(one, Tensor)]).sum()
+    return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
 
 
 def _check_result(result: Any) -> Any:
-    leaves = [one for one in tree_leaves(result) if one is not None]
-    if not leaves or not all(isinstance(one, Tensor) for one in leaves):
-        kinds = sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)})
+    leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})
         raise InputError(
             f"the result of a micro-batch is a {type(result).__name__}{f' of {kinds}' if kinds else ''}; expected a"
             " tensor, or tuples, lists and dicts of tensors. Return one from prediction()"
@@ -202,4 +202,4 @@ def _check_result(result: Any) -> Any:
 
 
 def _shapes(values: Any) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(values) if isinstance(one, Tensor))
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

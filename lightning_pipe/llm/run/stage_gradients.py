@@ -18,50 +18,52 @@ from lightning_pipe.llm.split.stage_split import SplitModel
 
 
 class StageGradients:
-    """Gradient work between the last backward of a step and its optimisers; all ranks make the same calls."""
+    """Gradient work between the last backward of a step and its optimizers; all ranks make the same calls."""
 
     def __init__(self, split: SplitModel, meshes: StageMeshes, rank_of_stage: Mapping[int, int]) -> None:
         self._split = split
         self._pipeline = meshes.root["pipeline"]
         self._rank_of_stage = rank_of_stage
-        for one in split.tied:
-            if len(self._holders(one)) < len(one.stages) and meshes.data is not None:
+        for tied in split.tied:
+            if len(self._holders(tied)) < len(tied.stages) and meshes.data is not None:
                 raise SetupError(
-                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one tied parameter,"
+                    f"stages {' and '.join(map(str, tied.stages))} hold {' and '.join(tied.names)}, one tied parameter,"
                     " and are on one rank, where data parallelism would make two parameters of it. Use a schedule that"
                     " places stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
                 )
-        copies = [one for one in split.tied if len(self._holders(one)) > 1]
-        held = dict(split.local_model.named_parameters())
+        copies = [tied for tied in split.tied if len(self._holders(tied)) > 1]
+        parameters = dict(split.local_model.named_parameters())
         pipelines = meshes.root.mesh.flatten(1).T.tolist()
-        self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
+        self._tied = TiedGradients(copies, parameters, [self._holders(tied) for tied in copies], pipelines)
         self._tensors = None if meshes.tensor is None else TensorGradients(split.local_model, meshes.tensor)
         self._norm: GradientNorm | None = None
 
     def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimisers."""
-        held = dict(self._split.local_model.named_parameters())
-        own = {}
-        for one in self._split.tied:
-            copy = held.get(one.names[0])
-            if copy is not None and self._pipeline.get_local_rank() in self._holders(one):
+        """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimizers."""
+        parameters = dict(self._split.local_model.named_parameters())
+        descriptions = {}
+        for tied in self._split.tied:
+            copy = parameters.get(tied.names[0])
+            if copy is not None and self._pipeline.get_local_rank() in self._holders(tied):
                 places = [
-                    f"group {place} of optimiser {number}"
+                    f"group {place} of optimizer {number}"
                     + "".join(f", {key}={value!r}" for key, value in sorted(group.items()) if key != "params")
                     for number, optimizer in enumerate(optimizers)
                     for place, group in enumerate(optimizer.param_groups)
                     if any(parameter is copy for parameter in group["params"])
                 ]
-                own[one.names[0]] = f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
-        found: dict[str, set[str]] = {}
-        for of_rank in gather(own, dist.group.WORLD):
-            for name, one_said in of_rank.items():
-                found.setdefault(name, set()).add(one_said)
-        for name, said in found.items():
-            if len(said) > 1:
+                descriptions[tied.names[0]] = (
+                    f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
+                )
+        by_name: dict[str, set[str]] = {}
+        for rank_descriptions in gather(descriptions, dist.group.WORLD):
+            for name, description in rank_descriptions.items():
+                by_name.setdefault(name, set()).add(description)
+        for name, variants in by_name.items():
+            if len(variants) > 1:
                 raise SetupError(
                     f"{name} is one parameter of which two ranks hold copies, and configure_optimizers treats them in"
-                    f" different ways: {' - and - '.join(sorted(said))}. Select parameters by their names in"
+                    f" different ways: {' - and - '.join(sorted(variants))}. Select parameters by their names in"
                     " named_parameters(), which are the same for all copies, and not by the class of the module"
                 )
 
@@ -73,17 +75,17 @@ class StageGradients:
 
     def clip(self, optimizer: Optimizer | None, clip_val: int | float) -> Tensor:
         """Clip by the norm over all stages, and return it; instead of a precision plugin's ``clip_grad_by_norm``."""
-        held: dict[str, nn.Parameter] = dict(self._split.local_model.named_parameters())
+        parameters: dict[str, nn.Parameter] = dict(self._split.local_model.named_parameters())
         if self._norm is None:
             # Only the first copy of a tied parameter counts in the norm.
-            own = self._pipeline.get_local_rank()
-            copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != own}
-            counted = {name: value for name, value in held.items() if name not in copies}
+            rank = self._pipeline.get_local_rank()
+            copies = {tied.names[0] for tied in self._split.tied if self._holders(tied)[0] != rank}
+            counted = {name: value for name, value in parameters.items() if name not in copies}
             self._norm = GradientNorm(self._split.names, counted, self._pipeline.get_group())
         norm = self._norm()
-        clip_by_norm(held.values(), clip_val, norm)
+        clip_by_norm(parameters.values(), clip_val, norm)
         return norm
 
-    def _holders(self, one: TiedParameter) -> list[int]:
+    def _holders(self, tied: TiedParameter) -> list[int]:
         """Pipeline ranks that hold a copy."""
-        return sorted({self._rank_of_stage[stage] for stage in one.stages})
+        return sorted({self._rank_of_stage[stage] for stage in tied.stages})

@@ -79,8 +79,8 @@ class StageHooks:
         ``get_pp_module_config()``. The default returns the result of the module's ``get_pp_module_config()``, if it
         defines that method.
         """
-        said = getattr(self, "get_pp_module_config", None)
-        return None if said is None else ModuleConfig.from_mapping(said())
+        get_config = getattr(self, "get_pp_module_config", None)
+        return None if get_config is None else ModuleConfig.from_mapping(get_config())
 
     def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the model's positional arguments, for the first stage, and keyword arguments, for every stage.

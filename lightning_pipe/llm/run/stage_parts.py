@@ -87,12 +87,15 @@ class StageParts:
         """Print a table of the stages of all ranks, on the first rank. Every rank must call this."""
         table = FittedTable.of_figures("rank", "stage", "parameters", "bytes on the rank", edge=False)
         table.add_column("modules")
-        own = []
+        local_rows = []
         for index, stage in sorted(self.split.stages.items()):
-            held = list(stage.parameters())
-            numbers = sum(one.numel() for one in held), sum(local_part(one).nbytes for one in held)
-            own.append((str(index), *(f"{number:,}" for number in numbers), ", ".join(_ranges(stage.module))))
-        for rank, rows in enumerate(gather_to_first(own, dist.group.WORLD)):
+            parameters = list(stage.parameters())
+            numbers = (
+                sum(parameter.numel() for parameter in parameters),
+                sum(local_part(parameter).nbytes for parameter in parameters),
+            )
+            local_rows.append((str(index), *(f"{number:,}" for number in numbers), ", ".join(_ranges(stage.module))))
+        for rank, rows in enumerate(gather_to_first(local_rows, dist.group.WORLD)):
             for row in rows:
                 table.add_row(str(rank), *row)
         if dist.get_rank() == 0:
@@ -223,19 +226,22 @@ class PartsMaker:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
         check_device(module.model, self.device)
         world = dist.group.WORLD
-        parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
+        parameters = [
+            (name, f"{tuple(parameter.shape)} of {parameter.dtype}")
+            for name, parameter in module.model.named_parameters()
+        ]
         check_agreement(parameters, "model's parameters", world, error=SetupError)
         check_agreement(_config_of(module.model), "model's config", world, error=SetupError)
         weights = module.pretrained_weights()
         if any_of([weights is not None], world)[0]:
-            found = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
-            check_agreement(found, "content of the folder of weights", world, error=SetupError)
+            samples = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
+            check_agreement(samples, "content of the folder of weights", world, error=SetupError)
 
 
 def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
     """Names of some tensors of a folder, with digests of their first values."""
     names = sorted(weights.tensors)[:: max(1, len(weights.tensors) // 16)]
-    parts = (one[name].flatten()[:1024] for one in weights.read([[name] for name in names]) for name in one)
+    parts = (tensors[name].flatten()[:1024] for tensors in weights.read([[name] for name in names]) for name in tensors)
     digests = [hashlib.sha256(part.view(torch.uint8).numpy().tobytes()).hexdigest() for part in parts]
     return list(zip(names, digests, strict=True))
 
@@ -253,20 +259,20 @@ def example_of(
     module: StageHooks, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
 ) -> Callable[[], Example] | None:
     """Return a function that converts a micro-batch to an example of the model's inputs."""
-    given = module.example_micro_batch() if micro_batch is None else micro_batch
-    if given is None:
+    example_batch = module.example_micro_batch() if micro_batch is None else micro_batch
+    if example_batch is None:
         return None
 
     def loss_of(output: Any, part: nn.Module) -> torch.Tensor:
         # summed_loss may use the head of the module's model, which the part contains.
-        whole, module.model = module.model, part
+        full_model, module.model = module.model, part
         try:
-            return module.summed_loss(output, given)
+            return module.summed_loss(output, example_batch)
         finally:
-            module.model = whole
+            module.model = full_model
 
     def example() -> Example:
-        arguments, keywords = module.model_inputs(given)
+        arguments, keywords = module.model_inputs(example_batch)
         return Example(arguments, keywords, loss_of, num_microbatches)
 
     return example
@@ -274,16 +280,18 @@ def example_of(
 
 def _ranges(model: nn.Module) -> Iterator[str]:
     """Names and classes of held modules; consecutive layers of one class are joined."""
-    held = [(*name.rpartition("."), type(module).__name__) for name, module in _held(model)]
-    for (prefix, dot, kind, _), names in groupby(held, lambda one: (*one[:2], one[3], one[2].isdigit() or one[2])):
-        first, *others = [name for *_, name, _ in names]
-        yield f"{prefix}{dot}{f'{first}-{others[-1]}' if others else first} ({kind})"
+    modules = [(*name.rpartition("."), type(module).__name__) for name, module in _unshared_modules(model)]
+    for (prefix, dot, kind, _), names in groupby(
+        modules, lambda entry: (*entry[:2], entry[3], entry[2].isdigit() or entry[2])
+    ):
+        first, *following = [name for *_, name, _ in names]
+        yield f"{prefix}{dot}{f'{first}-{following[-1]}' if following else first} ({kind})"
 
 
-def _held(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _unshared_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that no other stage shares."""
     for name, module in model.named_children():
-        if any(isinstance(one, PassThrough | nn.ModuleList) for one in module.modules()):
-            yield from _held(module, f"{prefix}{name}.")
+        if any(isinstance(part, PassThrough | nn.ModuleList) for part in module.modules()):
+            yield from _unshared_modules(module, f"{prefix}{name}.")
         elif not isinstance(module, PassThrough):
             yield f"{prefix}{name}", module

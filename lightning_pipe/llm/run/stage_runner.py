@@ -157,10 +157,10 @@ class StageRunner:
 
     def _begin(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
         # A mapping is refused on every rank, in the preparation.
-        given = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
+        inputs = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
         copies = RecordedCopies()
         with copies:
-            batch: Any = tree_map_only(Tensor, lambda one: one.to(self.device), given)
+            batch: Any = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), inputs)
         return batch, self._preparation.begin(batch, copies)
 
 

@@ -1,6 +1,6 @@
 """The tasks of a language model's training iteration, and their plan.
 
-Most of an iteration is one task, unlike a recommender's: a schedule's step, in which neighbours wait for each other. It
+Most of an iteration is one task, unlike a recommender's: a schedule's step, in which neighbors wait for each other. It
 is not divided further, since the schedule determines the order inside it. No task can be replayed, so
 :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` can only measure the task's own time.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
 
-_EXCHANGES = "the ranks with the neighbouring stages would wait for its messages"
+_EXCHANGES = "the ranks with the neighboring stages would wait for its messages"
 
 
 class LLMContext(TrainingContext):

@@ -44,7 +44,10 @@ def measured(
     bare = footprint(output=hidden)
     return Measurements(
         {count: Pieces(NOTHING, NOTHING, tuple(share(one, count) for one in layers), NOTHING) for count in counts},
-        {count: Pieces(bare, bare, (footprint(kept=100 // count, output=hidden),) * 4, bare) for count in counts},
+        {
+            count: Pieces(bare, bare, (footprint(after_forward=100 // count, output=hidden),) * 4, bare)
+            for count in counts
+        },
         STATES,
         {} if link is None else {(0, 1): link},
     )

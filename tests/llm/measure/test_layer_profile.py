@@ -149,10 +149,10 @@ def test_bytes_and_operations_can_be_counted_by_hand() -> None:
     assert (layer.parameters, layer.gradients, layer.buffers, layer.output) == (size, size, 0, HIDDEN)
     assert found.layers[1].buffers == 3 * 4
     # What goes into and comes out of GELU, and the output.
-    assert layer.kept == (4 + 4 + 1) * HIDDEN
+    assert layer.after_forward == (4 + 4 + 1) * HIDDEN
     products = 2 * 2 * ROWS * LENGTH * WIDTH * 4 * WIDTH
     assert layer.operations == LayerWork(products, 2 * products, products, products)
-    assert found.empty.kept == 0
+    assert found.empty.after_forward == 0
 
 
 class Attention(nn.Linear):
@@ -209,7 +209,7 @@ def test_products_of_experts_are_counted_without_their_values() -> None:
     x = torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
     with LiveBytes() as live:
         output = model.layers[0](x)
-        assert found.kept == live.now
+        assert found.after_forward == live.current
     assert found.output == output.nbytes
 
 
@@ -228,7 +228,7 @@ class Measured:
         gc.collect()
         with LiveBytes() as live:
             output = self.stage(x)
-            kept, forward, live.peak = live.now, live.peak, live.now
+            kept, forward, live.peak = live.current, live.peak, live.current
             output.backward(torch.ones_like(output))
             return kept, forward, live.peak - kept
 
@@ -241,7 +241,7 @@ class Measured:
             groups = stage_backward_input([output], [gradient], [x], self.stage.parameters())[1]
             x.grad = None
             del output, gradient
-            found = live.now
+            found = live.current
             stage_backward_weight(self.stage.parameters(), groups)
             return found
 
@@ -254,8 +254,8 @@ def test_bytes_without_memory_are_those_of_a_real_run(mode: Literal["full", "sel
 
     (found, _) = footprints(Plain(), prepare=prepare).layers
     real = Measured(mode)
-    assert (found.kept, found.in_forward, found.in_backward) == real.whole()
-    assert found.held == real.held()
+    assert (found.after_forward, found.in_forward, found.in_backward) == real.whole()
+    assert found.after_input_backward == real.held()
 
 
 def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are_not() -> None:
@@ -265,7 +265,7 @@ def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are
         model, prepare=lambda stage: checkpoint_layers(stage, CONFIG.layers, "full", 2), varies=lambda index: index % 2
     )
     again, not_again = found.layers
-    assert again.kept < not_again.kept
+    assert again.after_forward < not_again.after_forward
     assert again.operations.backward > not_again.operations.backward
 
 
@@ -286,10 +286,13 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
     model.layers = nn.ModuleList(Chooses(WIDTH, WIDTH) for _ in range(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = measure_footprints(model, CONFIG, (ids(),), {}, loss_of_chosen)
-    assert found.layers[0].kept > found.layers[0].output == HIDDEN
-    assert found.output.kept > 0
+    assert found.layers[0].after_forward > found.layers[0].output == HIDDEN
+    assert found.output.after_forward > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert measure_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0] > found.layers[0].kept
+    assert (
+        measure_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0]
+        > found.layers[0].after_forward
+    )
     with pytest.raises(Exception, match="nonzero"):
         measure_footprints(model, CONFIG, (ids().to("meta"),), {}, loss_of_chosen)
 

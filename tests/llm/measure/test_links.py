@@ -1,18 +1,18 @@
-"""Messages between neighbours, measured."""
+"""Messages between neighbors, measured."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.llm.measure.links import Link, measure_links, median_links, neighbours
+from lightning_pipe.llm.measure.links import Link, measure_links, median_links, neighbors
 from tests.distributed import run_ranks
 
 
-def test_neighbours_are_a_ring() -> None:
-    assert neighbours(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    assert neighbours(2) == [(0, 1)]
-    assert neighbours(1) == []
+def test_neighbors_are_a_ring() -> None:
+    assert neighbors(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert neighbors(2) == [(0, 1)]
+    assert neighbors(1) == []
 
 
 def test_of_several_pipelines_each_number_is_the_median() -> None:
@@ -26,7 +26,7 @@ def every_pair(rank: int, world: int) -> dict[tuple[int, int], Link]:
     return measure_links(group, torch.device("cpu"))
 
 
-def test_each_pair_of_neighbours_is_measured_by_its_first_rank() -> None:
+def test_each_pair_of_neighbors_is_measured_by_its_first_rank() -> None:
     found = run_ranks(every_pair, 3)
     assert [list(one) for one in found] == [[(0, 1)], [(1, 2)], [(2, 0)]]
     links = [link for one in found for link in one.values()]

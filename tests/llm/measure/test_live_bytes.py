@@ -11,18 +11,18 @@ def test_a_storage_counts_once_from_when_it_is_made_until_it_is_gone() -> None:
     before = torch.zeros(100)
     with LiveBytes() as live:
         made = torch.ones(1000)
-        assert live.now == 4000
+        assert live.current == 4000
         view, _ = made.view(10, 100)[2:], before.view(10, 10)
         before += 1
         made.mul_(2)
-        assert live.now == 4000
+        assert live.current == 4000
         del made
-        assert live.now == 4000
+        assert live.current == 4000
         del view
-        assert live.now == 0
+        assert live.current == 0
         assert live.peak == 4000
         kept = torch.ones(5)
     torch.ones(500)
-    assert live.now == 20
+    assert live.current == 20
     del kept
-    assert live.now == 0
+    assert live.current == 0

@@ -21,8 +21,8 @@ def footprint(**bytes_of: int) -> Footprint:
     return Footprint(**{**dict.fromkeys(names, 0), **bytes_of}, operations=NO_WORK)
 
 
-LAYER = footprint(parameters=1000, gradients=1000, output=1, kept=100, held=160, in_forward=130, in_backward=40,
-                  in_input_backward=70, in_weight_backward=20)  # fmt: skip
+LAYER = footprint(parameters=1000, gradients=1000, output=1, after_forward=100, after_input_backward=160,
+                  in_forward=130, in_backward=40, in_input_backward=70, in_weight_backward=20)  # fmt: skip
 PIECES = Pieces(footprint(output=1), footprint(parameters=500, gradients=500, output=1), (LAYER,) * 4, footprint())
 
 

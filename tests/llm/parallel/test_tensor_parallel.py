@@ -23,9 +23,9 @@ from lightning_pipe.llm.model.hf_experts import skip_experts
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
-from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
+from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
 from lightning_pipe.llm.parallel.gradients import GradientNorm
-from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients, parallelise_tensors
+from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients, parallelize_tensors
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
@@ -191,9 +191,9 @@ class Trainee:
         mine = stages_of_rank(spec, rank, size)
         self.stages = {index: make_stage(shallow_copy(model), config, fqns[index], index, count) for index in mine}
         for stage in self.stages.values():
-            parallelise_tensors(stage, config, self.mesh["tensor"], plan)
+            parallelize_tensors(stage, config, self.mesh["tensor"], plan)
             for name in {"shard", "replicate"} & case.mesh.keys():
-                parallelise_stage(stage, config.layers, self.mesh[name], reshard_after_forward=case.reshard)
+                parallelize_stage(stage, config.layers, self.mesh[name], reshard_after_forward=case.reshard)
         if isinstance(self.module, HFCausalLM) and count - 1 in self.stages:
             # Whose head the loss takes.
             self.module.model = self.stages[count - 1].module

@@ -136,7 +136,7 @@ def many_calls(**options: Any) -> dict[str, Any]:
         losses.append(float(runner.forward_backward(micro_batches).loss))
         if index % 3:  # the first two of three make one step
             runner.optimizer_step(optimizer)
-    schedules = len(runner._parts.runner._made)
+    schedules = len(runner._parts.runner._cache)
     with torch.no_grad():
         again = float(runner.forward_backward(calls()[0]).loss)
     return {"losses": losses, "again": again, "schedules": schedules, **values_of(runner.model)}

@@ -67,5 +67,5 @@ def test_a_shortcut_of_the_training_that_runs_is_refused() -> None:
     module = Net()
     with pytest.raises(PlanError, match="'TrainBatch' cannot be replayed, since Lightning trains the batch"):
         fit(module, "pipeline", module.train_dataloader(), callbacks=[Shortcut("TrainBatch")])
-    with pytest.raises(PlanError, match="'ScheduleStep' cannot be replayed, since the ranks with the neighbouring"):
+    with pytest.raises(PlanError, match="'ScheduleStep' cannot be replayed, since the ranks with the neighboring"):
         fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[Shortcut("ScheduleStep")])
