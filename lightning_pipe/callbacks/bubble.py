@@ -87,17 +87,17 @@ class BubbleMonitor(CallbackWithGroup):
         if self._before is None:
             return
         stages = _stages(trainer)
-        runner, (count, wanted) = stages.runner, self._before
+        runner, (count, was_recording) = stages.runner, self._before
         self._before = None
         events = runner.events[count:]
-        runner.record_events = wanted
-        if not wanted:
+        runner.record_events = was_recording
+        if not was_recording:
             del runner.events[count:]
-        found = gather(events, self._group)
+        events_by_rank = gather(events, self._group)
         size = stages.mesh.size(0)
         pipeline = stages.mesh.mesh.reshape(size, -1)[:, 0].tolist()
         actions = actions_of(stages.schedule, size, stages.num_microbatches, stages.stages_per_rank)
-        step = measure_step([found[rank] for rank in pipeline], actions)
+        step = measure_step([events_by_rank[rank] for rank in pipeline], actions)
         self._steps.append(step)
         values = {"bubble": step.measured}
         if step.simulated is not None:
@@ -134,9 +134,9 @@ def bubble_table(report: BubbleReport) -> Group:
     ranks = FittedTable(box=box.SIMPLE, padding=(0, 1))
     for column in ("rank", "busy", "waits forward", "waits backward", "other", "done", "idle"):
         ranks.add_column(column, justify="right", overflow="fold")
-    for rank, one in enumerate(medians.ranks):
-        times = (one.busy, one.wait_forward, one.wait_backward, one.other, one.done)
-        idle = _percent(1 - one.busy / one.step) if one.step else "-"
+    for rank, rank_times in enumerate(medians.ranks):
+        times = (rank_times.busy, rank_times.wait_forward, rank_times.wait_backward, rank_times.other, rank_times.done)
+        idle = _percent(1 - rank_times.busy / rank_times.step) if rank_times.step else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
     bubble = FittedTable.of_figures("bubble", "share", "step")
@@ -154,8 +154,8 @@ def bubble_table(report: BubbleReport) -> Group:
     return Group(Text(title), ranks, bubble)
 
 
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -39,7 +39,7 @@ class _Reading:
     """All counters at one moment, in seconds."""
 
     meter: Meter
-    at: float
+    clock: float
     loader: float
     fetching: float
     waiting: float
@@ -62,7 +62,7 @@ class _Sum:
     def add(self, before: _Reading, after: _Reading, paused: float, in_flight: int, samples: int | None) -> None:
         loader = after.loader - before.loader
         self.iterations += 1
-        self.seconds += after.at - before.at - paused
+        self.seconds += after.clock - before.clock - paused
         self.loader += loader
         self.other_loaders += max(0.0, after.fetching - before.fetching - loader)
         self.workers += after.waiting - before.waiting
@@ -182,16 +182,16 @@ class PipelineMonitor(CallbackWithGroup):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = _read(trainer, self)
+        reading = _read(trainer, self)
         # A step with another meter is not counted: the plan, and with it the pipeline, was replaced during the step.
         if self._before is not None and self._following:
             self._following -= 1
-        elif self._before is not None and self._before.meter is now.meter:
+        elif self._before is not None and self._before.meter is reading.meter:
             step = _Sum()
             for total in (self._window, self._epoch, step):
-                total.add(self._before, now, self._paused, self._in_flight, self._samples)
+                total.add(self._before, reading, self._paused, self._in_flight, self._samples)
             self._wait_shares.append(rank_waits(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
-        self._before, self._paused = now, 0.0
+        self._before, self._paused = reading, 0.0
         self._trained += 1
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
         if every and self._trained % every == 0 and self._window.iterations:
@@ -205,13 +205,13 @@ class PipelineMonitor(CallbackWithGroup):
         self._paused += time.perf_counter() - self._pause_began
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        own = None
+        local_use = None
         if self._epoch.iterations >= _FEWEST:
             share = statistics.median(self._wait_shares)
-            own = replace(self._epoch.mean(), wait_share=share, host=socket.gethostname())
-        found = gather(own, self._group)
-        known = [one for one in found if one is not None]
-        self._use = known if len(known) == len(found) else []
+            local_use = replace(self._epoch.mean(), wait_share=share, host=socket.gethostname())
+        rank_uses = gather(local_use, self._group)
+        known_uses = [use for use in rank_uses if use is not None]
+        self._use = known_uses if len(known_uses) == len(rank_uses) else []
         if not self._use:
             return
         verdict = find_verdict(
@@ -260,9 +260,9 @@ class PipelineMonitor(CallbackWithGroup):
 
 def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:
     """Exclude the current step from all of the trainer's monitors; see :meth:`PipelineMonitor.leave_out`."""
-    for one in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(one, PipelineMonitor):
-            one.leave_out(following)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, PipelineMonitor):
+            callback.leave_out(following)
 
 
 def _subject(verdict: Verdict) -> tuple[str, int | None]:
@@ -274,8 +274,8 @@ def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
     if pipeline.meter is None:
         pipeline.meter = Meter()
     meter = pipeline.meter
-    now, loader = time.perf_counter(), loop_of(trainer).fetch_seconds
-    return _Reading(meter, now, loader, meter.fetching, meter.waiting, dict(meter.tasks))
+    clock, loader = time.perf_counter(), loop_of(trainer).fetch_seconds
+    return _Reading(meter, clock, loader, meter.fetching, meter.waiting, dict(meter.tasks))
 
 
 def _samples(batch: Any) -> int | None:
@@ -288,4 +288,4 @@ def _num_workers(trainer: pl.Trainer) -> int | None:
     """Largest number of workers of any loader; None if no loader is PyTorch's ``DataLoader``."""
     combined = loaders_of(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
-    return max((one.num_workers for one in loaders if isinstance(one, DataLoader)), default=None)
+    return max((loader.num_workers for loader in loaders if isinstance(loader, DataLoader)), default=None)

@@ -89,9 +89,9 @@ class PipelineProfiler(CallbackWithGroup):
                 f" at_steps={tuple(at_steps)} and every_n_steps={every_n_steps}. Pass for example at_steps=(100,) or"
                 " every_n_steps=1000."
             )
-        for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
-            check_whole_number(what, number, 1)
-        self._at = sorted(set(at_steps))
+        for name, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
+            check_whole_number(name, number, 1)
+        self._at_steps = sorted(set(at_steps))
         self._every = every_n_steps
         self._tasks = None if tasks is None else list(tasks)
         self._rounds, self._iterations = rounds, iterations
@@ -100,7 +100,7 @@ class PipelineProfiler(CallbackWithGroup):
         self._show = show
         self._latest: deque[Any] = deque(maxlen=batches)
         self._profiles: dict[int, ProfileResult] = {}
-        self._wanted: int | None = None  # optimizer step after which to profile next
+        self._next_step: int | None = None  # optimizer step after which to profile next
         self._stepped = 0
         self._trace: Trace | None = None
         self._folder = Path()
@@ -123,12 +123,12 @@ class PipelineProfiler(CallbackWithGroup):
         self._latest.clear()
         self._profiles.clear()
         self._stepped = trainer.global_step
-        self._wanted = self._next(self._stepped)
+        self._next_step = self._next(self._stepped)
         self._trace, self._warned = None, False
         self._make_group()
-        asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
+        requested = {"at_steps": self._at_steps, "every_n_steps": self._every, "tasks": self._tasks}
         # Ranks that profiled at different steps would deadlock.
-        described = [(name, str(value)) for name, value in asked.items()]
+        described = [(name, str(value)) for name, value in requested.items()]
         check_agreement(described, "profile requested from PipelineProfiler", self._group, error=SetupError)
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
 
@@ -137,7 +137,7 @@ class PipelineProfiler(CallbackWithGroup):
     ) -> None:
         self._stepped = trainer.global_step
         loop = loop_of(trainer)
-        if self._wanted is None or loop.ledger is None:
+        if self._next_step is None or loop.ledger is None:
             return
         # Keep the batch as the loader returned it, since the transfer hooks are called again. Batches already in flight
         # were not held and cannot be used.
@@ -145,22 +145,22 @@ class PipelineProfiler(CallbackWithGroup):
         if loop.ledger.oldest.batch is not None:
             self._latest.append(move_data_to_device(loop.ledger.oldest.batch, torch.device("cpu")))
         pipeline = pipeline_of(trainer, self)
-        if pipeline.trace is None and (self._wanted - self._stepped) * trainer.accumulate_grad_batches <= _TRACED:
+        if pipeline.trace is None and (self._next_step - self._stepped) * trainer.accumulate_grad_batches <= _TRACED:
             pipeline.start_trace((_TRACED + pipeline.plan.pipeline_depth) * len(pipeline.plan.tasks))
             self._trace = pipeline.trace
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, wanted = trainer.global_step, self._wanted
+        step, next_step = trainer.global_step, self._next_step
         # Only after an optimizer step: in the middle of an accumulation the gradients would be lost.
-        if wanted is None or step == self._stepped or step < wanted or not self._latest:
+        if next_step is None or step == self._stepped or step < next_step or not self._latest:
             return
-        others = pipeline_of(trainer, self).trace
-        if others is not None and others is not self._trace:
+        active_trace = pipeline_of(trainer, self).trace
+        if active_trace is not None and active_trace is not self._trace:
             return
         self._profile(trainer, step)
-        self._wanted = self._next(step)
+        self._next_step = self._next(step)
         self._latest.clear()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -171,13 +171,13 @@ class PipelineProfiler(CallbackWithGroup):
         if not self._profiles:
             rank_zero_warn(
                 f"PipelineProfiler took no profile in {trainer.global_step} optimizer steps, with"
-                f" at_steps={tuple(self._at)} and every_n_steps={self._every}. Profile at earlier steps, or train"
+                f" at_steps={tuple(self._at_steps)} and every_n_steps={self._every}. Profile at earlier steps, or train"
                 " longer."
             )
 
     def _next(self, step: int) -> int | None:
         """First step after *step* at which to profile; None if no profile is left."""
-        later = [one for one in self._at if one > step]
+        later = [at_step for at_step in self._at_steps if at_step > step]
         if self._every is not None:
             later.append((step // self._every + 1) * self._every)
         return min(later, default=None)
@@ -228,11 +228,11 @@ class PipelineProfiler(CallbackWithGroup):
     def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
         """Gather the bars of all ranks on rank 0, on a common clock."""
         offset = measure_offset(self._group)
-        own = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
-        return [bar for bars in gather_to_first(own, self._group) for bar in bars]
+        local_bars = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
+        return [bar for bars in gather_to_first(local_bars, self._group) for bar in bars]
 
     def _named(self, path: Path, step: int) -> Path:
-        number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""
+        number = f"-step{step}" if self._every is not None or len(self._at_steps) > 1 else ""
         return numbered(self._folder, path, number)
 
 

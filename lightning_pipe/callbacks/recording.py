@@ -75,6 +75,6 @@ class Recording:
     def _take_bars(self, rank: int) -> None:
         if self._pipeline is not None:
             for bar in task_bars(self._pipeline.stop_trace(), rank):
-                of_fit = None if bar.iteration is None else bar.iteration + self._offset
-                self._earlier.append(bar._replace(iteration=of_fit))
+                iteration = None if bar.iteration is None else bar.iteration + self._offset
+                self._earlier.append(bar._replace(iteration=iteration))
         self._pipeline = None

@@ -69,11 +69,11 @@ def cost_figure(profile: ProfileResult) -> Figure:
     tasks = profile.tasks
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(tasks)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for row, one in enumerate(tasks.values()):
-        axes.barh(row - 0.2, 1e3 * one.own, 0.38, color="#B9CFE0", label=None if row else "own")
-        if one.exposed is not None and one.low is not None and one.high is not None:
-            around = [[1e3 * max(0.0, one.exposed - one.low)], [1e3 * max(0.0, one.high - one.exposed)]]
-            axes.barh(row + 0.2, 1e3 * one.exposed, 0.38, color="#0072B2", xerr=around, capsize=2.5)
+    for row, task in enumerate(tasks.values()):
+        axes.barh(row - 0.2, 1e3 * task.own, 0.38, color="#B9CFE0", label=None if row else "own")
+        if task.exposed is not None and task.low is not None and task.high is not None:
+            around = [[1e3 * max(0.0, task.exposed - task.low)], [1e3 * max(0.0, task.high - task.exposed)]]
+            axes.barh(row + 0.2, 1e3 * task.exposed, 0.38, color="#0072B2", xerr=around, capsize=2.5)
     axes.barh(0, 0, color="#0072B2", label="exposed, with 95 % interval")
     axes.set_yticks(range(len(tasks)), [without_mathtext(name) for name in tasks])
     axes.invert_yaxis()
@@ -93,13 +93,13 @@ def _summary(profile: ProfileResult) -> str:
     """Findings that hold over the whole confidence intervals."""
     if not profile.exposed:
         return "No task was replayed, so only own times are known."
-    said: list[str] = []
+    mentioned: list[str] = []
     names: list[str] = []
     for name in profile.ranked[:3]:
         task = profile.tasks[name]
         least, most = (100 * (seconds or 0.0) / profile.seconds for seconds in (task.low, task.high))
-        together = [name, *(other for other in task.with_it if other not in said)]
-        said += together
+        together = [name, *(companion for companion in task.with_it if companion not in mentioned)]
+        mentioned += together
         names.append(f"{' with '.join(together)} ({least:.0f} to {most:.0f} %)")
     hidden = [
         name

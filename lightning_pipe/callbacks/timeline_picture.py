@@ -1,6 +1,6 @@
 """Picture of a timeline that makes overlap visible.
 
-Each row is a thread or a stream of a rank. The colour of a bar is that of its batch. In the stages of a language model
+Each row is a thread or a stream of a rank. The color of a bar is that of its batch. In the stages of a language model
 it is that of the micro-batch, and shade and hatching distinguish the kinds of work, such as forward and backward.
 """
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-# The colours of Okabe and Ito without black, and one more, which colour-blind readers can distinguish. Adjacent batches
-# never share a colour.
-_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
+# The colors of Okabe and Ito without black, and one more, which color-blind readers can distinguish. Adjacent batches
+# never share a color.
+_COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
 _ENDS = (0, (2, 3))  # dots
 # Lines of waits on the critical path; others are inside a task.
 _WAIT_LINES = {BETWEEN_TASKS: (0, ()), HAND_OFF: (0, (3, 1)), TRANSFER: (0, (1, 1))}
@@ -76,11 +76,11 @@ def require_matplotlib(path: Path) -> None:
             f"The picture {str(path)!r} needs Matplotlib, which is not installed. Run: pip install"
             " 'lightning-pipe[pictures]', or pass picture=None to draw no picture."
         ) from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
+    supported = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in supported:
         raise SetupError(
             f"The picture {str(path)!r} has an unsupported file type. Pass a name that ends with one of"
-            f" {', '.join(f'.{suffix}' for suffix in sorted(known))}."
+            f" {', '.join(f'.{suffix}' for suffix in sorted(supported))}."
         )
 
 
@@ -104,9 +104,9 @@ class _Drawing:
         self._begin = ends[0] if ends else min((bar.start for bar in timeline.bars), default=0.0)
         self._end = ends[-1] if ends else max((bar.end for bar in timeline.bars), default=0.0)
         self._by_microbatch = any(bar.stage is not None for bar in timeline.bars)
-        of_stages = [bar for bar in timeline.bars if bar.stage is not None]
-        self._several_stages = len({(bar.rank, bar.lane, bar.stage) for bar in of_stages}) > len(
-            {(bar.rank, bar.lane) for bar in of_stages}
+        stage_bars = [bar for bar in timeline.bars if bar.stage is not None]
+        self._several_stages = len({(bar.rank, bar.lane, bar.stage) for bar in stage_bars}) > len(
+            {(bar.rank, bar.lane) for bar in stage_bars}
         )
         seen = [p for p, bar in enumerate(timeline.bars) if bar.end > self._begin and bar.start < self._end]
         self._rows = list(dict.fromkeys((timeline.bars[p].rank, timeline.bars[p].lane) for p in seen))
@@ -140,7 +140,7 @@ class _Drawing:
         self._draw_path(axes)
         self._draw_waits(axes)
         for moment in self._ends[1:-1]:
-            axes.axvline(self._at(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
+            axes.axvline(self._milliseconds(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
         self._draw_frame(axes)
         self._draw_legend(figure)
         return figure
@@ -150,8 +150,8 @@ class _Drawing:
 
         bar = self._timeline.bars[position]
         row = self._rows.index((bar.rank, bar.lane))
-        start, end = self._at(max(bar.start, self._begin)), self._at(min(bar.end, self._end))
-        colour, hatch = self._look(bar)
+        start, end = self._milliseconds(max(bar.start, self._begin)), self._milliseconds(min(bar.end, self._end))
+        color, hatch = self._look(bar)
         waits = bar.kind in WAITS
         high = self._heights[row] * (0.4 if waits else 0.82)
         middle = self._middle(row)
@@ -160,7 +160,7 @@ class _Drawing:
             end - start,
             left=start,
             height=high,
-            color=colour,
+            color=color,
             hatch=hatch,
             edgecolor="#B5B5B5" if waits else "#FFFFFF",
             linewidth=0.4,
@@ -172,7 +172,7 @@ class _Drawing:
                 (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3
             )
             axes.add_patch(strip)
-        text, upwards = self._label(bar, (end - start) / max(self._at(self._end), 1e-9) * self._inches, high)
+        text, upwards = self._label(bar, (end - start) / max(self._milliseconds(self._end), 1e-9) * self._inches, high)
         if text:
             axes.text(
                 (start + end) / 2,
@@ -182,8 +182,8 @@ class _Drawing:
                 va="center",
                 rotation=90 if upwards else 0,
                 fontsize=_FONT,
-                color=_TEXT if waits else _ink(colour),
-                bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.8} if hatch else None,
+                color=_TEXT if waits else _ink(color),
+                bbox={"facecolor": color, "edgecolor": "none", "pad": 0.8} if hatch else None,
                 zorder=4,
                 clip_on=True,
             )
@@ -191,7 +191,7 @@ class _Drawing:
     def _draw_outer(self, axes: Axes, bar: Bar) -> None:
         """Draw a task that contains other bars, as their background."""
         row = self._rows.index((bar.rank, bar.lane))
-        start, end = self._at(max(bar.start, self._begin)), self._at(min(bar.end, self._end))
+        start, end = self._milliseconds(max(bar.start, self._begin)), self._milliseconds(min(bar.end, self._end))
         axes.barh(
             self._middle(row), end - start, left=start, height=self._heights[row] * 0.96, color=_GROUND, zorder=0.4
         )
@@ -201,10 +201,10 @@ class _Drawing:
             return _WAIT, "xxxx"
         if bar.microbatch is not None:
             look = _LOOKS[bar.kind]
-            return _mixed(_COLOURS[bar.microbatch % len(_COLOURS)], look.white), look.hatch
+            return _mixed(_COLORS[bar.microbatch % len(_COLORS)], look.white), look.hatch
         if self._by_microbatch or bar.iteration is None:
             return _OTHER, ""
-        return _COLOURS[bar.iteration % len(_COLOURS)], ""
+        return _COLORS[bar.iteration % len(_COLORS)], ""
 
     def _label(self, bar: Bar, width: float, high: float) -> tuple[str, bool]:
         """Longest text that fits into a bar of this width and height (inches); True if it is written upwards."""
@@ -231,14 +231,14 @@ class _Drawing:
         """Draw arrows where the critical path continues in another row."""
         seen = set(self._seen)
         for step in self._timeline.critical_steps:
-            one, other = (self._timeline.bars[position] for position in step)
-            rows = [self._rows.index((bar.rank, bar.lane)) for bar in (one, other)] if seen.issuperset(step) else []
+            source, target = (self._timeline.bars[position] for position in step)
+            rows = [self._rows.index((bar.rank, bar.lane)) for bar in (source, target)] if seen.issuperset(step) else []
             if not rows or rows[0] == rows[1]:
                 continue
             axes.annotate(
                 "",
-                xy=(self._at(max(other.start, self._begin)), self._middle(rows[1])),
-                xytext=(self._at(min(one.end, self._end)), self._middle(rows[0])),
+                xy=(self._milliseconds(max(target.start, self._begin)), self._middle(rows[1])),
+                xytext=(self._milliseconds(min(source.end, self._end)), self._middle(rows[0])),
                 arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
                 zorder=5,
             )
@@ -248,7 +248,7 @@ class _Drawing:
         for wait in self._waits:
             row = self._rows.index((wait.rank, wait.lane))
             axes.plot(
-                [self._at(max(wait.start, self._begin)), self._at(min(wait.end, self._end))],
+                [self._milliseconds(max(wait.start, self._begin)), self._milliseconds(min(wait.end, self._end))],
                 [self._middle(row) + self._heights[row] * 0.41 + 0.015] * 2,
                 color="black",
                 linewidth=1.2,
@@ -262,7 +262,7 @@ class _Drawing:
         axes.set_yticks(middles, [without_mathtext(f"rank {rank} · {lane}") for rank, lane in self._rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(max(self._tops[-1], 1.0), 0)
-        axes.set_xlim(0, max(self._at(self._end), 1e-6))
+        axes.set_xlim(0, max(self._milliseconds(self._end), 1e-6))
         axes.set_xlabel("time, ms" + (f" (and {self._left_out} more rows)" if self._left_out else ""))
         axes.set_title(without_mathtext(self._title), loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", alpha=0.25)
@@ -283,9 +283,9 @@ class _Drawing:
 
     def _busy(self, row: tuple[int, str]) -> float:
         """Share of the time in which a row works rather than waits."""
-        of_row = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer)
+        row_bars = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer)
         done, reached = 0.0, self._begin
-        for bar in of_row:  # sorted by start
+        for bar in row_bars:  # sorted by start
             if (bar.rank, bar.lane) == row and bar.kind not in WAITS:
                 end = min(bar.end, self._end)
                 done += max(0.0, end - max(bar.start, reached))
@@ -302,21 +302,21 @@ class _Drawing:
             kinds = {bar.kind for bar in shown}
             for kind, look in _LOOKS.items():
                 if kind in kinds:
-                    colour = _mixed(_COLOURS[0], look.white)
+                    color = _mixed(_COLORS[0], look.white)
                     label = f"{look.letter}: {look.label}"
-                    patches.append(Patch(facecolor=colour, hatch=look.hatch, edgecolor="white", label=label))
+                    patches.append(Patch(facecolor=color, hatch=look.hatch, edgecolor="white", label=label))
             if self._several_stages:
                 patches.append(Patch(alpha=0, label="s: stage"))
             if kinds & set(WAITS):
                 patches.append(
-                    Patch(facecolor=_WAIT, hatch="xxxx", edgecolor="#B5B5B5", label="waiting for a neighbour")
+                    Patch(facecolor=_WAIT, hatch="xxxx", edgecolor="#B5B5B5", label="waiting for a neighbor")
                 )
             patches.append(Patch(facecolor=_OTHER, label="other tasks"))
             for name in sorted({self._timeline.bars[p].name for p in self._timeline.outer.intersection(self._seen)}):
                 patches.append(Patch(facecolor=_GROUND, label=without_mathtext(f"in {name}")))
-            patches.extend(_colour_key("micro-batch", {b.microbatch for b in shown if b.microbatch is not None}))
+            patches.extend(_color_key("micro-batch", {b.microbatch for b in shown if b.microbatch is not None}))
         else:
-            patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
+            patches.extend(_color_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
         patches.append(Patch(color="black", label="critical path"))
         for name in sorted({wait.name for wait in self._waits}):
             line = _WAIT_LINES.get(name, _IN_TASK)
@@ -334,27 +334,27 @@ class _Drawing:
             columnspacing=1.3,
         )
 
-    def _at(self, moment: float) -> float:
+    def _milliseconds(self, moment: float) -> float:
         return (moment - self._begin) * 1e3
 
 
-def _colour_key(what: str, numbers: Iterable[int]) -> list[Patch]:
+def _color_key(label: str, numbers: Iterable[int]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     in_order = sorted(numbers)
-    if len(in_order) > len(_COLOURS):
-        return []  # a colour stands for several numbers; the bars show the numbers
-    return [Patch(facecolor=_COLOURS[number % len(_COLOURS)], label=f"{what} {number}") for number in in_order]
+    if len(in_order) > len(_COLORS):
+        return []  # a color stands for several numbers; the bars show the numbers
+    return [Patch(facecolor=_COLORS[number % len(_COLORS)], label=f"{label} {number}") for number in in_order]
 
 
-def _mixed(colour: str, white: float) -> str:
-    """*colour* mixed with a share *white* of white, or of black if it is negative."""
-    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+def _mixed(color: str, white: float) -> str:
+    """*color* mixed with a share *white* of white, or of black if it is negative."""
+    parts = [int(color[start : start + 2], 16) for start in (1, 3, 5)]
     mixed = [part + (255 - part) * white if white >= 0 else part * (1 + white) for part in parts]
     return "#" + "".join(f"{round(part):02X}" for part in mixed)
 
 
-def _ink(colour: str) -> str:
-    """Black or white, whichever is more legible on *colour*."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+def _ink(color: str) -> str:
+    """Black or white, whichever is more legible on *color*."""
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"

@@ -176,8 +176,8 @@ class PipelineTrace(CallbackWithGroup):
 
     def _begin_if_due(self, trainer: pl.Trainer) -> None:
         first = 0 if self._steps is None else self._steps[0]
-        again = self._every is not None and self._trained > first and (self._trained - first) % self._every == 0
-        if self._recording is not None or not (self._trained == first or again):
+        repeats = self._every is not None and self._trained > first and (self._trained - first) % self._every == 0
+        if self._recording is not None or not (self._trained == first or repeats):
             return
         clock = measure_offset(self._group)
         self._recording = Recording(self._trained, clock, running(trainer.strategy), self._keep)
@@ -192,16 +192,16 @@ class PipelineTrace(CallbackWithGroup):
         # Rank 0 writes the files, and the other ranks wait for it in the next step.
         leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
-        own = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
-        found = gather_to_first(own, self._group)
+        bars_and_error = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
+        bars_and_errors = gather_to_first(bars_and_error, self._group)
         if trainer.global_rank:
             return
-        timeline = Timeline((bar for of_rank, _ in found for bar in of_rank), pipeline.plan.dependencies)
+        timeline = Timeline((bar for rank_bars, _ in bars_and_errors for bar in rank_bars), pipeline.plan.dependencies)
         notes = {
             "plan": pipeline.plan.name,
             "strategy": type(trainer.strategy).__name__,
             "batches": [recording.first, recording.last],
-            "clock_error_us": [round(1e6 * error, 1) for _, error in found],
+            "clock_error_us": [round(1e6 * error, 1) for _, error in bars_and_errors],
         }
         self._write(lambda: write_trace(timeline, self._named(self._path, recording), notes))
         if self._picture is not None:
@@ -224,9 +224,9 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
 
 def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:
     """Check that PipelineTrace comes after BubbleMonitor, which resets the stages' recording to its earlier state."""
-    names = [type(one).__name__ for one in trainer.callbacks]  # type: ignore[attr-defined]
-    own = trainer.callbacks.index(trace)  # type: ignore[attr-defined]
-    if "BubbleMonitor" in names[own:]:
+    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    position = trainer.callbacks.index(trace)  # type: ignore[attr-defined]
+    if "BubbleMonitor" in names[position:]:
         raise SetupError(
             "PipelineTrace must come after BubbleMonitor, which would otherwise switch off its recording of stages, got"
             f" callbacks {', '.join(names)}. Place PipelineTrace after BubbleMonitor in the list of callbacks."

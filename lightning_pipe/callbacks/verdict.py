@@ -83,12 +83,14 @@ def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
     cost = uses[second].wait_share - uses[slowest].wait_share
     if cost <= _COSTLY:
         return None
-    work = [{**one.tasks, "data loader": one.loader} for one in uses]
-    others = [one for rank, one in enumerate(work) if rank != slowest]
-    more = {name: seconds - min(one.get(name, 0.0) for one in others) for name, seconds in work[slowest].items()}
+    work = [{**use.tasks, "data loader": use.loader} for use in uses]
+    other_tasks = [tasks for rank, tasks in enumerate(work) if rank != slowest]
+    excess = {
+        name: seconds - min(tasks.get(name, 0.0) for tasks in other_tasks) for name, seconds in work[slowest].items()
+    }
     where = f"rank {slowest} on host {uses[slowest].host}"
     text = f"straggler: all ranks wait for {where}, which costs {100 * cost:.0f} % of the step, most of it in"
-    return Straggler(slowest, uses[slowest].host, cost, f"{text} {max(more, key=lambda name: more[name])}")
+    return Straggler(slowest, uses[slowest].host, cost, f"{text} {max(excess, key=lambda name: excess[name])}")
 
 
 def forward_wait(use: StepUse, ranks: int) -> float:
@@ -112,7 +114,7 @@ def find_verdict(
     slowest, fastest = waits.index(min(waits)), waits.index(max(waits))
     slow_loader = loaders.index(max(loaders))
     first = uses[0]
-    found = {
+    shares = {
         "input-bound": max(loaders),
         ("rank-bound" if one_host else "network-bound") if ranks > 1 else "worker-bound": waits[slowest],
         # Minus the part that the slowest rank's loader explains.
@@ -120,19 +122,19 @@ def find_verdict(
         "copy-bound": sum(first.tasks.get(name, 0.0) for name in _COPIES) / first.seconds,
         "hook-bound": _outside(first) / first.seconds,
     }
-    kind = max(found, key=lambda name: found[name])
-    share = f"{100 * found[kind]:.0f} % of the step"
-    if found[kind] < _MUCH:
+    kind = max(shares, key=lambda name: shares[name])
+    share = f"{100 * shares[kind]:.0f} % of the step"
+    if shares[kind] < _MUCH:
         return _nothing_to_gain(first, ranks, has_pipe)
     if kind == "input-bound":
         where = f" on rank {slow_loader}" if ranks > 1 else ""
         advice = _loader_advice(uses[slow_loader], num_workers, cores)
         return Verdict(kind, f"input-bound: {share} waits for the data loader{where}; {advice}")
     if kind in ("network-bound", "rank-bound"):
-        one = uses[slowest]
-        more = (one.workers, "worker threads"), (one.other_loaders, "agreement on batches")
-        parts = _largest(one, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *more)
-        advice = _exchange_advice(one, plan, one_host)
+        slowest_use = uses[slowest]
+        extras = (slowest_use.workers, "worker threads"), (slowest_use.other_loaders, "agreement on batches")
+        parts = _largest(slowest_use, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *extras)
+        advice = _exchange_advice(slowest_use, plan, one_host)
         whom = "other ranks on this machine" if one_host else "messages of other ranks"
         return Verdict(kind, f"{kind}: {share} waits for {whom} ({parts}); {advice}")
     if kind == "worker-bound":
@@ -191,12 +193,12 @@ def _nothing_to_gain(use: StepUse, ranks: int, has_pipe: bool) -> Verdict:
     return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); the pipeline cannot gain more")
 
 
-def _largest(use: StepUse, names: Sequence[str], *more: tuple[float, str]) -> str:
+def _largest(use: StepUse, names: Sequence[str], *extras: tuple[float, str]) -> str:
     """Three largest of the tasks in *names* and of *more*, as text with their shares of the step."""
     parts = [(use.tasks.get(name, 0.0), name) for name in names]
     shown = [
         f"{name} {100 * seconds / use.seconds:.0f} %"
-        for seconds, name in sorted([*parts, *more], reverse=True)
+        for seconds, name in sorted([*parts, *extras], reverse=True)
         if seconds > 0.01 * use.seconds
     ]
     return ", ".join(shown[:3])
@@ -214,12 +216,12 @@ def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
         )
     # Without workers the loading time of a batch is spent in this process; each of n workers has n steps for a batch.
     batch = use.loader if num_workers == 0 else num_workers * use.seconds
-    wanted = math.ceil(batch / max(use.seconds - use.loader, 1e-9))
-    if wanted <= max(cores, num_workers + 1):
-        return f"try num_workers={max(wanted, num_workers + 1)} (currently {num_workers})"
+    needed = math.ceil(batch / max(use.seconds - use.loader, 1e-9))
+    if needed <= max(cores, num_workers + 1):
+        return f"try num_workers={max(needed, num_workers + 1)} (currently {num_workers})"
     if cores > num_workers:
         return (
-            f"try num_workers={cores} (currently {num_workers}); hiding all of it would take {wanted} workers on"
+            f"try num_workers={cores} (currently {num_workers}); hiding all of it would take {needed} workers on"
             " separate cores"
         )
     return (

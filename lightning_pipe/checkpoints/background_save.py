@@ -80,8 +80,8 @@ class BackgroundSave:
         wait(self._saving)
         saved, after = self._saving, self._after
         self._saving, self._after = [], []
-        for one in saved:
-            one.result()
+        for future in saved:
+            future.result()
         for work in after:
             work()
 

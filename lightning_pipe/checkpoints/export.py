@@ -28,7 +28,7 @@ from lightning_pipe.engine.common.whole_file import whole_file
 
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
-# Entries of a sharded model that are left out of the file: its optimisers hold no tables, those of one device do.
+# Entries of a sharded model that are left out of the file: its optimizers hold no tables, those of one device do.
 _ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler", "table_optimizers", DYNAMIC_ROWS)
 
 
@@ -36,10 +36,10 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     """Export a checkpoint folder to a single file in Lightning's single-device format. Call this in one process.
 
     ``LightningModule.load_from_checkpoint`` accepts the file, and ``load_state_dict`` of the unsharded, unsplit module
-    accepts its ``state_dict``. For a model in stages the file also holds the optimiser states:
+    accepts its ``state_dict``. For a model in stages the file also holds the optimizer states:
     ``Trainer.fit(ckpt_path=...)`` resumes from it under Lightning's own strategies, provided that
     ``configure_optimizers`` lists the parameters of each group in the model's order. For a model with sharded tables
-    all optimiser states are left out, because Lightning's format has no place for those of fused optimisers.
+    all optimizer states are left out, because Lightning's format has no place for those of fused optimizers.
 
     During the export, the disk of *file* needs space for two copies of the values.
 
@@ -59,13 +59,13 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
         )
     source = open_folder(place)
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
-    of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
+    has_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)
     # The temporary folder is private to the user, as is the file until it is complete.
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
-        whole = read_whole(source, saved, weights_only, None if of_stages else _SHARDED_MODEL, Path(beside))
-        if of_stages:
-            _put_stages(checkpoint, whole)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        values = read_whole(source, saved, weights_only, None if has_stages else _SHARDED_MODEL, Path(temporary))
+        if has_stages:
+            _put_stages(checkpoint, values)
         else:
             if isinstance(checkpoint.get(DYNAMIC_ROWS), dict):
                 names = ", ".join(map(str, checkpoint[DYNAMIC_ROWS]))
@@ -76,16 +76,16 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                     stacklevel=2,
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
-            checkpoint["state_dict"] = whole[_SHARDED_MODEL]
+            checkpoint["state_dict"] = values[_SHARDED_MODEL]
         with whole_file(target) as written:
             torch.save(checkpoint, written)
 
 
-def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Add the states of the model and of the optimisers to *checkpoint*, with parameters numbered as on one device."""
-    checkpoint[MODEL] = with_other_names(whole[MODEL], checkpoint.pop(TIED, {}))
+def _put_stages(checkpoint: dict[str, Any], values: dict[str, Any]) -> None:
+    """Add the states of the model and of the optimizers to *checkpoint*, with parameters numbered as on one device."""
+    checkpoint[MODEL] = with_other_names(values[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
-        states = whole.get(optimizer_part(number), {}).get("state", {})
+        states = values.get(optimizer_part(number), {}).get("state", {})
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
         checkpoint[OPTIMIZERS][number] = {

@@ -32,29 +32,29 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     if isinstance(folder, Path):
         restore_replaced(folder)
     fix = ""
-    found = f"a folder without {META}" if folder.exists() else "not there"
+    actual = f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
         saved = SafeReader(folder).read_metadata()
         if any(path[0] in parts for path in saved.planner_data.values()):
             return saved
-        found = "a folder of another kind"
+        actual = "a folder of another kind"
     elif folder.is_file():
-        found = "a file"
+        actual = "a file"
         fix = (
             ". If it was exported from a folder, give that folder to resume the run. To start from the file's weights,"
             f" give no ckpt_path and call module.load_state_dict(torch.load({str(folder)!r},"
             " weights_only=True)['state_dict']). For a PipelineModule, call it after configure_model()"
         )
-    raise SetupError(f"the checkpoint {str(folder)!r} is {found}, expected a folder written {kind}{fix}")
+    raise SetupError(f"the checkpoint {str(folder)!r} is {actual}, expected a folder written {kind}{fix}")
 
 
 def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
     """Values that rank 0 stored in addition to the tensors, as ``load_object`` reads them."""
-    rest = load_object(folder / META, weights_only)
+    values = load_object(folder / META, weights_only)
     with file_named(folder / META):
-        if not isinstance(rest, dict):
-            raise TypeError(f"expected a dict, got a {type(rest).__name__}")
-    return rest
+        if not isinstance(values, dict):
+            raise TypeError(f"expected a dict, got a {type(values).__name__}")
+    return values
 
 
 def fill_from_folder(
@@ -86,14 +86,14 @@ def read_whole(
     dtype_of: Callable[[Any, torch.dtype], torch.dtype] = lambda name, stored: stored,
 ) -> dict[str, Any]:
     """Read all values of a folder, or one part of them. Call this in one process."""
-    whole: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for number, (key, path) in enumerate(saved.planner_data.items()):
         stored = saved.state_dict_metadata[key]
         if only in (None, path[0]):
             # Backed by files: the operating system can evict values that do not fit into memory.
-            set_element(whole, path, room(stored, partial(_on_disk, beside / str(number), partial(dtype_of, path[-1]))))
-    fill_alone(folder, saved, whole, weights_only)
-    return whole
+            set_element(state, path, room(stored, partial(_on_disk, beside / str(number), partial(dtype_of, path[-1]))))
+    fill_alone(folder, saved, state, weights_only)
+    return state
 
 
 def fill_alone(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
@@ -145,10 +145,10 @@ def sizes_on_ranks(state: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Size
     Every rank must call this; all get the same result.
     """
     flat, paths = flatten_state_dict(dict(state))
-    found: dict[tuple[Any, ...], torch.Size | None] = {}
+    sizes_by_path: dict[tuple[Any, ...], torch.Size | None] = {}
     for sizes in gather({paths[key]: _size(value) for key, value in flat.items()}, dist.group.WORLD):
-        found.update(sizes)
-    return found
+        sizes_by_path.update(sizes)
+    return sizes_by_path
 
 
 def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:

@@ -54,26 +54,26 @@ DYNAMIC_ROWS = "dynamic_rows"
 
 
 def write_folder(
-    path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None = None
+    path: str | Path, state: dict[str, Any], values: dict[str, Any], part: CheckpointPart | None = None
 ) -> None:
     """Write a checkpoint to the folder *path*. Every rank must call this."""
     folder = place_of(path)
     with _lost_ranks_named(folder):
-        packed = on_all_ranks(lambda: _pack(rest), _failed(folder), dist.group.WORLD)
+        packed = on_all_ranks(lambda: _pack(values), _failed(folder), dist.group.WORLD)
     _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
 def write_in_background(
-    saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None
+    saves: BackgroundSave, path: str | Path, state: dict[str, Any], values: dict[str, Any], part: CheckpointPart | None
 ) -> None:
     """Copy the current values of the arguments and write them as :func:`write_folder` does, in the background."""
     folder = place_of(path)
 
     def copy() -> tuple[HostCopies, bytes]:
-        found = HostCopies(state), _pack(rest)
+        snapshot = HostCopies(state), _pack(values)
         if part is not None:
             part.copy()
-        return found
+        return snapshot
 
     with _lost_ranks_named(folder):
         copies, packed = on_all_ranks(copy, _failed(folder), dist.group.WORLD)
@@ -95,57 +95,57 @@ def _write(
         if part is not None:
             part.commit(group, to_write=True)
         begun = from_rank(lambda: _begin(folder), failed, group)
-        beside: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
+        unfinished: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
         try:
-            dcp.save(state, planner=planner, process_group=group, **_to(beside))
+            dcp.save(state, planner=planner, process_group=group, **_to(unfinished))
             if part is not None:
-                on_all_ranks(partial(_write_part, part, beside), failed, group)
-            from_rank(lambda: _finish(folder, beside, begun, packed), failed, group)
+                on_all_ranks(partial(_write_part, part, unfinished), failed, group)
+            from_rank(lambda: _finish(folder, unfinished, begun, packed), failed, group)
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:
-                _discard(folder, beside)
+                _discard(folder, unfinished)
             if isinstance(error, SetupError):
                 raise
             raise SetupError(f"{failed}: {reasons(error)}") from error
 
 
-def _to(beside: Folder) -> dict[str, Any]:
-    if isinstance(beside, Path):
-        return {"checkpoint_id": beside}
+def _to(unfinished: Folder) -> dict[str, Any]:
+    if isinstance(unfinished, Path):
+        return {"checkpoint_id": unfinished}
     # Object stores are durable; a sync would write the caches of all local disks.
-    return {"storage_writer": fsspec_writer(str(beside), sync_files=False, use_listings_cache=False)}
+    return {"storage_writer": fsspec_writer(str(unfinished), sync_files=False, use_listings_cache=False)}
 
 
-def _write_part(part: CheckpointPart, beside: Folder) -> None:
-    if isinstance(beside, Path):
-        part.write(beside)
+def _write_part(part: CheckpointPart, unfinished: Folder) -> None:
+    if isinstance(unfinished, Path):
+        part.write(unfinished)
         return
     with tempfile.TemporaryDirectory(prefix="lightning_pipe_") as local:
         part.write(Path(local))
-        beside.upload(Path(local))
+        unfinished.upload(Path(local))
 
 
-def _finish(folder: Folder, beside: Folder, begun: Any, packed: bytes) -> None:
-    metadata = beside / ".metadata"
+def _finish(folder: Folder, unfinished: Folder, begun: Any, packed: bytes) -> None:
+    metadata = unfinished / ".metadata"
     metadata.write_bytes(with_checksum(metadata.read_bytes()))
-    (beside / META).write_bytes(packed)
+    (unfinished / META).write_bytes(packed)
     if isinstance(folder, Path):
         finish_folder(folder, begun)
     else:
-        assert not isinstance(beside, Path)
-        files = {info.relative_path for info in SafeReader(beside).read_metadata().storage_data.values()}
-        if missing := sorted(files - beside.files()):
-            raise SetupError(f"another job has removed {missing[0]!r} from {str(beside)!r}")
+        assert not isinstance(unfinished, Path)
+        files = {info.relative_path for info in SafeReader(unfinished).read_metadata().storage_data.values()}
+        if missing := sorted(files - unfinished.files()):
+            raise SetupError(f"another job has removed {missing[0]!r} from {str(unfinished)!r}")
         finish_remote(folder, begun)
 
 
-def _discard(folder: Folder, beside: Folder) -> None:
+def _discard(folder: Folder, unfinished: Folder) -> None:
     if isinstance(folder, Path):
         discard_folder(folder)
     else:
-        assert not isinstance(beside, Path)
+        assert not isinstance(unfinished, Path)
         with suppress(OSError):  # the next save removes it
-            beside.remove()
+            unfinished.remove()
 
 
 def _begin(folder: Folder) -> Any:
@@ -153,9 +153,9 @@ def _begin(folder: Folder) -> Any:
     if not isinstance(folder, Path):
         return begin_remote(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():
-        found = sorted(one.name for one in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
         raise SetupError(
-            f"{str(folder)!r} is a folder with other files in it ({', '.join(found[:3])}), which a checkpoint would"
+            f"{str(folder)!r} is a folder with other files in it ({', '.join(names[:3])}), which a checkpoint would"
             " replace. Give a new path, or the path of a checkpoint"
         )
     return begin_folder(folder)
@@ -177,12 +177,12 @@ def _failed(folder: Folder) -> str:
     return f"the checkpoint {str(folder)!r} cannot be written"
 
 
-def _pack(rest: dict[str, Any]) -> bytes:
-    """Serialise *rest* on rank 0, so that later changes do not affect it. Returns no bytes on other ranks."""
+def _pack(values: dict[str, Any]) -> bytes:
+    """Serialize *values* on rank 0, so that later changes do not affect it. Returns no bytes on other ranks."""
     if dist.get_rank() != 0:
         return b""
     buffer = io.BytesIO()
-    torch.save(rest, buffer)
+    torch.save(values, buffer)
     packed = buffer.getvalue()
     names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed)))
     if names:
@@ -201,4 +201,4 @@ def reasons(error: dcp.CheckpointException) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, (reason, _) in sorted(error.failures.items()):
         ranks.setdefault(f"{reason}".rstrip("."), []).append(rank)
-    return " ".join(f"{reason} (on rank {', '.join(map(str, found))})." for reason, found in ranks.items())
+    return " ".join(f"{reason} (on rank {', '.join(map(str, numbers))})." for reason, numbers in ranks.items())

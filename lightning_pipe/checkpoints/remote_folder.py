@@ -235,8 +235,8 @@ def _hidden(place: RemotePath) -> re.Pattern[str]:
 def _read_marker(place: RemotePath) -> str | None:
     """Name of the folder that the object at the URL names. None if it is another file, or has been renamed."""
     try:
-        found = json.loads(place.head(_LARGEST_MARKER))
+        marker = json.loads(place.head(_LARGEST_MARKER))
     except (ValueError, RecursionError):
         return None
-    name = found.get("folder") if isinstance(found, dict) and found.get(_FIELD) == 1 else None
+    name = marker.get("folder") if isinstance(marker, dict) and marker.get(_FIELD) == 1 else None
     return name if isinstance(name, str) and _hidden(place).fullmatch(name) else None

@@ -166,16 +166,16 @@ def file_named(path: Folder | str) -> Iterator[None]:
     except SetupError:
         raise
     except Exception as error:  # a damaged file can cause any error
-        said = str(error).strip()
-        if said.startswith("Weights only load failed"):
-            refused = re.search(r"GLOBAL \S+", said) or re.search(r"(?<=WeightsUnpickler error: ).+", said)
+        message = str(error).strip()
+        if message.startswith("Weights only load failed"):
+            refused = re.search(r"GLOBAL \S+", message) or re.search(r"(?<=WeightsUnpickler error: ).+", message)
             raise SetupError(
                 f"the checkpoint's file {str(path)!r} holds more than tensors and plain types"
                 f" ({printable(refused[0]) if refused else 'no known class'}), and could run any code when it is read."
                 " If you trust its author, pass weights_only=False, as in Trainer.fit(..., weights_only=False), or"
                 " allow the class with torch.serialization.add_safe_globals([...]). Otherwise, use another checkpoint"
             ) from error
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else said.partition("\n")[0]
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else message.partition("\n")[0]
         raise SetupError(
             f"the checkpoint's file {str(path)!r} cannot be read ({type(error).__name__}: {printable(reason)}). It is"
             " damaged, incomplete or not a checkpoint. Use another checkpoint"

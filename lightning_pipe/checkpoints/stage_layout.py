@@ -14,7 +14,7 @@ TIED = "lightning_pipe.tied"
 
 
 def optimizer_part(number: int) -> str:
-    """Name of the part that holds the states of the optimiser with this number."""
+    """Name of the part that holds the states of the optimizer with this number."""
     return f"optimizer_{number}"
 
 

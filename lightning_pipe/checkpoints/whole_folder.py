@@ -83,11 +83,11 @@ def _sibling(folder: Path, kind: str) -> Path:
     return folder.with_name(f".{folder.name.replace('hpc_ckpt_', 'hpc%5Fckpt_')}.{kind}")
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two paths in one step with Linux's ``renameat2``."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2 is not None and renameat2(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0
+    return renameat2 is not None and renameat2(current, os.fsencode(first), current, os.fsencode(second), exchange) == 0
 
 
 def _remove(path: Path) -> None:

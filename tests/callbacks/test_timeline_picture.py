@@ -114,7 +114,7 @@ def test_kinds_of_work_on_a_micro_batch_are_told_apart_and_waits_are_marked(tmp_
         "B: backward",
         "I: backward for inputs",
         "W: backward for weights",
-        "waiting for a neighbour",
+        "waiting for a neighbor",
         "other tasks",
         "in ScheduleStep",
         "micro-batch 0",

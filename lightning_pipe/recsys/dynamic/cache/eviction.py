@@ -45,7 +45,7 @@ def _least(scores: npt.NDArray[Any], ties: Numbers, number: int) -> npt.NDArray[
         return np.arange(len(scores))
     limit = np.partition(scores, number - 1)[number - 1]
     below, equal = np.flatnonzero(scores < limit), np.flatnonzero(scores == limit)
-    rest = number - len(below)
-    if rest < len(equal):
-        equal = equal[np.argpartition(ties[equal], rest - 1)[:rest]]
+    remaining = number - len(below)
+    if remaining < len(equal):
+        equal = equal[np.argpartition(ties[equal], remaining - 1)[:remaining]]
     return np.concatenate([below, equal])

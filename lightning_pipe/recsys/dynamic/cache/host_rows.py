@@ -35,23 +35,23 @@ class HostRows(StoredTable):
     def read(self, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
         with self._lock:
             slots, missing = self._touch(keys)
-            records, found = self._records[slots], np.ones(len(keys), bool)
+            records, present = self._records[slots], np.ones(len(keys), bool)
             if missing.size:
-                records[missing], found[missing] = super().read(keys[missing])
-                new = missing[found[missing]][: self._map.capacity]
-                self._add(keys[new], records[new], 0)
-            return records, found
+                records[missing], present[missing] = super().read(keys[missing])
+                loaded = missing[present[missing]][: self._map.capacity]
+                self._add(keys[loaded], records[loaded], 0)
+            return records, present
 
     def write(self, keys: Keys, records: Records) -> None:
         with self._lock:
             slots, missing = self._touch(keys)
-            here = slots >= 0
-            self._records[slots[here]] = records[here]
-            self._dirty[slots[here]] = 1
-            new, rest = np.split(missing, [self._map.capacity])
-            if rest.size:
-                super().write(keys[rest], records[rest])
-            self._add(keys[new], records[new], 1)
+            cached = slots >= 0
+            self._records[slots[cached]] = records[cached]
+            self._dirty[slots[cached]] = 1
+            added, overflow = np.split(missing, [self._map.capacity])
+            if overflow.size:
+                super().write(keys[overflow], records[overflow])
+            self._add(keys[added], records[added], 1)
 
     def erase(self, keys: Keys) -> None:
         with self._lock:
@@ -101,12 +101,12 @@ class HostRows(StoredTable):
         self._records[slots], self._dirty[slots] = records, dirty
         self._map.insert(keys, slots, self._tick)
 
-    def _evict(self, wanted: int) -> None:
+    def _evict(self, needed: int) -> None:
         """Evict the least recently used records, until at least *wanted* slots are free."""
         used = np.ones(self._map.capacity, bool)
         used[self._free] = False
         slots = np.flatnonzero(used)
-        number = min(len(slots), max(wanted - len(self._free), self._map.capacity // _EVICTED))
+        number = min(len(slots), max(needed - len(self._free), self._map.capacity // _EVICTED))
         slots = slots[np.argpartition(self._map.ticks()[slots], number - 1)[:number]]
         self._write_down(slots[self._dirty[slots] != 0])
         self._remove(slots)

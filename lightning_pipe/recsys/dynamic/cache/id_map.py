@@ -104,7 +104,7 @@ class _CompiledMap(IdMap):
 
     def find(self, keys: Keys) -> Slots:
         keys, slots = np.ascontiguousarray(keys), np.empty(len(keys), np.int64)
-        self._library.lp_id_map_find(*self._of(keys), _address(slots))
+        self._library.lp_id_map_find(*self._arguments(keys), _address(slots))
         return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
@@ -112,19 +112,19 @@ class _CompiledMap(IdMap):
         slots, touched, missing = (np.empty(len(keys), np.int64) for _ in range(3))
         counts = np.empty(2, np.int64)
         self._library.lp_id_map_touch(
-            *self._of(keys),
+            *self._arguments(keys),
             ctypes.c_uint32(tick),
             *(_address(array) for array in (slots, touched, missing, counts)),
         )
-        noted, without = counts.tolist()
-        return slots, touched[:noted], missing[:without]
+        distinct, misses = counts.tolist()
+        return slots, touched[:distinct], missing[:misses]
 
     def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
         keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
-        self._library.lp_id_map_insert(*self._of(keys), _address(slots), ctypes.c_uint32(tick))
+        self._library.lp_id_map_insert(*self._arguments(keys), _address(slots), ctypes.c_uint32(tick))
 
     def _remove(self, keys: Keys, slots: Slots) -> None:
-        self._library.lp_id_map_remove(*self._of(keys))
+        self._library.lp_id_map_remove(*self._arguments(keys))
 
     def ticks(self) -> npt.NDArray[np.int64]:
         ticks = np.zeros(self.capacity, np.int64)
@@ -137,7 +137,7 @@ class _CompiledMap(IdMap):
     def _clear(self) -> None:
         self._entries["slot"] = -1
 
-    def _of(self, keys: Keys) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
+    def _arguments(self, keys: Keys) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
         return _address(self._entries), ctypes.c_int64(self._bits), _address(keys), ctypes.c_int64(len(keys))
 
 
@@ -157,17 +157,17 @@ class DeviceIds(IdMap):
         self._ready: torch.cuda.Event | None = None
         # Ids in order, and their slots.
         self._table = torch.empty(2, 0, dtype=torch.int64, device=device)
-        self._gone: list[Keys] = []
-        self._new: list[tuple[Keys, Slots]] = []
+        self._removed: list[Keys] = []
+        self._inserted: list[tuple[Keys, Slots]] = []
         self._ticks = np.zeros(capacity, np.int64)
 
     def look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Search for *ids* [n], int64 on the device, which may repeat.
 
-        Found are the slots [n], -1 for ids without a slot, and what the host needs, [n + 2]: number of distinct slots,
+        Returns the slots [n], -1 for ids without a slot, and a summary for the host, [n + 2]: number of distinct slots,
         number of ids without a slot, the distinct slots, and, at the end, the ids without a slot.
         """
-        if self._gone or self._new:
+        if self._removed or self._inserted:
             # Left by a batch that failed.
             self.apply(*(part.to(self._device) for part in self.changes()))
         self._order()
@@ -178,37 +178,39 @@ class DeviceIds(IdMap):
         first = (self._last.scatter_(0, row, place)[row] == place) & ~missing
         counts = torch.stack([first.sum(), missing.sum()])
         at_end = missing.cumsum(0) - 1 + len(ids) - counts[1]
-        to = torch.where(first, first.cumsum(0) - 1, torch.where(missing, at_end, len(ids)))
-        found = ids.new_zeros(len(ids) + 1).scatter_(0, to, torch.where(missing, ids, slots))
-        return slots, torch.cat([counts, found[:-1]])
+        targets = torch.where(first, first.cumsum(0) - 1, torch.where(missing, at_end, len(ids)))
+        summary = ids.new_zeros(len(ids) + 1).scatter_(0, targets, torch.where(missing, ids, slots))
+        return slots, torch.cat([counts, summary[:-1]])
 
-    def use(self, found: Tensor, tick: int) -> tuple[Slots, Keys]:
-        """Record the use of what ``look`` found, copied to the host; return distinct slots, and ids without a slot."""
-        rows, without = found[:2].tolist()
-        slots, keys = found[2 : 2 + rows].numpy(), found[len(found) - without :].numpy()
+    def use(self, summary: Tensor, tick: int) -> tuple[Slots, Keys]:
+        """Record the use of ``look``'s slots, from its summary on the host; return them, and the ids without a slot."""
+        distinct, misses = summary[:2].tolist()
+        slots, keys = summary[2 : 2 + distinct].numpy(), summary[len(summary) - misses :].numpy()
         self._ticks[slots] = tick
         return slots, keys
 
     def changes(self) -> list[Tensor]:
         """Changes for ``apply``, on the host: ids that were removed, ids that were inserted, and their slots."""
-        ids, slots = zip(*self._new, strict=True) if self._new else ((), ())
-        return [torch.from_numpy(np.concatenate([np.empty(0, np.int64), *part])) for part in (self._gone, ids, slots)]
+        ids, slots = zip(*self._inserted, strict=True) if self._inserted else ((), ())
+        return [
+            torch.from_numpy(np.concatenate([np.empty(0, np.int64), *part])) for part in (self._removed, ids, slots)
+        ]
 
-    def apply(self, gone: Tensor, ids: Tensor, slots: Tensor) -> None:
+    def apply(self, removed: Tensor, ids: Tensor, slots: Tensor) -> None:
         """Make all changes, which the caller has copied to the device, in the table."""
         self._order()
-        old, new = self._table, torch.stack([ids, slots])[:, ids.argsort()]
-        size = old.shape[1] - len(gone) + len(ids)
-        stays = torch.ones_like(old[0]).index_fill_(0, torch.searchsorted(old[0], gone), 0)
+        current, inserted = self._table, torch.stack([ids, slots])[:, ids.argsort()]
+        size = current.shape[1] - len(removed) + len(ids)
+        stays = torch.ones_like(current[0]).index_fill_(0, torch.searchsorted(current[0], removed), 0)
         before = torch.cat([stays.new_zeros(1), stays.cumsum(0)])
         # Removed ids go to an additional column.
-        table = old.new_empty(2, size + 1)
-        to = torch.where(stays > 0, before[:-1] + torch.searchsorted(new[0], old[0]), size)
-        table.index_copy_(1, to, old)
+        merged = current.new_empty(2, size + 1)
+        targets = torch.where(stays > 0, before[:-1] + torch.searchsorted(inserted[0], current[0]), size)
+        merged.index_copy_(1, targets, current)
         place = torch.arange(len(ids), device=self._device)
-        table.index_copy_(1, before[torch.searchsorted(old[0], new[0])] + place, new)
-        self._table = table[:, :size]
-        self._gone, self._new = [], []
+        merged.index_copy_(1, before[torch.searchsorted(current[0], inserted[0])] + place, inserted)
+        self._table = merged[:, :size]
+        self._removed, self._inserted = [], []
         if self._device.type == "cuda":
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
@@ -217,20 +219,20 @@ class DeviceIds(IdMap):
         return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        slots, found = self.look(torch.from_numpy(keys).to(self._device))
+        slots, summary = self.look(torch.from_numpy(keys).to(self._device))
         on_host: Slots = slots.cpu().numpy()
-        return on_host, self.use(found.cpu(), tick)[0], np.flatnonzero(on_host < 0)
+        return on_host, self.use(summary.cpu(), tick)[0], np.flatnonzero(on_host < 0)
 
     def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
         self._ticks[slots] = tick
-        self._new.append((keys, slots))
+        self._inserted.append((keys, slots))
 
     def _remove(self, keys: Keys, slots: Slots) -> None:
-        if self._new:
+        if self._inserted:
             # Removals come first.
             self.look(torch.empty(0, dtype=torch.int64, device=self._device))
         self._ticks[slots] = 0
-        self._gone.append(keys)
+        self._removed.append(keys)
 
     def ticks(self) -> npt.NDArray[np.int64]:
         return self._ticks.copy()
@@ -240,15 +242,15 @@ class DeviceIds(IdMap):
 
     def _clear(self) -> None:
         self._table = self._table[:, :0]
-        self._gone, self._new = [], []
+        self._removed, self._inserted = [], []
         self._ticks[:] = 0
 
     def _find(self, ids: Tensor) -> Tensor:
-        held, slots = self._table
-        if not len(held):
+        sorted_ids, slots = self._table
+        if not len(sorted_ids):
             return torch.full_like(ids, -1)
-        at = torch.searchsorted(held, ids).clamp_(max=len(held) - 1)
-        return torch.where(held[at] == ids, slots[at], -1)
+        positions = torch.searchsorted(sorted_ids, ids).clamp_(max=len(sorted_ids) - 1)
+        return torch.where(sorted_ids[positions] == ids, slots[positions], -1)
 
     def _order(self) -> None:
         """Order the current stream after the last change, which another stream may have made."""

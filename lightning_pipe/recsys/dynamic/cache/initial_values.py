@@ -115,9 +115,9 @@ class InitialValues:
         shape = (len(keys), self._width)
         rows = function(torch.from_numpy(np.array(keys)))
         if not isinstance(rows, Tensor) or tuple(rows.shape) != shape:
-            found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            returned = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise InputError(
-                f"the function of initial values of table {self._table!r} returned {found} for {len(keys)} ids;"
+                f"the function of initial values of table {self._table!r} returned {returned} for {len(keys)} ids;"
                 f" expected a tensor of shape {shape}. Return a row for each id"
             )
         return rows.detach().cpu()

@@ -41,9 +41,9 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 class RowCache:
     """One rank's part of a table.
 
-    *columns* are the weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns them and
+    *columns* are the weights [slots, width], then optimizer states [slots, width] or [slots]. The caller owns them and
     changes only rows of batches that have begun. A record of *below* is a header (count and last step, int64 each)
-    followed by the bytes of the row in each column. *state_fill* has the initial value of each optimiser state. The
+    followed by the bytes of the row in each column. *state_fill* has the initial value of each optimizer state. The
     other options are those of ``DynamicTable`` and of its module.
     """
 
@@ -72,7 +72,7 @@ class RowCache:
         # Lock of rows, which may be held from DeviceIds.look to DeviceIds.apply.
         self.moving = threading.RLock()
         self._rehearsal: Rehearsal | None = None
-        # Lock of headers and open batches, held only briefly. A finaliser never waits for it.
+        # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
         self._lock = threading.Lock()
         # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
         self._open: dict[Batch, None] = {}
@@ -99,11 +99,11 @@ class RowCache:
             slots[missing] = brought
             return Ticket(torch.from_numpy(slots), batch, self._dropped)
 
-    def pin(self, found: Tensor) -> Ticket:
+    def pin(self, summary: Tensor) -> Ticket:
         """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot."""
         assert self.ids is not None
         with self.moving:
-            brought, batch = self._pin(*self._slots.use(self.ids, found))
+            brought, batch = self._pin(*self._slots.use(self.ids, summary))
             return Ticket(torch.from_numpy(brought), batch, self._dropped)
 
     def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, Batch]:
@@ -154,8 +154,8 @@ class RowCache:
 
     def _begun(self) -> list[tuple[Batch, Begun]]:
         """Batches that have begun, in the order of their steps. Requires the lock."""
-        found = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
-        return sorted(found, key=lambda pair: pair[1].step)
+        begun = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
+        return sorted(begun, key=lambda pair: pair[1].step)
 
     def _checked(self, ticket: Ticket) -> Batch:
         if ticket.batch.ended:
@@ -173,13 +173,13 @@ class RowCache:
             self._bring_up_to_date()
             batch = self._checked(ticket)
             suspended = () if self._rehearsal is None else self._rehearsal.suspended
-            others = [begun.step for other, begun in self._begun() if other not in suspended]
+            open_steps = [begun.step for open_batch, begun in self._begun() if open_batch not in suspended]
             ttl = self._headers.ttl
-            if ttl is not None and others and step - others[0] > ttl:
+            if ttl is not None and open_steps and step - open_steps[0] > ttl:
                 raise PlanError(
-                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0]} is"
+                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {open_steps[0]} is"
                     " trained, so rows of that batch would expire while in use; expected a ttl of at least"
-                    f" {step - others[0]} for this plan. Raise ttl, or use a plan that looks batches up later."
+                    f" {step - open_steps[0]} for this plan. Raise ttl, or use a plan that looks batches up later."
                     " (Each call of a module counts as a batch, also within one step.)"
                 )
             batch.begun = self._headers.begin(batch.rows, step)
@@ -209,7 +209,7 @@ class RowCache:
     def discard(self, ticket: Ticket) -> None:
         """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, but no updates of rows.
 
-        May be called on any thread, in finalisers, and for tickets that have ended.
+        May be called on any thread, in finalizers, and for tickets that have ended.
         """
         if not ticket.batch.ended:
             ticket.batch.mark = self._columns.mark()
@@ -234,7 +234,7 @@ class RowCache:
         with self.moving, self._lock:
             for change in self._changes():
                 self.keep(change)
-            self._kept()
+            self._mark_stored()
 
     def copy_changes(self) -> list[Change]:
         """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
@@ -249,9 +249,9 @@ class RowCache:
     def kept(self) -> None:
         """Record that the store has all of the last :meth:`copy_changes`. May be called on any thread."""
         with self.moving, self._lock:
-            self._kept()
+            self._mark_stored()
 
-    def _kept(self) -> None:
+    def _mark_stored(self) -> None:
         self._headers.dirty[self._headers.dirty == COPIED] = 0
         self._below.kept()
 
@@ -302,10 +302,10 @@ class RowCache:
             self._below.flush()
             return list(self._open), self._slots.snapshot()
 
-    def restore(self, kept: tuple[Any, ...]) -> None:
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Restore a snapshot. Ends batches that were opened after it."""
         with self.moving, self._lock:
-            opened, slots = kept
+            opened, slots = snapshot
             for batch in [batch for batch in self._open if batch not in opened]:
                 self._end(batch)
             self._slots.restore(slots)
@@ -336,8 +336,8 @@ class RowCache:
     def rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
         """Flush, and iterate over all rows, cached or not, as they are now, in the store's order."""
         self.flush()
-        found = (self.decode(keys, records, since) for keys, records in self._below.scan(chunk))
-        return (rows for rows in found if len(rows.ids))
+        chunks = (self.decode(keys, records, since) for keys, records in self._below.scan(chunk))
+        return (rows for rows in chunks if len(rows.ids))
 
     def decode(self, keys: Keys, records: Records, since: int = 0) -> StoredRows:
         """Rows of a chunk of records that were last seen in step *since* or later."""

@@ -1,4 +1,4 @@
-"""Access to the rows of a table as bytes: its weights and optimiser states, in tensors owned by the caller."""
+"""Access to the rows of a table as bytes: its weights and optimizer states, in tensors owned by the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mark = tuple[int, torch.cuda.Event]
 
 
 class RowColumns:
-    """Columns of a table: weights first, then the optimiser's states.
+    """Columns of a table: weights first, then the optimizer's states.
 
     On a CUDA device, reads and writes are ordered on the current stream, after all work that used the rows of ended
     batches.
@@ -38,34 +38,34 @@ class RowColumns:
     def read(self, rows: Slots) -> Tensor:
         """Read the bytes of *rows*: uint8 on the CPU, [rows, width]."""
         self._wait()
-        at = self._on_device(rows)
-        parts = [column.index_select(0, at) for column in self._columns]
+        index = self._on_device(rows)
+        parts = [column.index_select(0, index) for column in self._columns]
         return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1).cpu()
 
     def write(self, rows: Slots, records: Records) -> None:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
         self._wait()
-        at = self._on_device(rows)
+        index = self._on_device(rows)
         for column, values in zip(self._columns, self.typed(records), strict=True):
-            column.index_copy_(0, at, to_device(values, self.device))
+            column.index_copy_(0, index, to_device(values, self.device))
 
     def start(self, rows: Slots, weights: Tensor) -> None:
         """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
         self._wait()
-        at = self._on_device(rows)
+        index = self._on_device(rows)
         first, *states = self._columns
         values = to_device(weights.to(first.dtype), self.device)
-        first.index_copy_(0, at, values.reshape(len(rows), *first.shape[1:]))
+        first.index_copy_(0, index, values.reshape(len(rows), *first.shape[1:]))
         for column, value in zip(states, self._fill, strict=True):
-            column.index_fill_(0, at, value)
+            column.index_fill_(0, index, value)
 
     def with_nan(self, records: Records) -> npt.NDArray[np.bool_]:
         """Mask of the records, in the format of ``read``, that contain NaN."""
-        found = torch.zeros(len(records), dtype=torch.bool)
+        has_nan = torch.zeros(len(records), dtype=torch.bool)
         for column in self.typed(records):
             if column.is_floating_point():
-                found |= _matrix(column).isnan().any(dim=1)
-        result: npt.NDArray[np.bool_] = found.numpy()
+                has_nan |= _matrix(column).isnan().any(dim=1)
+        result: npt.NDArray[np.bool_] = has_nan.numpy()
         return result
 
     def snapshot(self) -> list[Tensor]:
@@ -73,10 +73,10 @@ class RowColumns:
         self._wait()
         return [column.to("cpu", copy=True) for column in self._columns]
 
-    def restore(self, kept: list[Tensor]) -> None:
+    def restore(self, snapshot: list[Tensor]) -> None:
         """Replace all columns by those of a snapshot."""
         self._wait()
-        for column, values in zip(self._columns, kept, strict=True):
+        for column, values in zip(self._columns, snapshot, strict=True):
             column.copy_(values)
 
     def typed(self, records: Records) -> list[Tensor]:

@@ -109,9 +109,9 @@ class RowSlots:
         self.stats.hits -= len(missing)
         return slots, rows, missing
 
-    def use(self, ids: DeviceIds, found: Tensor) -> tuple[Slots, Keys]:
+    def use(self, ids: DeviceIds, summary: Tensor) -> tuple[Slots, Keys]:
         """Same as ``DeviceIds.use``, with the tick of a new batch and statistics."""
-        rows, missing = ids.use(found, self._next_tick(len(found) - 2))
+        rows, missing = ids.use(summary, self._next_tick(len(summary) - 2))
         self.stats.hits -= len(missing)
         return rows, missing
 
@@ -130,36 +130,36 @@ class RowSlots:
         keys, places = np.unique(keys, return_inverse=True)
         if len(keys) > self._free_count:
             self._evict(len(keys), *pinned())
-        records, found = self._below.read(keys)
+        records, present = self._below.read(keys)
         # Free slots are never read and never dirty, so an error before the insertion into the map changes nothing.
         rows = self._free[self._free_count - len(keys) : self._free_count][::-1].copy()
-        known, unseen = rows[found], ~found
+        loaded, unseen = rows[present], ~present
         if unseen.any():
             self._columns.start(rows[unseen], self._initial(keys[unseen]))
             self.headers.values[rows[unseen]] = 0
-        if known.size:
-            if known.size < len(keys):
-                records = records[found]
-            self._columns.write(known, records[:, BYTES:])
-            self.headers.values[known] = headers_of(records)
+        if loaded.size:
+            if loaded.size < len(keys):
+                records = records[present]
+            self._columns.write(loaded, records[:, BYTES:])
+            self.headers.values[loaded] = headers_of(records)
         self.map.insert(keys, rows, self._tick)
         self._free_count -= len(keys)
-        self.stats.read += len(known)
-        self.stats.new += len(keys) - len(known)
+        self.stats.read += len(loaded)
+        self.stats.new += len(keys) - len(loaded)
         return rows[places], rows
 
-    def _evict(self, wanted: int, pinned: npt.NDArray[np.bool_], in_flight: int) -> None:
+    def _evict(self, needed: int, pinned: npt.NDArray[np.bool_], in_flight: int) -> None:
         """Evict rows until at least *wanted* slots are free."""
         capacity, in_use = len(pinned), int(np.count_nonzero(pinned))
-        if wanted > capacity - in_use:
+        if needed > capacity - in_use:
             raise InputError(
-                f"table {self._table!r}: this batch and {in_flight} others in flight use {in_use + wanted} rows at the"
-                f" same time, {wanted} of them not cached yet, but the cache has {capacity} slots. Give the table at"
-                f" least {in_use + wanted} cache rows, or use smaller batches or a plan with fewer batches in flight"
+                f"table {self._table!r}: this batch and {in_flight} others in flight use {in_use + needed} rows at the"
+                f" same time, {needed} of them not cached yet, but the cache has {capacity} slots. Give the table at"
+                f" least {in_use + needed} cache rows, or use smaller batches or a plan with fewer batches in flight"
             )
         pinned[self._free[: self._free_count]] = True
         candidates = np.flatnonzero(~pinned)
-        number = min(len(candidates), max(wanted - self._free_count, capacity // _EVICTED))
+        number = min(len(candidates), max(needed - self._free_count, capacity // _EVICTED))
         chosen = victims(
             self._policy,
             number,
@@ -198,9 +198,9 @@ class RowSlots:
         slots = used, self.map.keys_of(used), self._free.copy(), self._free_count, replace(self.stats)
         return *slots, self._columns.snapshot(), self.headers.values.copy(), self.headers.dirty.copy()
 
-    def restore(self, kept: tuple[Any, ...]) -> None:
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Restore a snapshot."""
-        used, keys, free, self._free_count, stats, columns, headers, dirty = kept
+        used, keys, free, self._free_count, stats, columns, headers, dirty = snapshot
         self._owed.clear()
         self.map.clear()
         self.map.insert(keys, used)
@@ -223,10 +223,10 @@ class RowSlots:
         """Copy dirty *rows*, in chunks."""
         for first in range(0, len(rows), _CHUNK):
             part = rows[first : first + _CHUNK]
-            there = self.headers.counts[part] > 0
-            kept = part[there]
-            self.stats.written += len(kept)
-            yield Change(self.map.keys_of(kept), self._records(kept), self.map.keys_of(part[~there]))
+            exists = self.headers.counts[part] > 0
+            existing = part[exists]
+            self.stats.written += len(existing)
+            yield Change(self.map.keys_of(existing), self._records(existing), self.map.keys_of(part[~exists]))
 
     def start(self, rows: Slots) -> None:
         """Set *rows* to their initial values and states."""

@@ -29,13 +29,13 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
     """
     store: RowStore | None = None
 
-    def make_own() -> RowStore:
+    def make_store() -> RowStore:
         nonlocal store
         store = make()
         return store
 
     try:
-        opened = on_all_ranks(make_own, _NOT_OPENED, group)
+        opened = on_all_ranks(make_store, _NOT_OPENED, group)
         states = gather(opened.state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
@@ -68,14 +68,14 @@ def commit_together(store: RowStore, group: dist.ProcessGroup, notes: Mapping[st
 def _wrong(states: list[StoreState], version: int) -> str | None:
     """Message on why the stores cannot be opened at *version*, with the state of each store; None if they can."""
     # The most advanced store: if no rank has committed a version, one that has prepared.
-    known = max(states, key=lambda state: (state.committed, state.prepared or 0)).part
+    part = max(states, key=lambda state: (state.committed, state.prepared or 0)).part
     problems = []
-    if known is None or known.ranks != len(states):
-        problems.append(f"they belong to {known.ranks if known else 'an unknown number of'} ranks, not {len(states)}")
+    if part is None or part.ranks != len(states):
+        problems.append(f"they belong to {part.ranks if part else 'an unknown number of'} ranks, not {len(states)}")
     for rank, state in enumerate(states):
         if state.part is None:
             problems.append(f"the store of rank {rank} is missing: its folder is new")
-        elif known is not None and state.part.run != known.run:
+        elif part is not None and state.part.run != part.run:
             problems.append(f"the store of rank {rank} belongs to another run")
         elif state.part.rank != rank:
             problems.append(f"the store of rank {rank} was written by rank {state.part.rank}")
@@ -83,9 +83,9 @@ def _wrong(states: list[StoreState], version: int) -> str | None:
             problems.append(f"the store of rank {rank} does not have version {version}")
     if not problems:
         return None
-    found = "\n".join(f"  rank {rank}: {_described(state)}" for rank, state in enumerate(states))
+    listing = "\n".join(f"  rank {rank}: {_described(state)}" for rank, state in enumerate(states))
     return (
-        f"the stores of rows do not match: {'; '.join(problems)}. Found:\n{found}\nExpected stores of one run with"
+        f"the stores of rows do not match: {'; '.join(problems)}. Found:\n{listing}\nExpected stores of one run with"
         f" {len(states)} ranks, each with version {version} committed or prepared. Start the original number of ranks,"
         " restore the folders of all ranks from copies made at the same time, or start with empty folders"
     )

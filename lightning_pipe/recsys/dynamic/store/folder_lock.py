@@ -13,7 +13,7 @@ import os
 from io import FileIO
 from pathlib import Path
 
-_held: dict[Path, FileIO] = {}
+_lock_files: dict[Path, FileIO] = {}
 
 
 class FolderLock:
@@ -28,21 +28,21 @@ class FolderLock:
         except BaseException as error:
             self._file.close()
             if isinstance(error, BlockingIOError):
-                raise BlockingIOError("this" if self._folder in _held else "another") from error
+                raise BlockingIOError("this" if self._folder in _lock_files else "another") from error
             raise
-        _held[self._folder] = self._file
+        _lock_files[self._folder] = self._file
 
     def close(self) -> None:
         """Release the lock. A second call, and a call in a forked child, has no effect."""
         if not self._file.closed:
-            del _held[self._folder]
+            del _lock_files[self._folder]
             self._file.close()
 
 
 def _release_in_child() -> None:
-    for file in _held.values():
+    for file in _lock_files.values():
         file.close()  # without unlocking, which would release the parent's lock on the shared open file
-    _held.clear()
+    _lock_files.clear()
 
 
 os.register_at_fork(after_in_child=_release_in_child)

@@ -16,16 +16,16 @@ _KEY = np.dtype([("table", ">u2"), ("key", ">u8")])
 
 def split_keys(table: int, keys: Keys) -> list[bytes]:
     """Encode each key of the table with this number as a byte string."""
-    whole = np.empty(len(keys), _KEY)
-    whole["table"] = table
-    whole["key"] = keys.view(np.uint64) ^ _SIGN
-    return _split(whole.tobytes(), KEY_BYTES)
+    entries = np.empty(len(keys), _KEY)
+    entries["table"] = table
+    entries["key"] = keys.view(np.uint64) ^ _SIGN
+    return _split(entries.tobytes(), KEY_BYTES)
 
 
 def join_keys(parts: Sequence[bytes]) -> Keys:
     """Decode the byte strings made by :func:`split_keys`."""
-    whole = np.frombuffer(b"".join(parts), _KEY)
-    return (whole["key"].astype(np.uint64) ^ _SIGN).view(np.int64)
+    entries = np.frombuffer(b"".join(parts), _KEY)
+    return (entries["key"].astype(np.uint64) ^ _SIGN).view(np.int64)
 
 
 def split_records(records: Records) -> list[bytes]:
@@ -35,11 +35,11 @@ def split_records(records: Records) -> list[bytes]:
 
 def join_records(parts: Sequence[bytes], width: int) -> Records:
     """Join byte strings into an array with rows of *width* bytes."""
-    whole = np.frombuffer(b"".join(parts), np.uint8)
-    if len(whole) != len(parts) * width:
-        raise ValueError(f"{len(parts)} records have {len(whole)} bytes in total, expected {width} bytes each")
-    return whole.reshape(len(parts), width)
+    joined = np.frombuffer(b"".join(parts), np.uint8)
+    if len(joined) != len(parts) * width:
+        raise ValueError(f"{len(parts)} records have {len(joined)} bytes in total, expected {width} bytes each")
+    return joined.reshape(len(parts), width)
 
 
-def _split(whole: bytes, width: int) -> list[bytes]:
-    return [whole[begin : begin + width] for begin in range(0, len(whole), width)]
+def _split(joined: bytes, width: int) -> list[bytes]:
+    return [joined[begin : begin + width] for begin in range(0, len(joined), width)]

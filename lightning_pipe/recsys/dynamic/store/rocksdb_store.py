@@ -101,19 +101,19 @@ class RocksDbStore(RowStore):
 
     def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
         width = self._widths[table]
-        # Sorted, because neighbouring keys are in the same block.
+        # Sorted, because neighboring keys are in the same block.
         order = np.argsort(keys)
         with self._engine_errors():
             values = self._get(split_keys(self._numbers[table], keys[order]))
         records = np.empty((len(keys), width), np.uint8)
-        found = np.ones(len(keys), np.bool_)
+        present = np.ones(len(keys), np.bool_)
         if None in values:
-            there = np.fromiter((value is not None for value in values), np.bool_, len(values))
-            found[order] = there
-            order = order[there]
+            has_value = np.fromiter((value is not None for value in values), np.bool_, len(values))
+            present[order] = has_value
+            order = order[has_value]
             values = [value for value in values if value is not None]
         records[order] = self._joined(values, width)
-        return records, found
+        return records, present
 
     def write(self, table: str, keys: Keys, records: Records) -> None:
         batch = WriteBatch(raw_mode=True)
@@ -189,17 +189,17 @@ class RocksDbStore(RowStore):
         most = min(self._readers, len(keys) // _KEYS_PER_READER)
         readers = most if most > 1 and self._waits and self._pool is not None else 1
         begun = time.perf_counter()
-        found: list[bytes | None]
+        all_values: list[bytes | None]
         if readers == 1 or self._pool is None:
-            found = get(keys) if keys else []
+            all_values = get(keys) if keys else []
         else:
             size = -(-len(keys) // readers)
             parts = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
-            found = [value for values in self._pool.map(get, parts) for value in values]
+            all_values = [value for values in self._pool.map(get, parts) for value in values]
         if len(keys) >= _KEYS_PER_READER:
-            each = (time.perf_counter() - begun) * readers / len(keys)
-            self._waits = each > (_WAITS_ALONE if readers == 1 else _WAITS_AS_ONE_OF_SEVERAL)
-        return found
+            seconds_per_key = (time.perf_counter() - begun) * readers / len(keys)
+            self._waits = seconds_per_key > (_WAITS_ALONE if readers == 1 else _WAITS_AS_ONE_OF_SEVERAL)
+        return all_values
 
     def _write(self, batch: WriteBatch) -> None:
         with self._engine_errors():

@@ -39,7 +39,7 @@ class StoredRows:
         ids: ids of the rows, int64 [n].
         counts: number of trained batches in which each id has occurred, int64 [n].
         last_seen: number of the last such batch, int64 [n].
-        columns: weights [n, dimensions] and the optimiser's states, each [n] or [n, dimensions].
+        columns: weights [n, dimensions] and the optimizer's states, each [n] or [n, dimensions].
     """
 
     ids: torch.Tensor
@@ -56,13 +56,13 @@ def rows_folder(checkpoint: Path, module: str) -> Path:
 def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[StoredRows]) -> int:
     """Write this rank's rows of a table durably, one file for each chunk."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = f"{table}.rank-{rank}-of-{ranks}"
+    prefix = f"{table}.rank-{rank}-of-{ranks}"
     lists = folder.glob(f"{escape(table)}.rank-*-of-*.json")
-    there = [file.name for file in lists if file.stem == own or not file.stem.endswith(f"-of-{ranks}")]
-    if there:
+    existing = [file.name for file in lists if file.stem == prefix or not file.stem.endswith(f"-of-{ranks}")]
+    if existing:
         raise SetupError(
             f"rows of dynamic table {table} cannot be written to {str(folder)!r}, which already has rows of it, such"
-            f" as {sorted(there)[0]}. Choose another folder, or remove this one"
+            f" as {sorted(existing)[0]}. Choose another folder, or remove this one"
         )
     files: list[dict[str, Any]] = []
     for number, rows in enumerate(chunks):
@@ -76,12 +76,12 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
         buffer = io.BytesIO()
         torch.save(contents, buffer)
         packed = buffer.getvalue()
-        name = f"{own}.{number:05}.pt"
+        name = f"{prefix}.{number:05}.pt"
         write_file(folder / name, packed)
         files.append({"name": name, "rows": len(rows.ids), "bytes": len(packed), "crc32": zlib.crc32(packed)})
-    listed = folder / f"{own}.json"
-    write_file(listed, json.dumps(files).encode())
-    sync_name(listed)
+    list_file = folder / f"{prefix}.json"
+    write_file(list_file, json.dumps(files).encode())
+    sync_name(list_file)
     return sum(int(file["rows"]) for file in files)
 
 
@@ -128,24 +128,24 @@ def _of_module(folder: Path, table: str, module: str | None) -> Path:
     if not below.is_dir() or (module is None and any(folder.glob(lists))):
         return folder
     names = {file.parent.name for file in below.glob(f"*/{lists}")}
-    found = names if module is None else names & {module}
-    if len(found) == 1:
-        return below / found.pop()
-    there = sorted({file.name.split(".rank-")[0] for file in below.glob("*/*.rank-*-of-*.json")})
+    matches = names if module is None else names & {module}
+    if len(matches) == 1:
+        return below / matches.pop()
+    tables = sorted({file.name.split(".rank-")[0] for file in below.glob("*/*.rank-*-of-*.json")})
     raise SetupError(
         f"{str(folder)!r} has rows of table {table!r} in the modules {sorted(names) or 'none'}, and rows of the tables"
-        f" {there or 'none'}. Name one of these tables, and pass module= if several modules have it"
+        f" {tables or 'none'}. Name one of these tables, and pass module= if several modules have it"
     )
 
 
 def _lists(folder: Path, table: str) -> list[str]:
     """Names of all ranks' lists of files."""
-    found = {file.name for file in folder.glob(f"{escape(table)}.rank-*-of-*.json")}
-    names = [f"{table}.rank-{rank}-of-{len(found)}.json" for rank in range(len(found))]
-    if not found or found != set(names):
-        there = ", ".join(sorted(found)) or "none"
+    lists = {file.name for file in folder.glob(f"{escape(table)}.rank-*-of-*.json")}
+    names = [f"{table}.rank-{rank}-of-{len(lists)}.json" for rank in range(len(lists))]
+    if not lists or lists != set(names):
+        shown = ", ".join(sorted(lists)) or "none"
         raise _unreadable(
-            folder, table, f"the lists of files found are {there}, expected one list from each rank of a run"
+            folder, table, f"the lists of files found are {shown}, expected one list from each rank of a run"
         )
     return names
 
@@ -180,30 +180,30 @@ def _content(path: Path, largest: int) -> bytes:
     return path.read_bytes()
 
 
-def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
+def _rows(folder: Path, entry: _File, columns: Columns | None) -> StoredRows:
     """Read the rows of a file."""
-    content = _content(folder / listed.name, listed.bytes)
-    if len(content) < listed.bytes:
-        raise ValueError(f"{listed.name} has {len(content)} bytes, expected {listed.bytes}")
-    if (checksum := zlib.crc32(content)) != listed.crc32:
-        raise ValueError(f"{listed.name} has the checksum {checksum}, expected {listed.crc32}")
+    content = _content(folder / entry.name, entry.bytes)
+    if len(content) < entry.bytes:
+        raise ValueError(f"{entry.name} has {len(content)} bytes, expected {entry.bytes}")
+    if (checksum := zlib.crc32(content)) != entry.crc32:
+        raise ValueError(f"{entry.name} has the checksum {checksum}, expected {entry.crc32}")
     try:
-        return _checked(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), listed, columns)
+        return _checked(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), entry, columns)
     except Exception as error:  # a file that was not written here can cause any error
-        raise ValueError(f"{listed.name}: {error}") from error
+        raise ValueError(f"{entry.name}: {error}") from error
 
 
-def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRows:
+def _checked(contents: Any, entry: _File, columns: Columns | None) -> StoredRows:
     names = ("ids", "counts", "last_seen", "columns")
     if type(contents) is not dict or contents.keys() != set(names) or type(contents["columns"]) is not list:
         raise ValueError(f"expected the entries {', '.join(names)}, the last a list")
     for name in names[:3]:
-        _expect(name, contents[name], ((), torch.int64), listed.rows)
-    found = contents["columns"]
-    if not found or (columns is not None and len(columns) != len(found)):
-        raise ValueError(f"it has {len(found)} columns, expected {len(columns) if columns else 'at least one'}")
-    for number, column in enumerate(found):
-        _expect(f"columns[{number}]", column, None if columns is None else columns[number], listed.rows)
+        _expect(name, contents[name], ((), torch.int64), entry.rows)
+    tensors = contents["columns"]
+    if not tensors or (columns is not None and len(columns) != len(tensors)):
+        raise ValueError(f"it has {len(tensors)} columns, expected {len(columns) if columns else 'at least one'}")
+    for number, column in enumerate(tensors):
+        _expect(f"columns[{number}]", column, None if columns is None else columns[number], entry.rows)
     return StoredRows(*(contents[name] for name in names))
 
 

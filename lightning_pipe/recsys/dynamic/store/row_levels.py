@@ -42,7 +42,7 @@ class SharedStore:
         self.base = base
         self.lock = threading.Lock()
         # Records that were written, or None for erased ones, while writes are held back.
-        self.held: dict[str, dict[int, bytes | None]] = {}
+        self.pending: dict[str, dict[int, bytes | None]] = {}
         self.holds = False
 
     def hold(self) -> None:
@@ -51,39 +51,39 @@ class SharedStore:
         self.holds = True
 
     def release(self) -> None:
-        """Pass held writes on to the store. If it fails, they remain in memory, where reads see them."""
+        """Pass pending writes on to the store. If it fails, they remain in memory, where reads see them."""
         while self.holds:
             with self.lock:
                 self._pass_some_on()
-                self.holds = any(self.held.values())
+                self.holds = any(self.pending.values())
 
     def drop(self) -> None:
-        """Forget held writes."""
+        """Forget pending writes."""
         with self.lock:
-            self.held.clear()
+            self.pending.clear()
             self.holds = False
 
     def snapshot(self) -> dict[str, dict[int, bytes | None]]:
-        """Copy of the held writes."""
+        """Copy of the pending writes."""
         with self.lock:
-            return {table: dict(held) for table, held in self.held.items()}
+            return {table: dict(writes) for table, writes in self.pending.items()}
 
-    def restore(self, held: dict[str, dict[int, bytes | None]]) -> None:
-        """Replace the held writes by a copy of those of a snapshot."""
+    def restore(self, snapshot: dict[str, dict[int, bytes | None]]) -> None:
+        """Replace the pending writes by a copy of those of a snapshot."""
         with self.lock:
-            self.held = {table: dict(one) for table, one in held.items()}
+            self.pending = {table: dict(writes) for table, writes in snapshot.items()}
 
     def _pass_some_on(self) -> None:
-        for table, held in self.held.items():
-            some = dict(islice(held.items(), _CHUNK))
-            records = {key: record for key, record in some.items() if record is not None}
+        for table, writes in self.pending.items():
+            batch = dict(islice(writes.items(), _CHUNK))
+            records = {key: record for key, record in batch.items() if record is not None}
             if records:
-                whole = np.frombuffer(b"".join(records.values()), np.uint8).reshape(len(records), -1)
-                self.base.write(table, np.array(list(records), np.int64), whole)
-            if gone := [key for key in some if key not in records]:
-                self.base.erase(table, np.array(gone, np.int64))
-            for key in some:
-                del held[key]
+                joined = np.frombuffer(b"".join(records.values()), np.uint8).reshape(len(records), -1)
+                self.base.write(table, np.array(list(records), np.int64), joined)
+            if erased := [key for key in batch if key not in records]:
+                self.base.erase(table, np.array(erased, np.int64))
+            for key in batch:
+                del writes[key]
 
 
 class StoredTable:
@@ -96,24 +96,24 @@ class StoredTable:
         """Records [keys, width], undefined for missing keys; and a mask of the keys that were found."""
         shared = self._shared
         with shared.lock:
-            records, found = shared.base.read(self._table, keys)
-            if held := shared.held.get(self._table):
-                places = [(place, held[key]) for place, key in enumerate(keys.tolist()) if key in held]
+            records, present = shared.base.read(self._table, keys)
+            if pending := shared.pending.get(self._table):
+                places = [(place, pending[key]) for place, key in enumerate(keys.tolist()) if key in pending]
                 if places and not records.flags.writeable:
                     records = records.copy()
                 for place, record in places:
-                    found[place] = record is not None
+                    present[place] = record is not None
                     if record is not None:
                         records[place] = np.frombuffer(record, np.uint8)
-            return records, found
+            return records, present
 
     def write(self, keys: Keys, records: Records) -> None:
         """Write records."""
         shared = self._shared
         with shared.lock:
             if shared.holds:
-                held = shared.held.setdefault(self._table, {})
-                held.update(zip(keys.tolist(), (record.tobytes() for record in records), strict=True))
+                pending = shared.pending.setdefault(self._table, {})
+                pending.update(zip(keys.tolist(), (record.tobytes() for record in records), strict=True))
             else:
                 shared.base.write(self._table, keys, records)
 
@@ -122,7 +122,7 @@ class StoredTable:
         shared = self._shared
         with shared.lock:
             if shared.holds:
-                shared.held.setdefault(self._table, {}).update(dict.fromkeys(keys.tolist()))
+                shared.pending.setdefault(self._table, {}).update(dict.fromkeys(keys.tolist()))
             else:
                 shared.base.erase(self._table, keys)
 

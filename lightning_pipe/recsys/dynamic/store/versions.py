@@ -64,27 +64,27 @@ class VersionedFolder:
             if version == self.state.prepared:
                 self.commit(version)
             self.state = replace(self.state, prepared=None)
-            kept = self._version(version)
-            for left in self._path.iterdir():
-                if left.name.endswith(".new") or (left.name.startswith(("version.", "working")) and left != kept):
-                    _remove(left)
+            source = self._version(version)
+            for entry in self._path.iterdir():
+                if entry.name.endswith(".new") or (entry.name.startswith(("version.", "working")) and entry != source):
+                    _remove(entry)
             if version > 0:
-                shutil.copytree(kept, self.working, copy_function=_link_or_copy)
+                shutil.copytree(source, self.working, copy_function=_link_or_copy)
 
     def prepare(self, version: int, fill: Callable[[Path], None]) -> None:
         """Write a durable version, which *fill* creates as a RocksDB checkpoint; replaces one that is prepared."""
         assert version == self.state.committed + 1
         with self._system_errors():
             self.state = replace(self.state, prepared=None)
-            new, prepared = self._path / f"version.{version}.new", self._version(version)
-            _remove(new)
+            unfinished, prepared = self._path / f"version.{version}.new", self._version(version)
+            _remove(unfinished)
             _remove(prepared)
-            fill(new)
-            for file in new.iterdir():
+            fill(unfinished)
+            for file in unfinished.iterdir():
                 if file.suffix != ".sst":
                     sync(file)
-            sync(new)
-            os.replace(new, prepared)
+            sync(unfinished)
+            os.replace(unfinished, prepared)
             sync(self._path)
             self.state = replace(self.state, prepared=version)
 
@@ -104,17 +104,17 @@ class VersionedFolder:
         """Release the folder. The working copy stays; the next opening removes it."""
         self._lock.close()
 
-    def damaged(self, what: object) -> SetupError:
+    def damaged(self, reason: object) -> SetupError:
         """Error for a folder whose contents differ from the files that were written."""
         return SetupError(
-            f"the store of rows in {self._path} is damaged: {what}. Restore the folders of all ranks from copies made"
+            f"the store of rows in {self._path} is damaged: {reason}. Restore the folders of all ranks from copies made"
             " at the same time, or start with empty folders"
         )
 
-    def unwritable(self, what: object) -> SetupError:
+    def unwritable(self, reason: object) -> SetupError:
         """Error for a full disk, or a folder that cannot be written."""
         return SetupError(
-            f"the store of rows in {self._path} cannot be written: {what}; it needs write permission and room for all"
+            f"the store of rows in {self._path} cannot be written: {reason}; it needs write permission and room for all"
             " changes between two commits. The committed version is intact: free disk space or fix the permissions, and"
             " restart from it"
         )
@@ -132,38 +132,38 @@ class VersionedFolder:
     def _write(self, state: StoreState) -> None:
         """Replace the store's file, with a checksum, and take over the state."""
         part = None if state.part is None else asdict(state.part)
-        found = {"format": _FORMAT, "description": self._description, "part": part, "committed": state.committed}
-        text = json.dumps(found, sort_keys=True, indent=1)
-        new = self._path / f"{_FILE}.new"
-        write_file(new, f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
-        os.replace(new, self._path / _FILE)
+        contents = {"format": _FORMAT, "description": self._description, "part": part, "committed": state.committed}
+        text = json.dumps(contents, sort_keys=True, indent=1)
+        unfinished = self._path / f"{_FILE}.new"
+        write_file(unfinished, f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
+        os.replace(unfinished, self._path / _FILE)
         sync(self._path)
         self.state = state
 
     def _find(self) -> StoreState:
-        others = {file.name for file in self._path.iterdir()} - {"lock", f"{_FILE}.new"}
-        if not others:
+        names = {file.name for file in self._path.iterdir()} - {"lock", f"{_FILE}.new"}
+        if not names:
             self._write(StoreState(0, None))
             sync_name(self._path)
             return self.state
-        if _FILE not in others:
-            raise self.damaged(f"it has {', '.join(sorted(others))}, but no {_FILE}")
+        if _FILE not in names:
+            raise self.damaged(f"it has {', '.join(sorted(names))}, but no {_FILE}")
         text, _, checksum = (self._path / _FILE).read_bytes().removesuffix(b"\n").rpartition(b"\n")
         if f"{zlib.crc32(text):08x}".encode() != checksum:
             raise self.damaged(f"{_FILE} does not match its checksum")
         try:
-            found: dict[str, Any] = json.loads(text)
-            part = None if found["part"] is None else RunPart(**found["part"])
-            committed = int(found["committed"])
-            here = {"format": found["format"], **found["description"]}
+            contents: dict[str, Any] = json.loads(text)
+            part = None if contents["part"] is None else RunPart(**contents["part"])
+            committed = int(contents["committed"])
+            stored = {"format": contents["format"], **contents["description"]}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"{_FILE} has other contents ({error})") from error
-        if differences := list(_differences(here, {"format": _FORMAT, **self._description})):
+        if differences := list(_differences(stored, {"format": _FORMAT, **self._description})):
             raise SetupError(
                 f"the store of rows in {self._path} was created with a different configuration:"
                 f" {'; '.join(differences)}. Restore that configuration, or use another folder"
             )
-        versions = {int(match[1]) for name in others if (match := re.fullmatch(r"version\.(\d+)", name))}
+        versions = {int(match[1]) for name in names if (match := re.fullmatch(r"version\.(\d+)", name))}
         # The previous version may still exist if the process was killed.
         if versions - {committed - 1, committed, committed + 1} or (committed > 0 and committed not in versions):
             raise self.damaged(
@@ -190,10 +190,10 @@ def _link_or_copy(source: str, target: str) -> None:
     shutil.copyfile(source, target)
 
 
-def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+def _differences(stored: Any, expected: Any, where: str = "") -> Iterator[str]:
     """Descriptions of the differences between two values of plain types, entry by entry."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in sorted(found.keys() | wanted.keys()):
-            yield from _differences(found.get(key), wanted.get(key), f"{where}.{key}" if where else key)
-    elif found != wanted:
-        yield f"{where} is {reprlib.repr(found)} in the store and {reprlib.repr(wanted)} here"
+    if isinstance(stored, dict) and isinstance(expected, dict):
+        for key in sorted(stored.keys() | expected.keys()):
+            yield from _differences(stored.get(key), expected.get(key), f"{where}.{key}" if where else key)
+    elif stored != expected:
+        yield f"{where} is {reprlib.repr(stored)} in the store and {reprlib.repr(expected)} here"

@@ -18,20 +18,22 @@ def prefetch_on_device(
     parts: Sequence[tuple[RowCache, DeviceIds, Tensor]], tickets: list[tuple[RowCache, Ticket]]
 ) -> list[Tensor]:
     """Cache and pin the rows of a batch whose ids are looked up on their device."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for cache, _, _ in parts:
-            held.enter_context(cache.moving)
-        looked = [ids.look(values) for _, ids, values in parts]
-        found = on_host(torch.cat([part for _, part in looked])).split([len(part) for _, part in looked])
-        for (cache, _, _), part in zip(parts, found, strict=True):
-            tickets.append((cache, cache.pin(part)))
+            stack.enter_context(cache.moving)
+        lookups = [ids.look(values) for _, ids, values in parts]
+        summaries = on_host(torch.cat([summary for _, summary in lookups])).split(
+            [len(summary) for _, summary in lookups]
+        )
+        for (cache, _, _), summary in zip(parts, summaries, strict=True):
+            tickets.append((cache, cache.pin(summary)))
         changes = [[ticket.slots, *ids.changes()] for (_, ticket), (_, ids, _) in zip(tickets, parts, strict=True)]
-        flat = [part for of_table in changes for part in of_table]
-        copies = iter(to_device(torch.cat(flat), parts[0][2].device).split([len(part) for part in flat]))
-        for (slots, _), (_, ids, _) in zip(looked, parts, strict=True):
+        flat = [tensor for tensors in changes for tensor in tensors]
+        copies = iter(to_device(torch.cat(flat), parts[0][2].device).split([len(tensor) for tensor in flat]))
+        for (slots, _), (_, ids, _) in zip(lookups, parts, strict=True):
             slots.masked_scatter_(slots < 0, next(copies))
             ids.apply(next(copies), next(copies), next(copies))
-    return [slots for slots, _ in looked]
+    return [slots for slots, _ in lookups]
 
 
 def on_host(ids: Tensor) -> Tensor:

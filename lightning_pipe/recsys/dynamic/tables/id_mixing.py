@@ -1,7 +1,7 @@
 """Bijection of int64 that spreads ids evenly over ranks, and its inverse.
 
 Ids of real data are not random: they are counters, timestamps, or hashes with a tag in their low bits. A rank owns the
-mixed ids that are equal to its number modulo the number of ranks. The mix is the finaliser of SplitMix64 (Steele, Lea
+mixed ids that are equal to its number modulo the number of ranks. The mix is the finalizer of SplitMix64 (Steele, Lea
 and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). It has an inverse, so distinct ids stay
 distinct.
 """
@@ -53,5 +53,5 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 def _unshift(bits: torch.Tensor, by: int) -> torch.Tensor:
     """Inverse of ``x ^ (x >>> by)``, for *by* >= 22."""
-    found = bits ^ _shifted(bits, by)
-    return found ^ _shifted(bits, 2 * by)
+    unshifted = bits ^ _shifted(bits, by)
+    return unshifted ^ _shifted(bits, 2 * by)

@@ -32,7 +32,7 @@ from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, Storage
 
 
 def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:
-    """Optimiser of a dynamic table's fused kernel: plain SGD if a row optimiser replaces it."""
+    """Optimizer of a dynamic table's fused kernel: plain SGD if a row optimizer replaces it."""
     if not _needs_row_adam(optimizer, device):
         return optimizer
     return TableOptimizer(torch.optim.SGD, {"lr": optimizer.learning_rate}, torch.optim.SGD, False)
@@ -80,13 +80,13 @@ def open_rows(
     store = open_together(lambda: open_store(path, widths, description), group)
     shared = SharedStore(store)
     try:
-        own_seed = seed if storage.seed is None else storage.seed
+        module_seed = seed if storage.seed is None else storage.seed
         values: list[InitialValues] = []
         caches: dict[str, RowCache] = {}
         for table, tensors in columns.items():
             config = module.dynamic_tables[table]
             below = StoredTable(shared, table)
-            values.append(InitialValues(table, config.embedding_dim, _initial(config), seed=own_seed))
+            values.append(InitialValues(table, config.embedding_dim, _initial(config), seed=module_seed))
             if config.host_rows:
                 below = HostRows(-(-config.host_rows // ranks), widths[table], shared, table)
             caches[table] = _cache(config, tensors, below, storage, values[-1])
@@ -98,7 +98,7 @@ def open_rows(
             description=description,
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
-            seed=own_seed,
+            seed=module_seed,
             reseed=partial(_reseed, values) if storage.seed is None else None,
             existing=storage.existing,
         )
@@ -128,13 +128,15 @@ def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowSt
 def _row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
 ) -> list[RowAdam]:
-    found = []
+    row_optimizers = []
     for kernel, tables in kernels_of(module):
-        of_tables = [optimizers[table.name] for table in tables]
-        own = [one.hyper_parameters if _needs_row_adam(one, device) else None for one in of_tables]
-        if any(one is not None for one in own):
-            found.append(RowAdam(kernel, own))
-    return found
+        table_optimizers = [optimizers[table.name] for table in tables]
+        hyper_parameters = [
+            optimizer.hyper_parameters if _needs_row_adam(optimizer, device) else None for optimizer in table_optimizers
+        ]
+        if any(values is not None for values in hyper_parameters):
+            row_optimizers.append(RowAdam(kernel, hyper_parameters))
+    return row_optimizers
 
 
 def _cache(
@@ -156,29 +158,31 @@ def _cache(
 
 
 def _reseed(values: Sequence[InitialValues], seed: int) -> None:
-    for one in values:
-        one.reseed(seed)
+    for initial_values in values:
+        initial_values.reseed(seed)
 
 
 def _initial(table: DynamicTable) -> Any:
-    given = table.initial
-    if given is None:
+    initial = table.initial
+    if initial is None:
         bound = 1 / math.sqrt(table.embedding_dim)
         return Uniform(-bound, bound)
-    if callable(given):
-        return partial(_of_ids, given)
+    if callable(initial):
+        return partial(_of_ids, initial)
     kinds = {"uniform": Uniform, "normal": Normal, "constant": Constant}
     where = f"initial of dynamic table {table.name!r}"
-    if len(given) != 1 or next(iter(given)) not in kinds:
+    if len(initial) != 1 or next(iter(initial)) not in kinds:
         raise SetupError(
-            f"{where} is {dict(given)}; expected {{'uniform': [low, high]}}, {{'normal': [mean, std]}} or"
+            f"{where} is {dict(initial)}; expected {{'uniform': [low, high]}}, {{'normal': [mean, std]}} or"
             " {'constant': value}, or a function of ids"
         )
-    kind, arguments = next(iter(given.items()))
+    kind, arguments = next(iter(initial.items()))
     try:
         return kinds[kind](*(arguments if isinstance(arguments, (list, tuple)) else [arguments]))
     except TypeError as error:
-        raise SetupError(f"{where} is {dict(given)}, whose values are invalid: {error}. Correct the values") from error
+        raise SetupError(
+            f"{where} is {dict(initial)}, whose values are invalid: {error}. Correct the values"
+        ) from error
 
 
 def _ids_of(mixed: Keys) -> Keys:

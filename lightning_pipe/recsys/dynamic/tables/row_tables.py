@@ -112,7 +112,7 @@ class RowTables:
         # Numbers of the last batch that has begun, which becomes ``last_seen`` of its rows, and the last trained one.
         self.step = self.trained_step = 0
         self._uncommitted = 0
-        self._own_seed = self._seed = seed
+        self._module_seed = self._seed = seed
         self._reseed = reseed
         self._existing: Existing = existing if store.base.state.committed > 0 else "keep"
         # True if the store may differ from the last commit.
@@ -167,12 +167,12 @@ class RowTables:
             # One copy of a batch in each direction, for all tables. Only this thread waits, and only for the copy.
             values = features.values()
             runs = [(self.caches[table], slice(offsets[begin], offsets[end])) for table, begin, end in self._runs]
-            looked = [(cache, cache.ids, values[where]) for cache, where in runs if cache.ids is not None]
+            lookups = [(cache, cache.ids, values[where]) for cache, where in runs if cache.ids is not None]
             if self._rehearses and not again:
                 for cache, where in runs:
                     cache.cool(values[where])
-            if looked:
-                on_device = torch.cat(prefetch_on_device(looked, tickets))
+            if lookups:
+                on_device = torch.cat(prefetch_on_device(lookups, tickets))
             else:
                 ids = on_host(values)
                 slots = torch.empty_like(ids, pin_memory=values.is_cuda)
@@ -227,15 +227,15 @@ class RowTables:
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the progress, in a rehearsal."""
         caches = [cache.snapshot() for cache in self.caches.values()]
-        steps = [one.steps for one in self._row_optimizers]
+        steps = [optimizer.steps for optimizer in self._row_optimizers]
         return caches, self._store.snapshot(), steps, self.step, self.trained_step
 
-    def restore(self, kept: tuple[Any, ...]) -> None:
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Restore a snapshot."""
-        caches, held, steps, self.step, self.trained_step = kept
-        for cache, one in zip(self.caches.values(), caches, strict=True):
-            cache.restore(one)
-        self._store.restore(held)
+        caches, pending, steps, self.step, self.trained_step = snapshot
+        for cache, cache_snapshot in zip(self.caches.values(), caches, strict=True):
+            cache.restore(cache_snapshot)
+        self._store.restore(pending)
         for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
 
@@ -286,8 +286,8 @@ class RowTables:
             write_rows(folder, table, self.group.rank(), self._ranks, self.rows(table, since))
 
     def progress(self) -> dict[str, str]:
-        """Progress of training, stored together with written rows: step, seed and optimiser steps, as texts."""
-        steps = ",".join(str(one.steps) for one in self._row_optimizers)
+        """Progress of training, stored together with written rows: step, seed and optimizer steps, as texts."""
+        steps = ",".join(str(optimizer.steps) for optimizer in self._row_optimizers)
         return {"step": str(self.step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
@@ -348,19 +348,19 @@ class RowTables:
 
     def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
-        own = owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
-        if not len(own):
+        local_rows = owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
+        if not len(local_rows):
             return
-        weights, *states = (column[own] for column in rows.columns)
+        weights, *states = (column[local_rows] for column in rows.columns)
         if not with_states:
             states = [torch.zeros_like(state) for state in states]
-        headers = torch.stack([rows.counts[own], rows.last_seen[own]], dim=1)
-        records = [part.reshape(len(own), -1).view(torch.uint8) for part in (headers, weights, *states)]
-        self._store.base.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
+        headers = torch.stack([rows.counts[local_rows], rows.last_seen[local_rows]], dim=1)
+        records = [part.reshape(len(local_rows), -1).view(torch.uint8) for part in (headers, weights, *states)]
+        self._store.base.write(cache.table, mixed[local_rows].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         optimizers = len(self._row_optimizers)
-        step, seed, steps = _read_progress(progress, self.caches, self._own_seed, optimizers)
+        step, seed, steps = _read_progress(progress, self.caches, self._module_seed, optimizers)
         self.step = self.trained_step = step
         if self._reseed is not None:
             # New rows get the initial values that they would have had in the original run.
@@ -376,14 +376,14 @@ def _read_progress(
 ) -> tuple[int, int, list[int]]:
     """Parse the result of ``RowTables.progress``."""
     try:
-        step, found = int(progress.get("step", "0")), int(progress.get("seed") or seed)
+        step, saved_seed = int(progress.get("step", "0")), int(progress.get("seed") or seed)
         steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
     except (AttributeError, TypeError, ValueError):
-        step, found, steps = -1, 0, []
+        step, saved_seed, steps = -1, 0, []
     if not all(0 <= number < 1 << 63 for number in [step, *steps]) or len(steps) not in (0, optimizers):
         raise SetupError(
             f"the rows of {', '.join(tables)} were written with the progress {reprlib.repr(progress)}; expected step,"
             f" seed and {optimizers} optimizer_steps, as texts of whole numbers. Restore the original file, or resume"
             " from another checkpoint"
         )
-    return step, found, steps or [0] * optimizers
+    return step, saved_seed, steps or [0] * optimizers

@@ -4,7 +4,7 @@ input_dist        mixed ids to the ranks that own them       (TorchRec's row-wis
 prefetch          ids ──► slots; missing rows are read from the store, evicted ones written back
 compute           TorchRec's fused lookup of slots, in tables as large as the rank's part of the cache
 output_dist       TorchRec's row-wise output dist
-backward          TorchRec's fused optimisers, in place in the cache
+backward          TorchRec's fused optimizers, in place in the cache
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ShardedDynamicModule:
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
         """Yield this rank's tables in the order of the distributed features."""
         for fused, tables in kernels_of(self):
-            own = row_optimizer(fused)
-            states = fused.split_optimizer_states() if own is None else own.states
+            row_adam = row_optimizer(fused)
+            states = fused.split_optimizer_states() if row_adam is None else row_adam.states
             for index, (table, weights) in enumerate(zip(tables, fused.split_embedding_weights(), strict=True)):
                 tensors = [weights, *(states[index] if states else ())]
                 yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
@@ -127,11 +127,11 @@ class ShardedDynamicModule:
         if not trains:
             rows.end(trained=False)
 
-        def checked(found: Any) -> Any:
+        def checked(embeddings: Any) -> Any:
             if any_failed():
                 end_step(self.claim_rows(), trained=False)
                 raise_gathered(error, "", self.rows.group, InputError)
-            return found
+            return embeddings
 
         output.callbacks.append(checked)
         return output
@@ -188,8 +188,8 @@ class _RowWise(OrderedSharder):
         """Those of the other sharders, without a check of bounds and without random numbers."""
         # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time. Stochastic
         # rounding of FP16 rows on a GPU depends on their slots, and so on the plan and the size of the cache.
-        own = {"bounds_check_mode": BoundsCheckMode.NONE, "stochastic_rounding": False}
-        return {**(super().kernel_arguments() or {}), **own}
+        overrides = {"bounds_check_mode": BoundsCheckMode.NONE, "stochastic_rounding": False}
+        return {**(super().kernel_arguments() or {}), **overrides}
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):

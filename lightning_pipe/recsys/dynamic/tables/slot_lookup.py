@@ -27,7 +27,7 @@ _OPERATORS = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
-# Arguments of the operators: attributes of the kernel, options of its optimiser, and what a lookup gives.
+# Arguments of the operators: attributes of the kernel, options of its optimizer, and what a lookup gives.
 _OF_KERNEL = {
     *("weights_placements", "weights_offsets", "D_offsets", "total_D", "max_D", "hash_size_cumsum"),
     *("total_hash_size_bits", "output_dtype", "momentum1_host", "momentum1_placements", "momentum1_offsets"),
@@ -43,7 +43,7 @@ _KNOWN = {*_OF_KERNEL, *_OF_OPTIONS, *_OF_LOOKUP, "learning_rate"}
 def look_slots_up(kernel: Any) -> bool:
     """Replace the ``forward`` of a dynamic table's kernel by the fast lookup, if the kernel is supported.
 
-    Supported are CPU kernels with sum or mean pooling and a known optimiser.
+    Supported are CPU kernels with sum or mean pooling and a known optimizer.
     """
     operator = _operator(_OPERATORS.get(kernel.optimizer, ""))
     pools = kernel.pooling_mode in (PoolingMode.SUM, PoolingMode.MEAN)
@@ -61,7 +61,7 @@ def skip_to_kernel(lookup: Any) -> bool:
     kernel = fast_kernel_of(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
     if kernel is None or not kernel.use_cpu:
         return False
-    whole = lookup.forward
+    original = lookup.forward
 
     def forward(sparse_features: KeyedJaggedTensor) -> Tensor:
         if (
@@ -69,9 +69,9 @@ def skip_to_kernel(lookup: Any) -> bool:
             or sparse_features.variable_stride_per_key()
             or lookup.optim_state_tracker_fn is not None
         ):
-            return whole(sparse_features)
-        found: Tensor = kernel(indices=sparse_features.values(), offsets=sparse_features.offsets())
-        return found
+            return original(sparse_features)
+        embeddings: Tensor = kernel(indices=sparse_features.values(), offsets=sparse_features.offsets())
+        return embeddings
 
     lookup.forward = forward  # on this instance only
     return True
@@ -80,19 +80,19 @@ def skip_to_kernel(lookup: Any) -> bool:
 class _SlotLookup:
     """Replacement of a kernel's ``forward``."""
 
-    def __init__(self, kernel: Any, operator: Callable[..., Tensor], whole: Callable[..., Tensor]) -> None:
+    def __init__(self, kernel: Any, operator: Callable[..., Tensor], original: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._operator = operator
-        self._whole = whole
+        self._original = original
         takes = {argument.name for argument in schema_of(operator).arguments}
         self._of_kernel, self._of_options = takes & _OF_KERNEL, takes & _OF_OPTIONS
 
     def __call__(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        if indices.dtype != torch.int64 or any(value is not None for value in others.values()):
+        if indices.dtype != torch.int64 or any(value is not None for value in kwargs.values()):
             # Inputs that the fast lookup does not support, such as a batch size per feature.
-            return self._whole(indices, offsets, per_sample_weights, **others)
+            return self._original(indices, offsets, per_sample_weights, **kwargs)
         kernel = self._kernel
         return self._operator(
             host_weights=kernel.weights_host,
@@ -109,9 +109,9 @@ class _SlotLookup:
 
 @cache
 def _operator(name: str) -> Any:
-    """FBGEMM's operator for an optimiser; None if it does not exist or has arguments that are unknown here."""
-    found = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_cpu", None) if name else None
-    operator = getattr(found, "default", None)
+    """FBGEMM's operator for an optimizer; None if it does not exist or has arguments that are unknown here."""
+    packet = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_cpu", None) if name else None
+    operator = getattr(packet, "default", None)
     if operator is None or {argument.name for argument in schema_of(operator).arguments} - _KNOWN:
         return None
     return operator
