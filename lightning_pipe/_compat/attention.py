@@ -48,12 +48,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     if query.dtype in _HALF:
         return tuple(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale))
     attend = aten._scaled_dot_product_efficient_attention
-    out, sums, *rest = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
-    return out, sums[..., : query.shape[_LENGTH]], *rest
+    out, sums, *state = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return out, sums[..., : query.shape[_LENGTH]], *state
 
 
 def attend_backward(
-    gradient: Tensor, saved: Sequence[Tensor], rest: Sequence[Any], is_causal: bool, scale: float
+    gradient: Tensor, saved: Sequence[Tensor], state: Sequence[Any], is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value."""
     query = saved[0]
@@ -62,10 +62,10 @@ def attend_backward(
         return tuple(backward(gradient, *saved, 0.0, is_causal, scale=scale))
     if query.dtype in _HALF:
         backward = aten._scaled_dot_product_flash_attention_backward
-        *ends_and_lengths, seed, offset, _ = rest
+        *ends_and_lengths, seed, offset, _ = state
         return tuple(backward(gradient, *saved, *ends_and_lengths, 0.0, is_causal, seed, offset, scale=scale))
     backward = aten._scaled_dot_product_efficient_attention_backward
-    *others, sums = saved
+    *tensors, sums = saved
     sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # padding queries
-    inputs, wanted = (*others[:3], None, others[3], sums), (True, True, True, False)
-    return tuple(backward(gradient, *inputs, *rest, 0.0, wanted, is_causal, scale=scale)[:3])
+    inputs, needs_gradient = (*tensors[:3], None, tensors[3], sums), (True, True, True, False)
+    return tuple(backward(gradient, *inputs, *state, 0.0, needs_gradient, is_causal, scale=scale)[:3])

@@ -78,9 +78,9 @@ def as_class(present: Any, kind: type[T]) -> T:
     """Instance of the subclass *kind* with the attributes of *present*, which other code may hold already."""
     if isinstance(present, kind):
         return present
-    made = kind.__new__(kind)
-    vars(made).update(vars(present))
-    return made
+    instance = kind.__new__(kind)
+    vars(instance).update(vars(present))
+    return instance
 
 
 class SignalConnector(_SignalConnector):
@@ -89,8 +89,8 @@ class SignalConnector(_SignalConnector):
     @classmethod
     def install(cls, trainer: pl.Trainer) -> Self:
         """Replace the trainer's signal connector, and return the new one."""
-        trainer._signal_connector = made = as_class(trainer._signal_connector, cls)
-        return made
+        trainer._signal_connector = connector = as_class(trainer._signal_connector, cls)
+        return connector
 
     def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
         """Save a checkpoint and put the job back into the queue, immediately and on this rank alone."""
@@ -150,9 +150,9 @@ def find_last_at_urls(trainer: pl.Trainer) -> None:
 
 
 def _find_last(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> set[str]:
-    fs = find.__self__._fs  # type: ignore[attr-defined]
-    found = find(trainer)
-    return found if isinstance(fs, LocalFileSystem) else {fs.unstrip_protocol(path) for path in found}
+    file_system = find.__self__._fs  # type: ignore[attr-defined]
+    paths = find(trainer)
+    return paths if isinstance(file_system, LocalFileSystem) else {file_system.unstrip_protocol(path) for path in paths}
 
 
 def before_resumption(trainer: pl.Trainer, check: Callable[[object], None]) -> None:

@@ -93,9 +93,11 @@ def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any,
         return None  # they have counts that are no states
     states = {name: _states(part) for name, part in parts.items()}
     # torchmetrics changes states in place, so those before the batch are unknown. Lists grow with the epoch.
-    if again or not all(isinstance(state, Tensor) for of_part in states.values() for state in of_part.values()):
+    if again or not all(isinstance(state, Tensor) for part_states in states.values() for state in part_states.values()):
         return None
-    packed["states"] = {part: {name: _plain(state) for name, state in of.items()} for part, of in states.items()}
+    packed["states"] = {
+        part: {name: _plain(state) for name, state in part_states.items()} for part, part_states in states.items()
+    }
     packed["updates"] = {name: part._update_count for name, part in parts.items()}
     return packed
 
@@ -116,13 +118,18 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
         return {**ranks[rank], "stopped": stopped}
     shares = []
     for entry in ranks[0]["epoch"]:
-        same = [other for packed in ranks for other in packed["epoch"] if other["arguments"] == entry["arguments"]]
-        if "value" not in entry or len(same) < len(ranks):
+        entries = [
+            rank_entry
+            for packed in ranks
+            for rank_entry in packed["epoch"]
+            if rank_entry["arguments"] == entry["arguments"]
+        ]
+        if "value" not in entry or len(entries) < len(ranks):
             continue
-        values = torch.stack([other["value"] for other in same])
+        values = torch.stack([rank_entry["value"] for rank_entry in entries])
         reduction = entry["reduction"].removeprefix("torch.")
         value = getattr(values, f"a{reduction}")(0) if reduction in ("max", "min") else values.sum(0) / rank_count
-        rows = None if entry["rows"] is None else sum(other["rows"] for other in same) / rank_count
+        rows = None if entry["rows"] is None else sum(rank_entry["rows"] for rank_entry in entries) / rank_count
         shares.append({**entry, "value": value, "rows": rows})
     return {**ranks[0], "epoch": shares, "stopped": stopped}
 
@@ -172,13 +179,13 @@ def _restored_metric(module: Any, attribute: str, entry: dict[str, Any], device:
     """Metric of the module with the states of the checkpoint, or None if the module has another metric there."""
     metric = dict(module.named_modules()).get(attribute)
     parts = _parts(metric) if isinstance(metric, Metric) else {}
-    names = {part: set(_states(of)) for part, of in parts.items()}
+    names = {part: set(_states(part_metric)) for part, part_metric in parts.items()}
     if names != {part: set(states) for part, states in entry["states"].items()}:
         return None
-    for part, of in parts.items():
+    for part, part_metric in parts.items():
         for name, state in _on(device, entry["states"][part]).items():
-            setattr(of, name, state)
-        of._update_count, of._computed = entry["updates"][part], None
+            setattr(part_metric, name, state)
+        part_metric._update_count, part_metric._computed = entry["updates"][part], None
     return metric
 
 

@@ -121,8 +121,8 @@ class ManagedMap:
             return {}
         filled = module._current_history_buffer_offset
         numbers = [module._input_history_buffer_size, module._last_eviction_iter]
-        found = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
-        return found | {name: values[:filled] for name, values in module._history_metadata.items()}
+        window = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
+        return window | {name: values[:filled] for name, values in module._history_metadata.items()}
 
     def open_window(self) -> None:
         """Let the next batch size the window if no batch has had ids yet; else it would stay without room."""
@@ -142,9 +142,9 @@ class ManagedMap:
         module._input_history_buffer_size = size
 
         def room(values: Tensor) -> Tensor:
-            made = torch.zeros(max(0, size), dtype=torch.int64, device=module.device)
-            made[:filled] = values
-            return made
+            buffer = torch.zeros(max(0, size), dtype=torch.int64, device=module.device)
+            buffer[:filled] = values
+            return buffer
 
         module._history_accumulator = room(window["ids"])
         for name, _, is_history in module._eviction_policy.metadata_info:

@@ -75,8 +75,8 @@ def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], C
     rows = getattr(schedule, "pipeline_order_with_comms", None) or {}
     actions = [action for row in rows.values() for action in row]
     parts = [action.sub_actions or () for action in actions if action.computation_type is overlapped]
-    pairs = [{ComputationType.FORWARD, one} for one in _BACKWARDS]
-    usual = all({one.computation_type for one in pair} in pairs and len(pair) == 2 for pair in parts)
+    pairs = [{ComputationType.FORWARD, backward} for backward in _BACKWARDS]
+    usual = all({sub_action.computation_type for sub_action in pair} in pairs and len(pair) == 2 for pair in parts)
     if parts and usual and overlapped not in schedule._comp_type_to_function_map:
         schedule.register_custom_function(overlapped, partial(_overlap, run))
 
@@ -86,11 +86,11 @@ def _overlap(run: Callable[..., None], action: Action, context: Any) -> None:
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
     forward, backward = sorted(
-        action.sub_actions or (), key=lambda one: one.computation_type != ComputationType.FORWARD
+        action.sub_actions or (), key=lambda sub_action: sub_action.computation_type != ComputationType.FORWARD
     )
-    for one, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
-        schedule._assert_unsharded(stages[one.stage_index])
-        for work in received.pop((one.stage_index, one.microbatch_index), ()):
+    for sub_action, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
+        schedule._assert_unsharded(stages[sub_action.stage_index])
+        for work in received.pop((sub_action.stage_index, sub_action.microbatch_index), ()):
             work.wait()
 
     def run_forward() -> None:
@@ -104,11 +104,11 @@ def _overlap(run: Callable[..., None], action: Action, context: Any) -> None:
 
     def run_backward() -> None:
         stage, index = stages[backward.stage_index], backward.microbatch_index
-        whole = backward.computation_type == ComputationType.FULL_BACKWARD
-        schedule.backward_counter[backward.stage_index] += whole
+        is_full = backward.computation_type == ComputationType.FULL_BACKWARD
+        schedule.backward_counter[backward.stage_index] += is_full
         last = schedule.backward_counter[backward.stage_index] == schedule._n_microbatches
         loss = schedule._maybe_get_loss(stage, index)
-        stage.backward_one_chunk(index, loss=loss, full_backward=whole, last_backward=whole and last)
+        stage.backward_one_chunk(index, loss=loss, full_backward=is_full, last_backward=is_full and last)
         if previous := stages.get(backward.stage_index - 1):
             previous.set_local_bwd_input(stage.get_local_bwd_output(index), index)
 
@@ -144,11 +144,11 @@ def part_overlapped(schedule: Any) -> None:
     """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
 
     PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
-    so neighbours would wait for a backward that they do not need. The order of computations stays the same. Without
+    so neighbors would wait for a backward that they do not need. The order of computations stays the same. Without
     tokens of experts to send, nothing would be gained by running both at a time.
     """
     parted = {
-        rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]
+        rank: [part for action in row for part in (action.sub_actions or (action,) if action is not None else (None,))]
         for rank, row in schedule.pipeline_order.items()
     }
     take_actions(schedule, parted)

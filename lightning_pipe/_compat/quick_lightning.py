@@ -129,7 +129,7 @@ class _QuickResult(ClosureResult):
 
 
 class QuickOptimization(AutomaticOptimization):
-    """Lightning's automatic optimisation with the faster hook calls of this module."""
+    """Lightning's automatic optimization with the faster hook calls of this module."""
 
     output_result_cls = _QuickResult
 

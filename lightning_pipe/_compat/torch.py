@@ -180,8 +180,8 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
     make = torch.optim.Optimizer.__init__
 
     def make_also_of_none(self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        given: Any = params if isinstance(params, torch.Tensor) else list(params)
-        make(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+        parameters: Any = params if isinstance(params, torch.Tensor) else list(params)
+        make(self, [{"params": []}] if isinstance(parameters, list) and not parameters else parameters, defaults)
 
     torch.optim.Optimizer.__init__ = make_also_of_none  # type: ignore[method-assign]
     try:

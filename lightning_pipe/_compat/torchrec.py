@@ -38,10 +38,10 @@ def with_tensors(features: K, **tensors: Any) -> K:
     return copied
 
 
-def same_tensors(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
+def same_tensors(first: KeyedJaggedTensor, second: KeyedJaggedTensor) -> bool:
     """Return True if both hold the same tensor objects. Tensors that are computed lazily stay uncomputed."""
     names = ("_values", "_weights", "_lengths", "_offsets")
-    return all(getattr(one, name) is getattr(other, name) for name in names)
+    return all(getattr(first, name) is getattr(second, name) for name in names)
 
 
 # ---------------------------------------------------------------------- sharded modules
@@ -76,7 +76,10 @@ def sharding_types(module: nn.Module) -> set[str]:
 def tables_by_sharding(module: Any) -> list[list[tuple[int, int]]]:
     """Rows and number of features of each table of a ``ShardedEmbeddingCollection``, in the order of each sharding."""
     shardings = module._sharding_type_to_sharding.values()
-    return [[(table.num_embeddings, table.num_features()) for table in one.embedding_tables()] for one in shardings]
+    return [
+        [(table.num_embeddings, table.num_features()) for table in sharding.embedding_tables()]
+        for sharding in shardings
+    ]
 
 
 def take_over_means(module: Any) -> tuple[list[str], list[int]]:
@@ -156,13 +159,13 @@ def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
 
 def all_to_alls_of(module: nn.Module) -> list[KJTAllToAll]:
     """All-to-alls of the input dists of a sharded module. TorchRec creates them in the first ``input_dist`` call."""
-    found: dict[int, KJTAllToAll] = {}
+    all_to_alls: dict[int, KJTAllToAll] = {}
     for child in module.modules():
         for input_dist in getattr(child, "_input_dists", ()):  # a plain list: not among the child's modules
             all_to_all = getattr(input_dist, "_dist", None)
             if isinstance(all_to_all, KJTAllToAll):
-                found[id(all_to_all)] = all_to_all
-    return list(found.values())
+                all_to_alls[id(all_to_all)] = all_to_all
+    return list(all_to_alls.values())
 
 
 def group_of_input_dist(all_to_all: KJTAllToAll) -> dist.ProcessGroup:

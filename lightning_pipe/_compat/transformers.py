@@ -44,15 +44,15 @@ def supports_flash(model: Any) -> bool:
 
 def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     """Return True if transformers keeps a parameter of a model in float32 when the model is loaded in *dtype*."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    float32_modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype is torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return any(f".{module}." in f".{name}." for module in kept)
+        float32_modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return any(f".{module}." in f".{name}." for module in float32_modules)
 
 
 @contextmanager
-def no_initialisers() -> Generator[None, None, None]:
-    """Construct models without running initialisers, and without tying weights."""
+def no_initializers() -> Generator[None, None, None]:
+    """Construct models without running initializers, and without tying weights."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -91,13 +91,16 @@ class Conversion:
         for name, pattern in zip(self.sources, self.patterns, strict=True):
             numbers[pattern].add(".".join(re.findall(r"(?<=\.)\d+(?=\.)", name)))
         sets = list(numbers.values())
-        if any(one != other and len(one) == len(other) > 1 for one, other in pairwise(sets)):
+        if any(
+            part_numbers != next_part_numbers and len(part_numbers) == len(next_part_numbers) > 1
+            for part_numbers, next_part_numbers in pairwise(sets)
+        ):
             raise ValueError("experts have other numbers in some of their parts than in others")
         transform = deepcopy(self.transform)
         for name, pattern in zip(self.sources, self.patterns, strict=True):
             transform.add_tensor(self.first, name, pattern, tensors[name])
         converted = transform.convert(self.first, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def conversions_of(
@@ -108,27 +111,31 @@ def conversions_of(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state: dict[str, Any] = dict.fromkeys(model.state_dict() if own_names is None else own_names, True)
-    found: dict[str, Conversion] = {}
+    conversions: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(names, key=dot_natural_key):
-        own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if own not in state and name in state:
-            own, pattern = name, None  # stored under the model's own name, which a renaming would spoil
-        if own not in state:
-            others = by_pattern[pattern].target_patterns if pattern is not None else []
-            unexpected += [own.replace(others[0], other) for other in others] or [own]
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None  # stored under the model's own name, which a renaming would spoil
+        if target not in state:
+            target_patterns = by_pattern[pattern].target_patterns if pattern is not None else []
+            unexpected += [
+                target.replace(target_patterns[0], target_pattern) for target_pattern in target_patterns
+            ] or [target]
             continue
         transform = None if pattern is None else by_pattern[pattern]
-        before = found.get(own, Conversion((), (), transform, own))
+        before = conversions.get(target, Conversion((), (), transform, target))
         if before.sources and (transform is None or before.transform is not transform):
             unexpected.append(name)  # a second name for the same tensor
             continue
-        found[own] = Conversion((*before.sources, name), (*before.patterns, pattern or name), transform, own)
-    return list(found.values()), unexpected
+        conversions[target] = Conversion(
+            (*before.sources, name), (*before.patterns, pattern or name), transform, target
+        )
+    return list(conversions.values()), unexpected
 
 
 def not_ignored(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -136,9 +143,9 @@ def not_ignored(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -
     from transformers.utils.loading_report import LoadStateDictInfo
 
     missing, unexpected = list(missing), list(unexpected)
-    found = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(found)
+    info = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)
     return (
-        [name for name in missing if name in found.missing_keys],
-        [name for name in unexpected if name in found.unexpected_keys],
+        [name for name in missing if name in info.missing_keys],
+        [name for name in unexpected if name in info.unexpected_keys],
     )

@@ -1,4 +1,4 @@
-"""Automatic optimisation for a ``training_step`` that runs backward itself."""
+"""Automatic optimization for a ``training_step`` that runs backward itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ZeroGradFirst(AutomaticOptimization):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
-        """Replace the trainer's automatic optimisation, keeping its progress."""
+        """Replace the trainer's automatic optimization, keeping its progress."""
         loop = as_class(trainer.fit_loop.epoch_loop.automatic_optimization, cls)
         loop._on_zero_grad = on_zero_grad
         trainer.fit_loop.epoch_loop.automatic_optimization = loop

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from lightning_pipe._compat.transformers import (
     conversions_of,
     is_pretrained_model,
-    no_initialisers,
+    no_initializers,
     not_ignored,
     rows_of_one_document,
 )
@@ -65,7 +65,7 @@ def test_models_of_transformers_are_known() -> None:
 
 def test_without_initialisers_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
-    with no_initialisers():
+    with no_initializers():
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -34,23 +34,23 @@ class _Loader(yaml.SafeLoader):
         return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) -> dict[Any, Any]:
-    """Read the mapping with the keys *known* in YAML *text*; errors name the *kind* of file and point to *compare*."""
+def load_mapping(text: str, kind: str, allowed_keys: tuple[str, ...], *, compare: str) -> dict[Any, Any]:
+    """Read the mapping with *allowed_keys* in YAML *text*; errors name the *kind* of file and point to *compare*."""
     if len(text) > _MOST_CHARACTERS:
         raise PlanError(f"the {kind} has {len(text)} characters; expected at most {_MOST_CHARACTERS}")
     try:
         content = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
-        said = printable(str(error)[:1000])
-        raise PlanError(f"the {kind} is not valid YAML: {said}; compare it with {compare}") from error
-    return check_keys(f"the {kind}", content, known)
+        problem = printable(str(error)[:1000])
+        raise PlanError(f"the {kind} is not valid YAML: {problem}; compare it with {compare}") from error
+    return check_keys(f"the {kind}", content, allowed_keys)
 
 
-def check_keys(what: str, content: Any, known: tuple[str, ...]) -> dict[Any, Any]:
-    """Return *content* if it is a mapping with keys in *known*; *what* is its name in the error message."""
+def check_keys(subject: str, content: Any, allowed_keys: tuple[str, ...]) -> dict[Any, Any]:
+    """Return *content* if it is a mapping with *allowed_keys*; *subject* is its name in the error message."""
     if not isinstance(content, dict):
-        raise PlanError(f"{what} is {shown(content)}; expected a mapping of {', '.join(known)}")
+        raise PlanError(f"{subject} is {shown(content)}; expected a mapping of {', '.join(allowed_keys)}")
     for key in content:
-        if key not in known:
-            raise PlanError(f"{what} has the unknown key {shown(key)}; known keys are {', '.join(known)}")
+        if key not in allowed_keys:
+            raise PlanError(f"{subject} has the unknown key {shown(key)}; known keys are {', '.join(allowed_keys)}")
     return content

@@ -37,17 +37,17 @@ def is_whole_numbers(values: Any) -> bool:
     return isinstance(values, list | tuple) and all(type(value) is int for value in values)
 
 
-def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] | None) -> Group:
+def option_group(kind: type[Group], name: str, value: Group | Mapping[str, Any] | None) -> Group:
     """Convert an argument to an option group."""
-    if isinstance(given, kind):
-        return given
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if given is not None and not isinstance(given, Mapping):
-        raise SetupError(f"{name} is {given!r}; expected a mapping of {', '.join(known)}, or a {kind.__name__}")
-    unknown = [field for field in given or {} if field not in known]
+    if isinstance(value, kind):
+        return value
+    allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if value is not None and not isinstance(value, Mapping):
+        raise SetupError(f"{name} is {value!r}; expected a mapping of {', '.join(allowed)}, or a {kind.__name__}")
+    unknown = [field for field in value or {} if field not in allowed]
     if unknown:
-        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(known)}")
-    options = dict(given or {})
+        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(allowed)}")
+    options = dict(value or {})
     flags = [field.name for field in fields(kind) if field.type == "bool"]  # type: ignore[arg-type]
     check_flags(**{f"{name}.{flag}": options[flag] for flag in flags if flag in options})
     return kind(**options)

@@ -16,8 +16,8 @@ _NUMBER = r"\d{1,40}(?:\.\d*)?(?:e[+-]?\d+)?"
 
 def parse_size(text: str) -> int:
     """Convert a size such as "80GB" (powers of 1000) or "80GiB" (powers of 1024) to bytes."""
-    found = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([kmgt]i?)?b?\s*", text.lower())
-    size = int(Fraction(found[1]) * _SIZES[found[2] or ""]) if found else 0
+    match = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([kmgt]i?)?b?\s*", text.lower())
+    size = int(Fraction(match[1]) * _SIZES[match[2] or ""]) if match else 0
     if not 1 <= size < 2**63:
         raise SetupError(f"the size is {shown(text)}; expected a number of bytes above 0, such as 80GB or 512MiB")
     return size
@@ -25,8 +25,8 @@ def parse_size(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """Convert a duration such as "5us", "0.2ms" or "1s" to seconds."""
-    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµμ]+)\s*", text.lower())
-    seconds = float(found[1]) * _TIMES.get(found[2], math.inf) if found else math.inf
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµμ]+)\s*", text.lower())
+    seconds = float(match[1]) * _TIMES.get(match[2], math.inf) if match else math.inf
     if not math.isfinite(seconds):
         raise SetupError(
             f"the time is {shown(text)}; expected a number of at least 0 with a unit, such as 5us, 0.2ms or 1s"

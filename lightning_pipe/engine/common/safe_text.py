@@ -24,5 +24,8 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """Escape control characters and marks that change the text direction; line ends stay."""
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )

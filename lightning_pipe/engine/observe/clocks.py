@@ -25,7 +25,7 @@ _ROUNDS = 10
 class ClockOffset:
     """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock."""
 
-    at: float
+    measured_at: float
     seconds: float
     error: float
 
@@ -38,9 +38,11 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
     if dist.get_rank(group) == 0:
         for rank in range(1, dist.get_world_size(group)):
             dist.recv(ping, group=group, group_src=rank)  # the rank is ready; its delay must not count as a round trip
-            at, seconds, error = min((_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=itemgetter(2))
+            rank_time, seconds, error = min(
+                (_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=itemgetter(2)
+            )
             # An offset within the error of 0 is 0: clocks of two machines differ by the time between their starts.
-            best = (at, 0.0, 0.0) if abs(seconds) <= error else (at, seconds, error)
+            best = (rank_time, 0.0, 0.0) if abs(seconds) <= error else (rank_time, seconds, error)
             dist.send(torch.tensor(best, dtype=torch.float64), group=group, group_dst=rank)
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
     dist.send(ping, group=group, group_dst=0)
@@ -59,12 +61,12 @@ def _round_trip(
     dist.send(ping, group=group, group_dst=rank)
     dist.recv(pong, group=group, group_src=rank)
     after = time.perf_counter()
-    other = float(pong[0])
-    return other, (before + after) / 2 - other, (after - before) / 2
+    rank_time = float(pong[0])
+    return rank_time, (before + after) / 2 - rank_time, (after - before) / 2
 
 
 def to_first_rank(begin: ClockOffset, end: ClockOffset) -> Callable[[float], float]:
     """Conversion from a rank's clock to rank 0's, from two measurements with linear drift in between."""
-    elapsed = end.at - begin.at
+    elapsed = end.measured_at - begin.measured_at
     drift = (end.seconds - begin.seconds) / elapsed if elapsed > 0 else 0.0
-    return lambda moment: moment + begin.seconds + drift * (moment - begin.at)
+    return lambda moment: moment + begin.seconds + drift * (moment - begin.measured_at)

@@ -78,25 +78,33 @@ def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
     """Assign to each bar the iteration of the main thread's task during which it began; None without such a task."""
-    found = []
-    around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
+    assigned = []
+    tasks_by_start = deque(
+        sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start)
+    )
     for bar in bars:
-        while around and around[0].end <= bar.start:
-            around.popleft()
-        found.append(bar._replace(iteration=around[0].iteration if around and around[0].start <= bar.start else None))
-    return found
+        while tasks_by_start and tasks_by_start[0].end <= bar.start:
+            tasks_by_start.popleft()
+        assigned.append(
+            bar._replace(
+                iteration=tasks_by_start[0].iteration
+                if tasks_by_start and tasks_by_start[0].start <= bar.start
+                else None
+            )
+        )
+    return assigned
 
 
 class Timeline:
     """Bars of all ranks on a common clock, sorted by rank, lane and start; the longer of two first."""
 
     def __init__(self, bars: Iterable[Bar], dependencies: Sequence[Dependency] = ()) -> None:
-        found = list(bars)
-        order = {key: position for position, key in enumerate(_lanes(found))}
-        self.bars = tuple(sorted(found, key=lambda bar: (order[bar.rank, bar.lane], bar.start, -bar.end)))
+        unsorted = list(bars)
+        order = {key: position for position, key in enumerate(_lanes(unsorted))}
+        self.bars = tuple(sorted(unsorted, key=lambda bar: (order[bar.rank, bar.lane], bar.start, -bar.end)))
         self._needs: dict[str, list[Dependency]] = defaultdict(list)
-        for one in dependencies:
-            self._needs[one.downstream].append(one)
+        for dependency in dependencies:
+            self._needs[dependency.downstream].append(dependency)
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, str], ...]:
@@ -116,20 +124,20 @@ class Timeline:
     @cached_property
     def _inside(self) -> dict[int, list[int]]:
         """Positions of bars that enclose others, with the positions of those bars."""
-        found = {task: list(held) for task, held in self._held.items()}
+        enclosed = {task: list(waited_for) for task, waited_for in self._waiting_tasks.items()}
         open_bars: list[int] = []
         for position, bar in enumerate(self.bars):
             while open_bars and not _inside(bar, self.bars[open_bars[-1]]):
                 open_bars.pop()
             for enclosing in open_bars:
-                found.setdefault(enclosing, []).append(position)
+                enclosed.setdefault(enclosing, []).append(position)
             open_bars.append(position)
-        return found
+        return enclosed
 
     @cached_property
-    def _held(self) -> dict[int, list[int]]:
+    def _waiting_tasks(self) -> dict[int, list[int]]:
         """Positions of main-thread tasks that wait for other threads to process micro-batches, with those bars."""
-        found: dict[int, list[int]] = defaultdict(list)
+        waited_for: dict[int, list[int]] = defaultdict(list)
         for rank in {bar.rank for bar in self.bars if bar.stage is not None and bar.lane != MAIN}:
             tasks = [p for p, bar in enumerate(self.bars) if (bar.rank, bar.lane, bar.kind) == (rank, MAIN, TASK)]
             begins = [self.bars[position].start for position in tasks]
@@ -137,8 +145,8 @@ class Timeline:
                 if bar.rank == rank and bar.stage is not None and bar.lane != MAIN:
                     before = bisect_right(begins, bar.start) - 1
                     if before >= 0 and bar.end <= self.bars[tasks[before]].end:
-                        found[tasks[before]].append(position)
-        return found
+                        waited_for[tasks[before]].append(position)
+        return waited_for
 
     @cached_property
     def critical(self) -> frozenset[int]:
@@ -168,20 +176,26 @@ class Timeline:
         return tuple(wait for source, target in self.critical_steps for wait in self._waits(source, target))
 
     def _waits(self, source: int, target: int) -> list[Bar]:
-        one, other = self.bars[source], self.bars[target]
-        left, entered = self._around.get(source), self._around.get(target)
-        start, end = one.end, other.start
-        reason = TRANSFER if one.rank != other.rank else BETWEEN_TASKS if one.lane == other.lane else HAND_OFF
+        source_bar, target_bar = self.bars[source], self.bars[target]
+        source_task, target_task = self._around.get(source), self._around.get(target)
+        start, end = source_bar.end, target_bar.start
+        reason = (
+            TRANSFER
+            if source_bar.rank != target_bar.rank
+            else BETWEEN_TASKS
+            if source_bar.lane == target_bar.lane
+            else HAND_OFF
+        )
         parts = [(reason, start, end)]
-        if reason != TRANSFER and left != entered:
-            exit_time = start if left is None else min(max(start, self.bars[left].end), end)
-            entry_time = end if entered is None else max(min(end, self.bars[entered].start), exit_time)
-            parts = [(self._in(left), start, exit_time), (reason, exit_time, entry_time)]
-            parts.append((self._in(entered), entry_time, end))
-        elif reason == BETWEEN_TASKS and left is not None:
-            parts = [(self._in(left), start, end)]
+        if reason != TRANSFER and source_task != target_task:
+            exit_time = start if source_task is None else min(max(start, self.bars[source_task].end), end)
+            entry_time = end if target_task is None else max(min(end, self.bars[target_task].start), exit_time)
+            parts = [(self._in(source_task), start, exit_time), (reason, exit_time, entry_time)]
+            parts.append((self._in(target_task), entry_time, end))
+        elif reason == BETWEEN_TASKS and source_task is not None:
+            parts = [(self._in(source_task), start, end)]
         return [
-            Bar(other.rank, other.lane, name, CRITICAL_WAIT, begin, until, other.iteration)
+            Bar(target_bar.rank, target_bar.lane, name, CRITICAL_WAIT, begin, until, target_bar.iteration)
             for name, begin, until in parts
             if begin < until
         ]
@@ -202,14 +216,14 @@ class Timeline:
         seen: set[int] = set()
         for ranks in self._joined_ranks():
             of_ranks = (p for p in leaves if self.bars[p].rank in ranks)
-            at: int | None = max(of_ranks, key=lambda p: self.bars[p].end, default=None)
-            while at is not None and at not in seen:
-                seen.add(at)
+            position: int | None = max(of_ranks, key=lambda p: self.bars[p].end, default=None)
+            while position is not None and position not in seen:
+                seen.add(position)
                 # A predecessor on another rank that ends later is a clock error, or not a predecessor at all.
-                candidates = [p for p in before[at] if self.bars[p].end <= self.bars[at].end]
+                candidates = [p for p in before[position] if self.bars[p].end <= self.bars[position].end]
                 previous = max(candidates, key=lambda p: self.bars[p].end, default=None)
-                path.append((previous, at))
-                at = previous
+                path.append((previous, position))
+                position = previous
         return path
 
     def _predecessors(self, leaves: Sequence[int]) -> dict[int, list[int]]:
@@ -226,13 +240,13 @@ class Timeline:
         for source, target in self.arrows:
             follows(target, last.get(source, ()))
         lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for position in sorted({*leaves, *self._held}):
+        for position in sorted({*leaves, *self._waiting_tasks}):
             lanes[self._lane(position)].append(position)
         of_schedules = self._last_of_schedules(leaves)
-        for one, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
-            follows(following, last[one])
-            if self.bars[one].stage is not None and self.bars[following].stage is None:
-                follows(following, of_schedules[self._schedule(one)])
+        for previous, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
+            follows(following, last[previous])
+            if self.bars[previous].stage is not None and self.bars[following].stage is None:
+                follows(following, of_schedules[self._schedule(previous)])
         for position in leaves:
             submitted, tasks = self.bars[position].submitted, lanes[self.bars[position].rank, MAIN]
             if submitted is not None:
@@ -264,7 +278,7 @@ class Timeline:
         return self.bars[position].rank, self.bars[position].lane
 
     def _arrows_of_tasks(self) -> list[Arrow]:
-        found: list[Arrow] = []
+        arrows: list[Arrow] = []
         for kind in (TASK, DEVICE):
             where = {
                 (bar.rank, bar.name, bar.iteration): position
@@ -272,11 +286,11 @@ class Timeline:
                 if bar.kind == kind and bar.iteration is not None
             }
             for (rank, task, iteration), target in where.items():
-                for one in self._needs[task]:
-                    source = where.get((rank, one.upstream, iteration - one.distance))
+                for dependency in self._needs[task]:
+                    source = where.get((rank, dependency.upstream, iteration - dependency.distance))
                     if source is not None:
-                        found.append((source, target))
-        return found
+                        arrows.append((source, target))
+        return arrows
 
     def _arrows_of_microbatches(self) -> list[Arrow]:
         first: dict[tuple[Any, ...], int] = {}  # work that took turns with other work has several bars
@@ -286,22 +300,22 @@ class Timeline:
                 key = bar.pipeline, bar.iteration, bar.microbatch, bar.stage, bar.kind
                 first.setdefault(key, position)
                 last[key] = position
-        found: list[Arrow] = []
+        arrows: list[Arrow] = []
         for (pipeline, iteration, microbatch, stage, kind), target in first.items():
-            for other, needed in _needs(stage, kind):
-                source = last.get((pipeline, iteration, microbatch, other, needed))
+            for needed_stage, needed_kind in _needs(stage, kind):
+                source = last.get((pipeline, iteration, microbatch, needed_stage, needed_kind))
                 if source is not None:
-                    found.append((source, target))
-        return found
+                    arrows.append((source, target))
+        return arrows
 
     def _joined_ranks(self) -> list[set[int]]:
         joined = {bar.rank: {bar.rank} for bar in self.bars}
         for source, target in self.arrows:
-            one, other = joined[self.bars[source].rank], joined[self.bars[target].rank]
-            if one is not other:
-                one |= other
-                for rank in other:
-                    joined[rank] = one
+            source_ranks, target_ranks = joined[self.bars[source].rank], joined[self.bars[target].rank]
+            if source_ranks is not target_ranks:
+                source_ranks |= target_ranks
+                for rank in target_ranks:
+                    joined[rank] = source_ranks
         return list({id(ranks): ranks for ranks in joined.values()}.values())
 
 
@@ -316,9 +330,9 @@ def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
     return [(stage, FORWARD), (stage, RECOMPUTE), (stage + 1, BACKWARD), (stage + 1, INPUT_BACKWARD)]
 
 
-def _inside(bar: Bar, other: Bar) -> bool:
-    same_lane = (bar.rank, bar.lane) == (other.rank, other.lane)
-    return same_lane and other.start <= bar.start < other.end and bar.end <= other.end
+def _inside(bar: Bar, enclosing: Bar) -> bool:
+    same_lane = (bar.rank, bar.lane) == (enclosing.rank, enclosing.lane)
+    return same_lane and enclosing.start <= bar.start < enclosing.end and bar.end <= enclosing.end
 
 
 def _lanes(bars: Iterable[Bar]) -> list[tuple[int, str]]:

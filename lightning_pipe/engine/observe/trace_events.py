@@ -78,7 +78,7 @@ def _times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
 
 
 def _slice(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> dict[str, Any]:
-    known = {"iteration": bar.iteration, "microbatch": bar.microbatch, "stage": bar.stage}
+    indices = {"iteration": bar.iteration, "microbatch": bar.microbatch, "stage": bar.stage}
     name = bar.name if bar.microbatch is None else f"{bar.name} {bar.microbatch}"
     return {
         "ph": "X",
@@ -88,7 +88,7 @@ def _slice(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> 
         "tid": thread,
         "ts": time[0],
         "dur": round(time[1] - time[0], 3),
-        "args": {key: value for key, value in known.items() if value is not None} | {"critical": critical},
+        "args": {key: value for key, value in indices.items() if value is not None} | {"critical": critical},
     }
 
 
@@ -103,14 +103,20 @@ def _flows(
         arrival = max(target_begin, departure)
         if arrival > max(target_begin, target_end - _TICK):
             continue
-        one, other = timeline.bars[source], timeline.bars[target]
-        kind = {"name": "plan" if one.kind == TASK else one.kind, "cat": "dependency", "id": number}
-        yield {"ph": "s", **kind, "pid": one.rank + 1, "tid": threads[one.rank, one.lane], "ts": departure}
+        source_bar, target_bar = timeline.bars[source], timeline.bars[target]
+        kind = {"name": "plan" if source_bar.kind == TASK else source_bar.kind, "cat": "dependency", "id": number}
+        yield {
+            "ph": "s",
+            **kind,
+            "pid": source_bar.rank + 1,
+            "tid": threads[source_bar.rank, source_bar.lane],
+            "ts": departure,
+        }
         yield {
             "ph": "f",
             "bp": "e",
             **kind,
-            "pid": other.rank + 1,
-            "tid": threads[other.rank, other.lane],
+            "pid": target_bar.rank + 1,
+            "tid": threads[target_bar.rank, target_bar.lane],
             "ts": arrival,
         }

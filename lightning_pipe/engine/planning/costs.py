@@ -37,16 +37,16 @@ class TaskCost:
     launch: float = 0.0  # seconds of "host" to submit the work to a device with streams
 
     def __post_init__(self) -> None:
-        for what, resource in (("resource", self.resource), ("background_resource", self.background_resource)):
+        for name, resource in (("resource", self.resource), ("background_resource", self.background_resource)):
             if resource not in RESOURCES:
                 raise PlanError(
-                    f"the {what} of a task's cost is {resource!r}, which is unknown. Use one of {', '.join(RESOURCES)}."
+                    f"the {name} of a task's cost is {resource!r}, which is unknown. Use one of {', '.join(RESOURCES)}."
                 )
         background = 0.0 if isinstance(self.background, Message) else self.background
-        for what, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
+        for name, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
             if not 0 <= seconds <= LONGEST:
                 raise PlanError(
-                    f"{what} of a task's cost must be from 0 to {LONGEST:g} seconds, got {shown(seconds)}. Correct the"
+                    f"{name} of a task's cost must be from 0 to {LONGEST:g} seconds, got {shown(seconds)}. Correct the"
                     " cost of this task."
                 )
 
@@ -94,19 +94,19 @@ class Load(NamedTuple):
 def loads(cost: TaskCost, machine: Machine) -> list[Load]:
     """All work of one run of a task. *cost* must come from :func:`checked_costs`."""
     assert isinstance(cost.background, float | int)
-    found = [Load(cost.resource, cost.seconds), Load(cost.background_resource, cost.background)]
+    candidates = [Load(cost.resource, cost.seconds), Load(cost.background_resource, cost.background)]
     if machine.by_device(cost):
-        found.append(Load("host", cost.launch))
-    return [load for load in found if load.seconds > 0]
+        candidates.append(Load("host", cost.launch))
+    return [load for load in candidates if load.seconds > 0]
 
 
 def used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
     """Seconds per iteration for which each resource is in use, averaged over its lanes."""
-    found: dict[Resource, float] = {}
+    seconds: dict[Resource, float] = {}
     for cost in costs.values():
         for load in loads(cost, machine):
-            found[load.resource] = found.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
-    return found
+            seconds[load.resource] = seconds.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
+    return seconds
 
 
 def checked_costs(

@@ -74,41 +74,41 @@ def load_costs(text: str) -> CostsFile:
     )
 
 
-def _cost(name: str, given: Any) -> TaskCost:
+def _cost(name: str, entry: Any) -> TaskCost:
     where = f"task {name!r} of the costs"
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        given = {"ms": given}
-    check_keys(where, given, _TASK_KEYS)
-    kinds = [key for key in (*_KINDS, "background_ms") if key in given]
+    if isinstance(entry, int | float) and not isinstance(entry, bool):
+        entry = {"ms": entry}
+    check_keys(where, entry, _TASK_KEYS)
+    kinds = [key for key in (*_KINDS, "background_ms") if key in entry]
     if len(kinds) > 1:
         raise PlanError(
             f"{where} has {' and '.join(kinds)}, expected at most one, since a task submits one piece of background"
             " work. Remove the others."
         )
-    waited_by = None if given.get("waited_by") is None else str(given["waited_by"])
+    waited_by = None if entry.get("waited_by") is None else str(entry["waited_by"])
     background: float | Message = 0.0
     if kinds == ["background_ms"]:
-        background = _number(f"background_ms of {where}", given["background_ms"]) / 1e3
+        background = _number(f"background_ms of {where}", entry["background_ms"]) / 1e3
     elif kinds:
-        kind = next(one for one in _KINDS if one == kinds[0])
-        background = Message(kind, _parsed(where, parse_size, given[kind]))
-    resource, other = given.get("resource", "compute"), given.get("background_resource", "network")
-    seconds = _number(f"ms of {where}", given.get("ms", 0.0)) / 1e3
-    launch = _number(f"launch_ms of {where}", given.get("launch_ms", 0.0)) / 1e3
+        kind = next(known_kind for known_kind in _KINDS if known_kind == kinds[0])
+        background = Message(kind, _parsed(where, parse_size, entry[kind]))
+    resource, background_resource = entry.get("resource", "compute"), entry.get("background_resource", "network")
+    seconds = _number(f"ms of {where}", entry.get("ms", 0.0)) / 1e3
+    launch = _number(f"launch_ms of {where}", entry.get("launch_ms", 0.0)) / 1e3
     try:
-        return TaskCost(seconds, resource, background, other, waited_by, launch)
+        return TaskCost(seconds, resource, background, background_resource, waited_by, launch)
     except PlanError as error:
         raise PlanError(f"{where} is not valid: {error}") from error
 
 
-def _number(what: str, value: Any) -> float:
+def _number(subject: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise PlanError(f"{what} must be a number from 0 to {_MOST:g}, got {shown(value)}. Correct the value.")
+        raise PlanError(f"{subject} must be a number from 0 to {_MOST:g}, got {shown(value)}. Correct the value.")
     return float(value)
 
 
-def _parsed(what: str, parse: Any, value: Any) -> float:
+def _parsed(subject: str, parse: Any, value: Any) -> float:
     try:
         return float(parse(str(value)))
     except SetupError as error:
-        raise PlanError(f"{what}: {error}") from error
+        raise PlanError(f"{subject}: {error}") from error

@@ -117,10 +117,10 @@ class Clock:
             self._ready.append(resource.done())
 
     def _step(self, process: Process) -> None:
-        for wanted in process.body:
-            if isinstance(wanted, ResourceUse):
-                wanted.resource.add(process, wanted.seconds, self.now)
+        for request in process.body:
+            if isinstance(request, ResourceUse):
+                request.resource.add(process, request.seconds, self.now)
                 return
-            if not wanted.is_set:
-                wanted.waiting.append(process)
+            if not request.is_set:
+                request.waiting.append(process)
                 return

@@ -36,16 +36,16 @@ class NetworkModel:
 
     def seconds(self, message: Message) -> float:
         """Duration of *message* in seconds on an otherwise idle network; 0 with one rank."""
-        others = self.ranks - 1
-        if not others:
+        peers = self.ranks - 1
+        if not peers:
             return 0.0
         once = message.bytes / self.bandwidth
-        share = others / self.ranks  # part of a buffer that leaves its rank
+        share = peers / self.ranks  # part of a buffer that leaves its rank
         if message.kind == "all_to_all":
-            return others * self.latency + share * once
+            return peers * self.latency + share * once
         if message.kind == "all_reduce":
-            return 2 * others * self.latency + 2 * share * once
+            return 2 * peers * self.latency + 2 * share * once
         rounds = math.ceil(math.log2(self.ranks))
         tree = rounds * (self.latency + once)
-        scatter_and_gather = (rounds + others) * self.latency + 2 * share * once
+        scatter_and_gather = (rounds + peers) * self.latency + 2 * share * once
         return min(tree, scatter_and_gather)

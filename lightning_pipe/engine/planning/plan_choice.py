@@ -45,8 +45,8 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
         gain = typical(measured[name]) < (1 - _GAIN) * typical(to_beat)
         return gain and _wins(measured[name], to_beat) >= needed
 
-    found = [name for name in running if name not in hand_written]
-    return min(filter(is_faster, found), key=lambda name: typical(measured[name]), default=best)
+    generated = [name for name in running if name not in hand_written]
+    return min(filter(is_faster, generated), key=lambda name: typical(measured[name]), default=best)
 
 
 def contenders(
@@ -65,13 +65,13 @@ def contenders(
 
     def loses(name: K) -> bool:
         # The fastest found plan may still not be chosen, so hand-written plans do not drop out because of it.
-        others = (best,) if name in hand_written else (best, first)
+        rivals = (best,) if name in hand_written else (best, first)
         too_slow = typical(measured[name]) > hopeless * typical(measured[best])
-        return too_slow or any(_wins(measured[other], measured[name]) >= needed for other in others)
+        return too_slow or any(_wins(measured[rival], measured[name]) >= needed for rival in rivals)
 
     left = [name for name in running if name == best or not loses(name)]
-    settled = fastest(measured, hand_written)
-    return [] if {settled, best}.issuperset(left) else left
+    choice = fastest(measured, hand_written)
+    return [] if {choice, best}.issuperset(left) else left
 
 
 def best_by_hand(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
@@ -93,13 +93,13 @@ def _running(measured: Mapping[K, Sequence[float]]) -> list[K]:
     return [name for name, times in measured.items() if len(times) == rounds]
 
 
-def _wins(times: Sequence[float], others: Sequence[float]) -> int:
-    return sum(own < other for own, other in zip(times, others, strict=True))
+def _wins(times: Sequence[float], rival_times: Sequence[float]) -> int:
+    return sum(seconds < rival_seconds for seconds, rival_seconds in zip(times, rival_times, strict=True))
 
 
-def _wins_needed(rounds: int, found: int) -> int:
-    """Fewest wins that pass a sign test at the level :data:`_CHANCE`, divided among *found* plans."""
-    allowed = _CHANCE / max(1, found) * 2**rounds
+def _wins_needed(rounds: int, generated: int) -> int:
+    """Fewest wins that pass a sign test at the level :data:`_CHANCE`, divided among *generated* plans."""
+    allowed = _CHANCE / max(1, generated) * 2**rounds
     wins, ways = rounds, 1
     while ways <= allowed:
         wins -= 1

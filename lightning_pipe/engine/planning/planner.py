@@ -70,13 +70,13 @@ def plan_variants(
         add(plan)
     expanded: set[PipelinePlan] = set()
     for _ in range(_EXPANDED):
-        here = min((plan for plan in best.values() if plan not in expanded), key=ranks.__getitem__, default=None)
-        if here is None:
+        base = min((plan for plan in best.values() if plan not in expanded), key=ranks.__getitem__, default=None)
+        if base is None:
             break
-        expanded.add(here)
-        for task in here.tasks:
-            if task in movable and predicted(here, without=task) < ranks[here][0]:
-                for plan in _moved(here, task, movable, task in on_workers, submitted_before):
+        expanded.add(base)
+        for task in base.tasks:
+            if task in movable and predicted(base, without=task) < ranks[base][0]:
+                for plan in _moved(base, task, movable, task in on_workers, submitted_before):
                     add(plan)
     variants = sorted((plan for plan in best.values() if plan not in hand_written), key=ranks.__getitem__)
     return [
@@ -95,7 +95,7 @@ def _moved(
     """Valid plans in which *task* has another stage, thread or place in the period."""
     where = plan.schedule[task]
     groups = dict.fromkeys((*plan.thread_groups, task)) if any_thread else (where.thread_group,)
-    others = [name for name in plan.order if name != task]
+    other_tasks = [name for name in plan.order if name != task]
     for stage in (where.stage, where.stage + 1):
         for group in groups:
             schedule = {**plan.schedule, task: replace(where, stage=stage, thread_group=group)}
@@ -107,8 +107,8 @@ def _moved(
                 for dependency in plan.dependencies
                 if schedule[dependency.upstream].stage + dependency.distance == schedule[dependency.downstream].stage
             ]
-            for place in range(len(others) + 1):
-                rank = {name: index for index, name in enumerate([*others[:place], task, *others[place:]])}
+            for place in range(len(other_tasks) + 1):
+                rank = {name: index for index, name in enumerate([*other_tasks[:place], task, *other_tasks[place:]])}
                 order = sorted_by_rank(plan.tasks, [*before, *submitted_before], rank.__getitem__)
                 if order is None:
                     break

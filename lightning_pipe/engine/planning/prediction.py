@@ -48,8 +48,8 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
     run = simulate(plan, costs, machine)
 
     def saved(resource: Resource) -> float:
-        rest = {name: without(cost, resource) for name, cost in run.costs.items()}
-        return run.seconds_per_iteration - simulate(plan, rest, machine).seconds_per_iteration
+        reduced_costs = {name: without(cost, resource) for name, cost in run.costs.items()}
+        return run.seconds_per_iteration - simulate(plan, reduced_costs, machine).seconds_per_iteration
 
     serial = PipelinePlan([(task, TaskSchedule()) for task in plan.tasks.values()], name="serial")
     serial_seconds = simulate(serial, costs, machine).seconds_per_iteration
@@ -84,7 +84,7 @@ def first_break(
             message = costs[task].background
             latency = 0.0
             if isinstance(message, Message):
-                there = replace(network, ranks=ranks)
-                latency = there.seconds(replace(message, bytes=0.0)) / there.seconds(message)
+                larger_network = replace(network, ranks=ranks)
+                latency = larger_network.seconds(replace(message, bytes=0.0)) / larger_network.seconds(message)
             return ScalingBreak(plan.name, ranks, later.seconds_per_iteration, task, grown[task], latency)
     return ScalingBreak(plan.name, None, run(most).seconds_per_iteration, "", 0.0, 0.0)

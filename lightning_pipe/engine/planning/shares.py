@@ -1,4 +1,4 @@
-"""Cuts of a list into contiguous shares that minimise the cost of the most expensive share.
+"""Cuts of a list into contiguous shares that minimize the cost of the most expensive share.
 
 Used to assign layers to the stages of a model and to the partitions of a pipe.
 """
@@ -27,13 +27,13 @@ def contiguous_shares(
             further: dict[int, tuple[float, list[int]]] = {}
             for first, (score, ends) in reached.items():
                 for end in range(first + (share not in may_be_empty), items + 1):
-                    if (here := cost(share, first, end)) <= limit:
-                        total = score + here * here if squares else max(score, here)
-                        known = further.get(end)
-                        if known is None or total <= known[0]:
+                    if (share_cost := cost(share, first, end)) <= limit:
+                        total = score + share_cost * share_cost if squares else max(score, share_cost)
+                        best_cut = further.get(end)
+                        if best_cut is None or total <= best_cut[0]:
                             # Ties are resolved by comparing the lists.
-                            found = total, [*ends, end] if most_even else [-end, *ends]
-                            further[end] = found if known is None else min(known, found)
+                            cut = total, [*ends, end] if most_even else [-end, *ends]
+                            further[end] = cut if best_cut is None else min(best_cut, cut)
             reached = further
         return reached[items]
 

@@ -157,8 +157,8 @@ class SimulatedThreads:
             entry = yield from self._next(queue)
             op = entry.op
             if op is None:
-                for other in self.on_named_streams:
-                    yield from self._wait("event", other.index, entry.iteration)
+                for stream_op in self.on_named_streams:
+                    yield from self._wait("event", stream_op.index, entry.iteration)
                 self._retire()
             else:
                 for upstream, distance in op.device_waits:

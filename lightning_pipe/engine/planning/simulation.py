@@ -26,7 +26,7 @@ class SimulatedRun:
 
     @property
     def busy(self) -> dict[Resource, float]:
-        """Utilisation of each resource in the steady state, averaged over its lanes, from 0 to 1."""
+        """Utilization of each resource in the steady state, averaged over its lanes, from 0 to 1."""
         in_use = used(self.costs, self.machine)
         return {resource: seconds / self.seconds_per_iteration for resource, seconds in in_use.items()}
 

@@ -25,9 +25,9 @@ def check_one_order(
         threads = dict.fromkeys(schedule[user].thread_group for user in users)
         unordered = [user for user in users if not schedule[user].globally_ordered]
         if len(threads) > 1 and unordered:
-            of = f"the process group {names[0]!r}" if len(names) == 1 else f"the process groups {', '.join(names)}"
+            target = f"the process group {names[0]!r}" if len(names) == 1 else f"the process groups {', '.join(names)}"
             raise PlanError(
-                f"plan {plan!r}: {', '.join(users)} submit collectives to {of} from the thread groups"
+                f"plan {plan!r}: {', '.join(users)} submit collectives to {target} from the thread groups"
                 f" {', '.join(threads)}, whose order may differ between ranks. Set globally_ordered of"
                 f" {', '.join(unordered)} to true, or run these tasks in one thread group."
             )
@@ -38,19 +38,19 @@ def turns_of(
 ) -> dict[str, int]:
     """Number of the sequence in which each task takes turns; tasks that need no turn are left out."""
     ordered = [task for task in tasks if schedule[task.name].globally_ordered]
-    sets: list[list[PipelineTask]] = []
+    sequences: list[list[PipelineTask]] = []
     for task in ordered:
         joined = [task]
-        for one in [one for one in sets if has_streams or _share(task, one)]:
-            sets.remove(one)
-            joined += one
-        sets.append(joined)
-    several = [one for one in sets if len({schedule[task.name].thread_group for task in one}) > 1]
-    return {task.name: number for number, one in enumerate(several) for task in one}
+        for sequence in [sequence for sequence in sequences if has_streams or _share(task, sequence)]:
+            sequences.remove(sequence)
+            joined += sequence
+        sequences.append(joined)
+    several = [sequence for sequence in sequences if len({schedule[task.name].thread_group for task in sequence}) > 1]
+    return {task.name: number for number, sequence in enumerate(several) for task in sequence}
 
 
-def _share(task: PipelineTask, others: Collection[PipelineTask]) -> bool:
+def _share(task: PipelineTask, members: Collection[PipelineTask]) -> bool:
     return any(
-        not task.collectives or not other.collectives or set(task.collectives) & set(other.collectives)
-        for other in others
+        not task.collectives or not member.collectives or set(task.collectives) & set(member.collectives)
+        for member in members
     )

@@ -62,15 +62,15 @@ def required_dependencies(
     without = frozenset(abandoned)
     # All iterations make the same accesses, so the previous iteration stands for all earlier ones.
     iterations = 2 + max((dependency.distance for dependency in without), default=0)
-    found: dict[Dependency, None] = {}
+    dependencies: dict[Dependency, None] = {}
     # Two loops over the same names, because a State and a context field may have the same name.
     for name in names:
         for dependency in _conflicts(_accesses(tasks, name, False, 1), f"field {str(name)!r}", frozenset()):
-            found.setdefault(dependency)
+            dependencies.setdefault(dependency)
     for name in names:
         for dependency in _conflicts(_accesses(tasks, name, True, iterations), repr(State(name)), without):
-            found.setdefault(dependency)
-    return tuple(found)
+            dependencies.setdefault(dependency)
+    return tuple(dependencies)
 
 
 def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iterations: int) -> list[_Access]:
@@ -86,7 +86,7 @@ def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iteratio
     return accesses
 
 
-def _conflicts(accesses: Sequence[_Access], what: str, without: frozenset[Dependency]) -> Iterator[Dependency]:
+def _conflicts(accesses: Sequence[_Access], accessed: str, without: frozenset[Dependency]) -> Iterator[Dependency]:
     ordered: list[set[int]] = []  # earlier accesses that each access already follows, by index
     for index, after in enumerate(accesses):
         before_it: set[int] = set()
@@ -99,7 +99,7 @@ def _conflicts(accesses: Sequence[_Access], what: str, without: frozenset[Depend
                 before.task,
                 after.task,
                 after.iteration - before.iteration,
-                f"{after.task} {verb} {what} that {before.task} {'writes' if before.writes else 'reads'}",
+                f"{after.task} {verb} {accessed} that {before.task} {'writes' if before.writes else 'reads'}",
             )
             if dependency not in without:
                 before_it |= {earlier} | ordered[earlier]

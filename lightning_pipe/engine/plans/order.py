@@ -41,7 +41,9 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
 def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: Iterable[Dependency]) -> tuple[str, ...]:
     """Derive an order that satisfies *same_period*, preferring higher stages, then program order."""
     rank = {task: (-stages[task], index) for index, task in enumerate(tasks)}
-    order = sorted_by_rank(tasks, ((one.upstream, one.downstream) for one in same_period), rank.__getitem__)
+    order = sorted_by_rank(
+        tasks, ((dependency.upstream, dependency.downstream) for dependency in same_period), rank.__getitem__
+    )
     assert order is not None
     return tuple(order)
 
@@ -59,10 +61,10 @@ def sorted_by_rank(tasks: Iterable[T], before: Iterable[tuple[T, T]], rank: Call
     while ready:
         task = heapq.heappop(ready)[1]
         order.append(task)
-        for other in after[task]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (rank(other), other))
+        for follower in after[task]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (rank(follower), follower))
     return order if len(order) == len(missing) else None
 
 

@@ -151,14 +151,15 @@ class PipelinePlan:
         Raises:
             PlanError: unknown task, a missing task, or a plan that the constructor refuses.
         """
-        known = {task.name: task for task in tasks}
-        unknown = [task for task in spec.schedule if task not in known]
+        tasks_by_name = {task.name: task for task in tasks}
+        unknown = [task for task in spec.schedule if task not in tasks_by_name]
         if unknown:
             raise PlanError(
-                f"the plan schedules the unknown task {shown(unknown[0])}; the tasks are {', '.join(known)}. Correct"
-                " the name or, if the task is your own, pass it as extra_tasks. Commands only know the built-in tasks."
+                f"the plan schedules the unknown task {shown(unknown[0])}; the tasks are {', '.join(tasks_by_name)}."
+                " Correct the name or, if the task is your own, pass it as extra_tasks. Commands only know the built-in"
+                " tasks."
             )
-        missing = [task for task in known if task not in spec.schedule]
+        missing = [task for task in tasks_by_name if task not in spec.schedule]
         if missing:
             raise PlanError(
                 f"the plan leaves out {', '.join(missing)}. Add `{missing[0]}: {{}}` to the tasks of its file, and the"
@@ -166,7 +167,7 @@ class PipelinePlan:
                 " named plan."
             )
         return cls(
-            [(task, spec.schedule[name]) for name, task in known.items()],
+            [(task, spec.schedule[name]) for name, task in tasks_by_name.items()],
             spec.deps,
             spec.cross_iter_deps,
             spec.pipeline_depth,
@@ -255,4 +256,4 @@ class PipelinePlan:
 
 
 def _edges(dependencies: Iterable[Dependency]) -> tuple[Edge, ...]:
-    return tuple((one.upstream, one.downstream, one.distance) for one in dependencies)
+    return tuple((dependency.upstream, dependency.downstream, dependency.distance) for dependency in dependencies)

@@ -16,9 +16,9 @@ def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[Plan
     """Read a plan from a file. A PlanError raised inside the block names the file."""
     write_one = f"'lightning-pipe plan show {example} --format yaml'"
     if not (isinstance(plan, (str, Path)) and os.path.exists(plan)):
-        given = str(plan) if isinstance(plan, Path) else repr(plan)
+        name = str(plan) if isinstance(plan, Path) else repr(plan)
         raise PlanError(
-            f"there is no plan {given}: it is neither one of {', '.join(names)} nor a file; give one of these names, or"
+            f"there is no plan {name}: it is neither one of {', '.join(names)} nor a file; give one of these names, or"
             f" write a file with {write_one}"
         )
     text = read_text(plan, f"the plan {plan}", f"give a file in the format of {write_one}")
@@ -35,11 +35,11 @@ def named(path: str | Path) -> Iterator[None]:
         raise PlanError(f"{path}: {error}") from error
 
 
-def read_text(path: str | Path, what: str, needed: str) -> str:
-    """Read a text file; a PlanError says *what* it is, such as "the plan my.yaml", and what is *needed*."""
+def read_text(path: str | Path, subject: str, needed: str) -> str:
+    """Read a text file; a PlanError names the *subject*, such as "the plan my.yaml", and what is *needed*."""
     try:
         if not os.path.isfile(path):
             raise OSError("it is not a file")  # reading a pipe would wait for its writer
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise PlanError(f"{what} cannot be read ({error}); {needed}") from error
+        raise PlanError(f"{subject} cannot be read ({error}); {needed}") from error

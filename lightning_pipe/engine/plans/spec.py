@@ -157,31 +157,31 @@ class PlanSpec:
 
     # ------------------------------------------------------------------ checks
 
-    def _replace(self, what: str, checked: Callable[[str, Any], Any]) -> None:
+    def _replace(self, field: str, checked: Callable[[str, Any], Any]) -> None:
         """Replace entries given by the user with checked ones."""
-        entries = getattr(self, what)
+        entries = getattr(self, field)
         is_list = isinstance(entries, Iterable) and not isinstance(entries, str | Mapping)
-        _expect(is_list, f"plan {self.name!r}: {what} is", entries, "a list")
-        object.__setattr__(self, what, tuple(checked(what, entry) for entry in entries))
+        _expect(is_list, f"plan {self.name!r}: {field} is", entries, "a list")
+        object.__setattr__(self, field, tuple(checked(field, entry) for entry in entries))
 
-    def _task_name(self, what: str, entry: Any) -> str:
+    def _task_name(self, field: str, entry: Any) -> str:
         name = entry.name if isinstance(entry, PipelineTask) else entry
-        _expect(isinstance(name, str), f"plan {self.name!r}: {what} has the task", name, "the name of a task")
+        _expect(isinstance(name, str), f"plan {self.name!r}: {field} has the task", name, "the name of a task")
         return str(name)
 
-    def _edge(self, what: str, entry: Any) -> Edge:
+    def _edge(self, field: str, entry: Any) -> Edge:
         form = "(upstream, downstream)"
-        if what != "deps":
+        if field != "deps":
             form += f" or (upstream, downstream, distance) with a distance from 1 to {_HIGHEST_STAGE}"
-        is_edge = isinstance(entry, tuple | list) and 2 <= len(entry) <= (2 if what == "deps" else 3)
+        is_edge = isinstance(entry, tuple | list) and 2 <= len(entry) <= (2 if field == "deps" else 3)
         is_edge = is_edge and all(_is_count(distance, _HIGHEST_STAGE) and distance for distance in entry[2:])
-        _expect(is_edge, f"plan {self.name!r}: {what} has the entry", entry, form)
-        return (self._task_name(what, entry[0]), self._task_name(what, entry[1]), *entry[2:])
+        _expect(is_edge, f"plan {self.name!r}: {field} has the entry", entry, form)
+        return (self._task_name(field, entry[0]), self._task_name(field, entry[1]), *entry[2:])
 
 
-def _expect(valid: bool, what: str, value: object, expected: str) -> None:
+def _expect(valid: bool, subject: str, value: object, expected: str) -> None:
     if not valid:
-        raise PlanError(f"{what} {shown(value)}; expected {expected}")
+        raise PlanError(f"{subject} {shown(value)}; expected {expected}")
 
 
 def _is_name(value: object) -> bool:

@@ -144,9 +144,9 @@ class PipelineTask:
         not_replayable: str = "",
         context: type[IterContext] = IterContext,
     ) -> None:
-        for what, names in (("reads", reads), ("writes", writes), ("collectives", collectives)):
+        for argument, names in (("reads", reads), ("writes", writes), ("collectives", collectives)):
             if isinstance(names, str):
-                raise PlanError(f"task {name!r}: {what} is the single name {names!r}; give a list, [{names!r}]")
+                raise PlanError(f"task {name!r}: {argument} is the single name {names!r}; give a list, [{names!r}]")
         self.name = name
         self.io = tuple(io)
         self.not_replayable = not_replayable

@@ -81,24 +81,24 @@ class ProfileResult:
     @property
     def exposed(self) -> dict[str, float]:
         """Exposed time of each measured task in seconds per iteration; negative values are clipped to 0."""
-        return {name: max(0.0, one.exposed) for name, one in self.tasks.items() if one.exposed is not None}
+        return {name: max(0.0, profile.exposed) for name, profile in self.tasks.items() if profile.exposed is not None}
 
     @property
     def own(self) -> dict[str, float]:
         """Time of each task in its thread, in seconds per iteration."""
-        return {name: one.own for name, one in self.tasks.items()}
+        return {name: profile.own for name, profile in self.tasks.items()}
 
     @property
     def ranked(self) -> list[str]:
         """Tasks whose interval is above 0, ordered by its lower end, largest first."""
-        sure = [name for name, one in self.tasks.items() if one.is_told_from_zero]
+        sure = [name for name, profile in self.tasks.items() if profile.is_told_from_zero]
         return sorted(sure, key=lambda name: -(self.tasks[name].low or 0.0))
 
     @property
     def in_noise(self) -> str:
         """Warning line if the measurements of most tasks are inconclusive; otherwise empty."""
-        measured = [one for one in self.tasks.values() if one.exposed is not None]
-        doubtful = sum(not one.is_told_from_zero and one.hidden is None for one in measured)
+        measured = [profile for profile in self.tasks.values() if profile.exposed is not None]
+        doubtful = sum(not profile.is_told_from_zero and profile.hidden is None for profile in measured)
         if doubtful <= len(measured) / 2:
             return ""
         return (
@@ -118,25 +118,25 @@ class ProfileResult:
             PlanError: *text* is not a profile.
         """
         try:
-            found: dict[str, Any] = json.loads(text)
-            tasks = {name: _task_profile(values) for name, values in found["tasks"].items()}
-            rounds, iterations = (int(found.get(name, 0)) for name in ("rounds", "iterations"))
-            return cls(str(found["plan"]), float(found["seconds"]), tasks, rounds, iterations)
+            content: dict[str, Any] = json.loads(text)
+            tasks = {name: _task_profile(values) for name, values in content["tasks"].items()}
+            rounds, iterations = (int(content.get(name, 0)) for name in ("rounds", "iterations"))
+            return cls(str(content["plan"]), float(content["seconds"]), tasks, rounds, iterations)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            said = printable(f"{type(error).__name__}: {error}"[:500])
-            raise PlanError(f"this is not a profile ({said}); expected output of ProfileResult.to_json()") from error
+            problem = printable(f"{type(error).__name__}: {error}"[:500])
+            raise PlanError(f"this is not a profile ({problem}); expected output of ProfileResult.to_json()") from error
 
     def report(self) -> Group:
         """Table of the tasks, for a Rich console."""
         columns = ("task", "own", "exposed", "95 %", "share", "hidden")
         table = FittedTable.of_figures(*columns, collapse_padding=True, pad_edge=False)
         notes = []
-        for name, one in self.tasks.items():
-            table.add_row(name, _ms(one.own), *self._exposed_cells(one))
-            if one.with_it:
-                notes.append(f"{name}: exposed time includes {', '.join(one.with_it)}")
-            if one.not_measured:
-                notes.append(f"{name}: {one.not_measured}")
+        for name, profile in self.tasks.items():
+            table.add_row(name, _ms(profile.own), *self._exposed_cells(profile))
+            if profile.with_it:
+                notes.append(f"{name}: exposed time includes {', '.join(profile.with_it)}")
+            if profile.not_measured:
+                notes.append(f"{name}: {profile.not_measured}")
         title = (
             f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
             f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
@@ -150,11 +150,11 @@ class ProfileResult:
         """Print the table."""
         print_report(self.report())
 
-    def _exposed_cells(self, one: TaskProfile) -> tuple[str, ...]:
-        if one.exposed is None:
+    def _exposed_cells(self, profile: TaskProfile) -> tuple[str, ...]:
+        if profile.exposed is None:
             return "-", "", "", ""
-        assert one.low is not None and one.high is not None
-        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", *self.cells(one)
+        assert profile.low is not None and profile.high is not None
+        return _ms(profile.exposed), f"{_ms(profile.low)} .. {_ms(profile.high)}", *self.cells(profile)
 
     def cells(self, one: TaskProfile) -> tuple[str, str]:
         """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.

@@ -92,8 +92,8 @@ class TaskProfiler:
             SetupError: the task has effects that it does not declare.
         """
         name = task if isinstance(task, str) else task.name
-        known = self._pipeline.plan.tasks.get(name)
-        if known is not None and (reason := known.not_replayable):
+        planned = self._pipeline.plan.tasks.get(name)
+        if planned is not None and (reason := planned.not_replayable):
             raise PlanError(f"task {name!r} cannot be replayed, since {reason}; use profile_many() to measure its time")
         return self.profile_many([name]).tasks[name]
 
@@ -109,16 +109,23 @@ class TaskProfiler:
             SetupError: a task has effects that it does not declare.
         """
         plan = self._pipeline.plan
-        names = [one if isinstance(one, str) else one.name for one in (list(plan.tasks) if tasks is None else tasks)]
+        names = [
+            task if isinstance(task, str) else task.name for task in (list(plan.tasks) if tasks is None else tasks)
+        ]
         for name in names:
             if name not in plan.tasks:
                 raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
         measured = [name for name in names if not plan.tasks[name].not_replayable]
         # Ranks that run different numbers of iterations would wait for each other forever.
-        asked = {"rounds": self._rounds, "iterations": self._iterations, "batches": len(self._batches), "check": check}
-        described = [("tasks", ", ".join(names)), *((name, str(value)) for name, value in asked.items())]
+        settings = {
+            "rounds": self._rounds,
+            "iterations": self._iterations,
+            "batches": len(self._batches),
+            "check": check,
+        }
+        described = [("tasks", ", ".join(names)), *((name, str(value)) for name, value in settings.items())]
         self._pipeline.check_agreement(described, "profile")
-        with self._kept():
+        with self._state_restored():
             if check:
                 for name in measured:
                     self._check(name)
@@ -132,7 +139,7 @@ class TaskProfiler:
         Raises:
             SetupError: a later task wrote different values, so the task has effects that it does not declare.
         """
-        with self._kept():
+        with self._state_restored():
             self._check(task if isinstance(task, str) else task.name)
 
     # ------------------------------------------------------------------ measuring
@@ -143,30 +150,30 @@ class TaskProfiler:
         for _ in range(pipeline.plan.pipeline_depth + len(self._batches)):
             self._iterate()
         all_run: list[float] = []
-        own: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
+        run_times: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
         saved: dict[str, list[float]] = {name: [] for name in measured}
-        own_without: dict[str, dict[str, list[float]]] = {
-            name: {other: [] for other in pipeline.plan.tasks} for name in measured
+        run_times_without: dict[str, dict[str, list[float]]] = {
+            name: {task: [] for task in pipeline.plan.tasks} for name in measured
         }
         for _ in range(self._rounds):
             for name in measured or [""]:
-                all_run.append(self._time(own))
+                all_run.append(self._time(run_times))
                 if not name:
                     continue
                 pipeline.enable_shortcut(name, key=self._key())
                 # Capture once per batch, then continue until the pipeline only holds replayed iterations.
                 for _ in range(len(self._batches) + pipeline.plan.pipeline_depth):
                     self._iterate()
-                saved[name].append(all_run[-1] - self._time(own_without[name]))
+                saved[name].append(all_run[-1] - self._time(run_times_without[name]))
                 pipeline.disable_shortcut(name)
                 for _ in range(pipeline.plan.pipeline_depth):
                     self._iterate()
-        medians = {name: statistics.median(times) for name, times in own.items() if times}
+        medians = {name: statistics.median(times) for name, times in run_times.items() if times}
         tasks: dict[str, TaskProfile] = {}
         for name in names:
             if name in saved:
                 low, high = _interval(saved[name])
-                left = {other: statistics.median(times) for other, times in own_without[name].items() if times}
+                left = {task: statistics.median(times) for task, times in run_times_without[name].items() if times}
                 along = _taken_along(name, medians, left)
                 exposed = statistics.median(saved[name])
                 tasks[name] = TaskProfile(medians.get(name, 0.0), exposed, low, high, along)
@@ -176,8 +183,8 @@ class TaskProfiler:
         seconds = statistics.median(all_run)
         return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
 
-    def _time(self, own: Mapping[str, list[float]]) -> float:
-        """Mean time of the iterations of one measurement in seconds. Appends the tasks' own times to *own*."""
+    def _time(self, run_times: Mapping[str, list[float]]) -> float:
+        """Mean time of the iterations of one measurement in seconds. Appends each task's time to *run_times*."""
         self._pipeline.start_trace()
         self._synchronize()
         begun = time.perf_counter()
@@ -187,7 +194,7 @@ class TaskProfiler:
         seconds = (time.perf_counter() - begun) / self._iterations
         spans: list[TaskSpan] = self._pipeline.stop_trace()
         for span in spans:
-            own[span.task].append(span.end - span.start)
+            run_times[span.task].append(span.end - span.start)
         return seconds
 
     def _iterate(self) -> IterContext:
@@ -196,7 +203,7 @@ class TaskProfiler:
     def _key(self) -> Callable[[IterContext], int]:
         """Key function that maps an iteration to the index of its batch."""
         # Iterations are numbered in the order of their start, and batches are supplied cyclically.
-        offset = (self._source.given - self._pipeline.started) % len(self._batches)
+        offset = (self._source.yielded - self._pipeline.started) % len(self._batches)
         return lambda ctx: (ctx.iter_idx + offset) % len(self._batches)
 
     def _synchronize(self) -> None:
@@ -206,10 +213,10 @@ class TaskProfiler:
     # ------------------------------------------------------------------ state
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _state_restored(self) -> Iterator[None]:
         pipeline = self._pipeline
         pipeline.drain()
-        kept = None if self._keeper is None else self._keeper.snapshot()
+        snapshot = None if self._keeper is None else self._keeper.snapshot()
         try:
             yield
         finally:
@@ -218,27 +225,27 @@ class TaskProfiler:
             if not pipeline.failed:
                 pipeline.disable_shortcut()
             if self._keeper is not None:
-                self._keeper.restore(kept)
+                self._keeper.restore(snapshot)
 
     def _check(self, name: str) -> None:
         pipeline = self._pipeline
         pipeline.drain()
-        kept = None if self._keeper is None else self._keeper.snapshot()
+        snapshot = None if self._keeper is None else self._keeper.snapshot()
         names = list(pipeline.plan.tasks)
         later = names[names.index(name) + 1 :]
         pipeline.enable_shortcut(name, rehearse=True)
-        found = []
+        written = []
         try:
             for _ in range(2):
                 with pipeline.watched(later, _written(pipeline.plan.tasks)) as seen:
                     pipeline.run_one_serial_iter(self._batches[0].give())
-                found.append(seen)
+                written.append(seen)
                 if self._keeper is not None:
-                    self._keeper.restore(kept)
+                    self._keeper.restore(snapshot)
         finally:
             if not pipeline.failed:
                 pipeline.disable_shortcut(name)
-        _compare(name, found[0], found[1])
+        _compare(name, written[0], written[1])
 
 
 # Tensors that later tasks wrote, by task and field.
@@ -257,8 +264,8 @@ def _written(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], 
 
 def _compare(name: str, first: Seen, second: Seen) -> None:
     for (task, field), tensors in first.items():
-        others = second.get((task, field), [])
-        if len(tensors) != len(others) or not all(map(_close, tensors, others)):
+        second_tensors = second.get((task, field), [])
+        if len(tensors) != len(second_tensors) or not all(map(_close, tensors, second_tensors)):
             raise SetupError(
                 f"task {name!r} has effects that it does not declare: after a replay, {task!r} wrote a different"
                 f" {field!r}. Declare the effects with PipelineTask(..., io=[DeclaredIO(capture, restore)]), or set"
@@ -266,21 +273,21 @@ def _compare(name: str, first: Seen, second: Seen) -> None:
             )
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if one.is_floating_point():
-        return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
-    return torch.equal(one, other)
+    if first.is_floating_point():
+        return torch.allclose(first, second, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.equal(first, second)
 
 
-def _taken_along(name: str, own: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, ...]:
-    most = max(own.values(), default=0.0)
+def _taken_along(name: str, medians: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, ...]:
+    most = max(medians.values(), default=0.0)
     return tuple(
-        other
-        for other, seconds in own.items()
+        other_task
+        for other_task, seconds in medians.items()
         # The times of very short tasks are too noisy to compare.
-        if other != name and seconds > 0.01 * most and left.get(other, seconds) < _LEFT * seconds
+        if other_task != name and seconds > 0.01 * most and left.get(other_task, seconds) < _LEFT * seconds
     )
 
 
@@ -296,9 +303,9 @@ class _Cycle(Iterator[Any]):
 
     def __init__(self, batches: Sequence[Captured]) -> None:
         self._batches = batches
-        self.given = 0
+        self.yielded = 0
 
     def __next__(self) -> Any:
-        batch = self._batches[self.given % len(self._batches)]
-        self.given += 1
+        batch = self._batches[self.yielded % len(self._batches)]
+        self.yielded += 1
         return batch.give()

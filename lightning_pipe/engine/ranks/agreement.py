@@ -28,21 +28,23 @@ def check_agreement(
     if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu")))
-    digests = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(digests, own, group=group)
-    if bool((torch.stack(digests) == own).all()):
+    local_digest = torch.tensor(
+        list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu"))
+    )
+    digests = [torch.empty_like(local_digest) for _ in range(group.size())]
+    dist.all_gather(digests, local_digest, group=group)
+    if bool((torch.stack(digests) == local_digest).all()):
         return
     raise error(_first_difference(gather(list(description), group), what) + advice)
 
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
     """Error message with the first difference, identical on all ranks because each has all descriptions."""
-    found = next(entries for entries in zip_longest(*descriptions) if len(set(entries)) > 1)
-    other = next(rank for rank, entry in enumerate(found) if entry != found[0])
+    differing = next(entries for entries in zip_longest(*descriptions) if len(set(entries)) > 1)
+    differing_rank = next(rank for rank, entry in enumerate(differing) if entry != differing[0])
     return (
-        f"the {what} differs between ranks: {_on_rank(0, found[0])}, but {_on_rank(other, found[other])}."
-        f" Give every rank the same {what}"
+        f"the {what} differs between ranks: {_on_rank(0, differing[0])}, but"
+        f" {_on_rank(differing_rank, differing[differing_rank])}. Give every rank the same {what}"
     )
 
 

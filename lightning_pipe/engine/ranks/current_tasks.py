@@ -15,7 +15,7 @@ def describe_current_tasks() -> str:
     """Text such as ``in DenseForward of iteration 7, after H2DAndShuffle of iteration 8 (thread copy)``."""
     texts = []
     for group, (task, iteration, ended) in list(current_tasks.items()):
-        of = "" if iteration is None else f" of iteration {iteration}"
+        suffix = "" if iteration is None else f" of iteration {iteration}"
         thread = "" if group in ("main", "stages") else f" (thread {group})"
-        texts.append(f"{'after' if ended else 'in'} {task}{of}{thread}")
+        texts.append(f"{'after' if ended else 'in'} {task}{suffix}{thread}")
     return ", ".join(texts)

@@ -79,10 +79,10 @@ class _Exchanging:
         sent, received = self._parts(input, input_splits), self._parts(output, output_splits)
         tag = self._count % _TAGS
         self._count += 1
-        others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
+        peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         # Empty messages are skipped; both ranks know their size.
-        works = [self._gloo.recv([received[other]], other, tag) for other in others if received[other].numel()]
-        works += [self._gloo.send([sent[other]], other, tag) for other in others if sent[other].numel()]
+        works = [self._gloo.recv([received[peer]], peer, tag) for peer in peers if received[peer].numel()]
+        works += [self._gloo.send([sent[peer]], peer, tag) for peer in peers if sent[peer].numel()]
         with torch.no_grad():  # like Gloo, which does not record gradients
             received[self._rank].copy_(sent[self._rank])
         return _Exchange(works, (output, input), self._count, self._abandoned)

@@ -22,8 +22,8 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
         dist.all_reduce(bad, group=group)
     if bad.any():
         ranks = [index for index, value in enumerate(bad.tolist()) if value]
-        own = None if loss is None else loss.detach().tolist()
+        local_loss = None if loss is None else loss.detach().tolist()
         raise InputError(
-            f"expected a finite loss, but it is not finite on rank(s) {ranks} (this rank has {own}). Look for"
+            f"expected a finite loss, but it is not finite on rank(s) {ranks} (this rank has {local_loss}). Look for"
             " a division by zero, the logarithm of 0, a learning rate that is too high, or NaNs in the batch."
         )

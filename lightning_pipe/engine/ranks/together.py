@@ -35,28 +35,28 @@ def gather(value: T, group: Group) -> list[T]:
     """Gather the values of all ranks on every rank. Values must be picklable."""
     if is_alone(group):
         return [value]
-    own: bytes | str
+    payload: bytes | str
     error: Exception | None = None
     try:
-        own = pickle.dumps(value)
+        payload = pickle.dumps(value)
     except Exception as raised:  # any exception, since the other ranks wait
-        error, own = raised, _said(raised, "a value cannot be sent to the other ranks")
-    found = [own] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group)
-    texts = [one if isinstance(one, str) else None for one in found]
+        error, payload = raised, _said(raised, "a value cannot be sent to the other ranks")
+    payloads = [payload] * dist.get_world_size(group)
+    dist.all_gather_object(payloads, payload, group)
+    texts = [payload_of_rank if isinstance(payload_of_rank, str) else None for payload_of_rank in payloads]
     if any(texts):
         _raise(texts, error, SetupError)
-    return [pickle.loads(one) for one in found if isinstance(one, bytes)]
+    return [pickle.loads(payload_of_rank) for payload_of_rank in payloads if isinstance(payload_of_rank, bytes)]
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
     """Gather the values of all ranks on the first rank. Other ranks return only their own value."""
     if is_alone(group):
         return [value]
-    own = on_all_ranks(lambda: pickle.dumps(value), "a value cannot be sent to the other ranks", group)
-    found = [own] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(own, found, group=group, group_dst=0)
-    return [value] if found is None else [pickle.loads(one) for one in found]
+    payload = on_all_ranks(lambda: pickle.dumps(value), "a value cannot be sent to the other ranks", group)
+    payloads = [payload] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(payload, payloads, group=group, group_dst=0)
+    return [value] if payloads is None else [pickle.loads(payload_of_rank) for payload_of_rank in payloads]
 
 
 def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
@@ -64,21 +64,21 @@ def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
     if group is None or is_alone(group) or not flags:
         return list(flags)
     device = communicating_device(group, torch.device("cpu"))
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
+    combined = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in combined.tolist()]
 
 
 def start_any_of(flag: bool, group: Group) -> Callable[[], bool]:
     """Submit the all-reduce of :func:`any_of` for one flag. Call the result to wait for it."""
     if group is None or is_alone(group):
         return lambda: flag
-    found = torch.tensor([flag], dtype=torch.int32, device=communicating_device(group, torch.device("cpu")))
-    work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    combined = torch.tensor([flag], dtype=torch.int32, device=communicating_device(group, torch.device("cpu")))
+    work = dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait() -> bool:
         work.wait()
-        return bool(found.tolist()[0])
+        return bool(combined.tolist()[0])
 
     return wait
 
@@ -90,19 +90,19 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
     """Call *work* on one rank only. Every rank returns its result, which must be picklable."""
     if is_alone(group):
         return on_all_ranks(work, failed, None, kind)
-    found: list[Any] = [None, None]
+    message: list[Any] = [None, None]
     result: Any = None
     error: Exception | None = None
-    if own := dist.get_rank(group) == rank:
+    if is_source := dist.get_rank(group) == rank:
         try:
             result = work()
-            found[0] = pickle.dumps(result)
+            message[0] = pickle.dumps(result)
         except Exception as raised:  # any exception, since the other ranks wait
-            error, found[1] = raised, _said(raised, failed)
-    dist.broadcast_object_list(found, group=group, group_src=rank)
-    if found[1] is not None:
-        _raise([found[1]], error, kind)
-    return cast(T, result if own else pickle.loads(found[0]))
+            error, message[1] = raised, _said(raised, failed)
+    dist.broadcast_object_list(message, group=group, group_src=rank)
+    if message[1] is not None:
+        _raise([message[1]], error, kind)
+    return cast(T, result if is_source else pickle.loads(message[0]))
 
 
 def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = SetupError) -> T:
@@ -130,11 +130,11 @@ def raise_gathered(error: Exception | None, failed: str, group: Group, kind: Kin
 
 def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> list[T]:
     """Gather the values of all ranks, or raise on every rank if any has an *error*. See :func:`on_all_ranks`."""
-    found = gather((value, None if error is None else _said(error, failed)), group)
-    texts = [text for _, text in found]
+    entries = gather((value, None if error is None else _said(error, failed)), group)
+    texts = [text for _, text in entries]
     if any(text is not None for text in texts):
         _raise(texts, error, kind)
-    return [one for one, _ in found]
+    return [gathered for gathered, _ in entries]
 
 
 def _said(error: Exception, failed: str) -> str:
@@ -147,12 +147,16 @@ def _said(error: Exception, failed: str) -> str:
     return f"{failed}: {text}" if failed else text
 
 
-def _raise(found: Sequence[str | None], error: Exception | None, kind: Kind) -> NoReturn:
+def _raise(rank_errors: Sequence[str | None], error: Exception | None, kind: Kind) -> NoReturn:
     # Users expect to catch their own exceptions of a batch.
-    if error is not None and kind is InputError and (len(found) == 1 or not isinstance(error, InputError)):
+    if error is not None and kind is InputError and (len(rank_errors) == 1 or not isinstance(error, InputError)):
         raise error
-    texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}
-    everywhere = len(texts) == 1 and None not in found
+    texts = {
+        text: [rank for rank, rank_error in enumerate(rank_errors) if rank_error == text]
+        for text in rank_errors
+        if text is not None
+    }
+    everywhere = len(texts) == 1 and None not in rank_errors
     named = [text if everywhere else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
     raise kind("\n".join(named)) from error
 

@@ -40,34 +40,34 @@ class Captured(ABC):
     parts: Iterable[Captured] = ()
     holds_tensor = False
 
-    def give(self, graft: Grafts | None = None, given: dict[int, Any] | None = None) -> Any:
-        """Return a fresh copy of the value. *given* maps the ids of nodes to the copies already made for this one."""
-        given = {} if given is None else given
-        if id(self) not in given:
-            given[id(self)] = self._copy(graft, given)
-        return given[id(self)]
+    def give(self, graft: Grafts | None = None, copies: dict[int, Any] | None = None) -> Any:
+        """Return a fresh copy of the value. *copies* maps the ids of nodes to the copies already made for this one."""
+        copies = {} if copies is None else copies
+        if id(self) not in copies:
+            copies[id(self)] = self._copy(graft, copies)
+        return copies[id(self)]
 
     def tensors(self) -> list[Tensor]:
         """Captured tensors, each once, in the order of traversal."""
-        found: dict[int, Tensor] = {}
-        self._collect(found, set())
-        return list(found.values())
+        tensors: dict[int, Tensor] = {}
+        self._collect(tensors, set())
+        return list(tensors.values())
 
     @abstractmethod
-    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any: ...
+    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any: ...
 
-    def _collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
+    def _collect(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
         if id(self) not in seen:
             seen.add(id(self))
             for part in self.parts:
-                part._collect(found, seen)
+                part._collect(tensors, seen)
 
 
 class _AsItIs(Captured):
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         return self._value
 
 
@@ -78,21 +78,21 @@ class _Tensor(Captured):
 
     def __init__(self, tensor: Tensor) -> None:
         self._requires_grad = tensor.requires_grad
-        self._kept = tensor.detach().clone()
+        self._saved = tensor.detach().clone()
         self._out: Tensor | None = None
         self._version = 0
 
-    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         out = self._out
         # Inference tensors have no version counter.
         if out is None or out.is_inference() or out._version != self._version:
-            out = self._out = self._kept.clone()
+            out = self._out = self._saved.clone()
             self._version = 0 if out.is_inference() else out._version
         detached = out.detach()
         return graft(detached) if graft is not None and self._requires_grad else detached
 
-    def _collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
-        found[id(self)] = self._kept
+    def _collect(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
+        tensors[id(self)] = self._saved
 
 
 class _Built(Captured):
@@ -103,8 +103,8 @@ class _Built(Captured):
         self.holds_tensor = any(part.holds_tensor for part in parts)
         self._build = build
 
-    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        return self._build([part.give(graft, given) for part in self.parts])
+    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+        return self._build([part.give(graft, copies) for part in self.parts])
 
 
 class _Object(Captured):
@@ -115,11 +115,11 @@ class _Object(Captured):
         self.attributes: dict[str, Captured] = {}
         self.parts = self.attributes.values()
 
-    def _copy(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        made = given[id(self)] = copy.copy(self._value)
+    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+        copied = copies[id(self)] = copy.copy(self._value)
         for name, part in self.attributes.items():
-            object.__setattr__(made, name, part.give(graft, given))
-        return made
+            object.__setattr__(copied, name, part.give(graft, copies))
+        return copied
 
 
 def capture(value: Any) -> Captured:
@@ -143,7 +143,7 @@ def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
     if isinstance(value, Tensor):
         node: Captured = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        node = _Built([_capture(one, seen) for one in value], _builder(value))
+        node = _Built([_capture(item, seen) for item in value], _builder(value))
     elif isinstance(value, MutableMapping):
         keys = list(value)
         node = _Built([_capture(value[key], seen) for key in keys], _mapping_builder(value, keys))
@@ -154,10 +154,10 @@ def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
 
 
 def _capture_object(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
-    found = _attributes(value)
+    attributes = _attributes(value)
     node = _Object(value)
     seen[id(value)] = value, node
-    for name, attribute in found.items():
+    for name, attribute in attributes.items():
         node.attributes[name] = _capture(attribute, seen)
     node.holds_tensor = any(part.holds_tensor for part in node.parts)
     if not node.holds_tensor:
@@ -167,8 +167,8 @@ def _capture_object(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captur
 
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    found = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
+    slot_values = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
+    return {**slot_values, **getattr(value, "__dict__", {})}
 
 
 def _names(slots: Any) -> tuple[str, ...]:
@@ -186,9 +186,9 @@ def _builder(value: Any) -> Callable[[list[Any]], Any]:
 
 def _mapping_builder(value: MutableMapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
     def build(parts: list[Any]) -> Any:
-        made: Any = copy.copy(value)
+        mapping: Any = copy.copy(value)
         for key, part in zip(keys, parts, strict=True):
-            made[key] = part
-        return made
+            mapping[key] = part
+        return mapping
 
     return build

@@ -397,7 +397,7 @@ class Executor:
         if not self._broken.isdisjoint((op.group, op.turns)):
             return True
         reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
-        return any(upstream in one.lost for one, upstream in reads)
+        return any(upstream in upstream_slot.lost for upstream_slot, upstream in reads)
 
     def settle(self) -> None:
         """Wait for the workers to finish all submitted tasks: after an interrupt, signals of slots are not reliable."""

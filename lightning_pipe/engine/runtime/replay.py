@@ -85,15 +85,15 @@ class Shortcut:
 
     def _upstream(self, ctx: IterContext) -> list[Tensor]:
         """Tensors for which the outputs would have gradients."""
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for name in self._task.reads:
             if name in vars(ctx) and name not in self._owned:
-                _collect(getattr(ctx, name), found)
+                _collect(getattr(ctx, name), tensors)
         for io in self._task.io:
             for tensor in io.upstream(ctx):
                 if tensor.requires_grad:
-                    found[id(tensor)] = tensor
-        return list(found.values())
+                    tensors[id(tensor)] = tensor
+        return list(tensors.values())
 
 
 def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
@@ -117,13 +117,13 @@ class _Graft(torch.autograd.Function):
         return (gradient, None, *zeros)
 
 
-def _collect(value: Any, found: dict[int, Tensor]) -> None:
+def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.requires_grad:
-            found[id(value)] = value
+            tensors[id(value)] = value
     elif isinstance(value, dict):
-        for one in value.values():
-            _collect(one, found)
+        for item in value.values():
+            _collect(item, tensors)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            _collect(one, found)
+        for item in value:
+            _collect(item, tensors)

@@ -57,14 +57,14 @@ def capture() -> ThreadState:
 
 def entered(state: ThreadState) -> AbstractContextManager[None]:
     """Run the body of the context under *state*, and restore the thread's own settings afterwards."""
-    own = capture()
-    return _UNCHANGED if own == state else _entered(state, own)
+    current = capture()
+    return _UNCHANGED if current == state else _entered(state, current)
 
 
 @contextmanager
-def _entered(state: ThreadState, own: ThreadState) -> Iterator[None]:
+def _entered(state: ThreadState, current: ThreadState) -> Iterator[None]:
     with ExitStack() as stack:
-        if state.inference != own.inference:
+        if state.inference != current.inference:
             stack.enter_context(torch.inference_mode(state.inference))
         # Inference mode changes grad mode too, so grad mode is set after it.
         stack.enter_context(torch.set_grad_enabled(state.grad))
@@ -75,7 +75,7 @@ def _entered(state: ThreadState, own: ThreadState) -> Iterator[None]:
                 )
         if state.saved_tensor_hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*state.saved_tensor_hooks))
-        if state.cuda_device is not None and state.cuda_device != own.cuda_device:
+        if state.cuda_device is not None and state.cuda_device != current.cuda_device:
             stack.enter_context(torch.cuda.device(state.cuda_device))
         # A worker starts with empty mode stacks. Modes are pushed directly, since not every mode can be entered twice.
         for mode in state.function_modes:

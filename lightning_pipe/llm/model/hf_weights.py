@@ -29,7 +29,7 @@ from lightning_pipe._compat.transformers import (
     Conversion,
     conversions_of,
     is_pretrained_model,
-    no_initialisers,
+    no_initializers,
     not_ignored,
 )
 from lightning_pipe.checkpoints.named_optimizer import listed
@@ -217,7 +217,7 @@ def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        with no_initialisers():
+        with no_initializers():
             model: Any = AutoModelForCausalLM.from_config(
                 # A copy, since transformers sets its dtype: an export has that of the files.
                 copy.deepcopy(config),
