@@ -58,7 +58,7 @@ class Resolution:
     def before_first_step(self, batch: Any) -> None:
         """Compare the ranks' first batches and, unless the first step must be observed, resolve."""
         jagged = {
-            describe(path): str(FeatureForm.of(piece))
+            describe(path): str(FeatureForm.from_features(piece))
             for path, piece in walk(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }

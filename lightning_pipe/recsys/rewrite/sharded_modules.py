@@ -138,7 +138,7 @@ class Sharded:
         if self._checked_tables:
             check_ids(self.name, features, self._checked_tables)
         if self.form is None:
-            self.form = FeatureForm.of(features)
+            self.form = FeatureForm.from_features(features)
         if self.form.inverse_keys is not None:
             self._refuse_variable_rows()
         if self._changes_features:
@@ -196,7 +196,9 @@ class Sharded:
                 call = on_all_ranks(prepare, "", group, InputError)
             else:
                 call = prepare()
-                announce((self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
+                announce(
+                    (self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.from_features, call, is_leaf=_is_features))
+                )
             positional, named = call
             with self._direct():
                 return wait_output(self.forward(*positional, **named))

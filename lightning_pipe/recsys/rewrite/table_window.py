@@ -88,7 +88,7 @@ class TableWindow:
 
     def _take(self, left: KernelGradients) -> None:
         for call, gradient in zip(left.calls, left.gradients, strict=True):
-            self._pairs.append((JoinedCall.of(call, call.indices, call.offsets, call.weights), gradient))
+            self._pairs.append((JoinedCall.from_call(call, call.indices, call.offsets, call.weights), gradient))
         for weights in left.replicated:
             assert weights.grad is not None
             before = self._replicated.get(weights)
@@ -121,7 +121,7 @@ def _without_rows(call: KernelCall, gradient: Tensor, table: int, rows: Tensor) 
     lengths = torch.zeros_like(lengths).index_add_(0, bag, kept.to(lengths.dtype))
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(call.offsets.dtype)
     weights = None if call.weights is None else call.weights[kept]
-    return JoinedCall.of(call, call.indices[kept], offsets, weights), gradient
+    return JoinedCall.from_call(call, call.indices[kept], offsets, weights), gradient
 
 
 @torch.no_grad()
@@ -149,4 +149,4 @@ def _join(pairs: Sequence[_Pair]) -> _Pair:
         ]
         weights = torch.cat(own)[ids]
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(calls[0].offsets.dtype)
-    return JoinedCall.of(calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights), gradient
+    return JoinedCall.from_call(calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights), gradient
