@@ -72,8 +72,8 @@ def __getattr__(name: str) -> Any:
     from lightning_pipe.environment import import_torchrec
 
     import_torchrec()
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return found
+    exported = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return exported
 
 
 def __dir__() -> list[str]:

@@ -238,7 +238,7 @@ def test_a_strategy_by_name_without_a_table_optimiser_is_refused_by_the_tables_n
     configuration["trainer"]["strategy"] = "recsys_prefetch_pipeline"
     Path("name.yaml").write_text(yaml.safe_dump(configuration))
     message = refusal(["fit", "--config", "name.yaml"], capsys)
-    assert "must have an optimiser, got none" in message
+    assert "must have an optimizer, got none" in message
     assert "table_user" in message
     assert "table_item" in message
 

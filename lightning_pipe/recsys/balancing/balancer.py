@@ -90,7 +90,7 @@ class Balance:
     samples: Samples | None  # None if the batch failed, as are the workloads
     workloads: torch.Tensor | None
     error: Exception | None
-    found: Future[_Partition] | None  # None if there is only one rank
+    partition: Future[_Partition] | None  # None if there is only one rank
     keep: Collection[str]
 
     def around(self, batch: Any) -> Balance:
@@ -194,19 +194,19 @@ class BatchBalancer:
         if self._group is None:
             return Balance(samples, workloads, error, None, self._keep)
         gathering = self._gather(samples if error is None else None, workloads)
-        found: Future[_Partition] = Future()
+        partition_future: Future[_Partition] = Future()
         ranks = self._group.size()
 
         def find() -> None:
             try:
-                found.set_result(_partition(gathering.read(), ranks))
+                partition_future.set_result(_partition(gathering.read(), ranks))
             except BaseException as problem:
-                found.set_exception(problem)
+                partition_future.set_exception(problem)
 
         if self._worker is None:
             self._worker = Worker("balance")
         self._worker.submit(find)
-        return Balance(samples, workloads, error, found, self._keep)
+        return Balance(samples, workloads, error, partition_future, self._keep)
 
     def finish(self, batch: Any, balance: Balance) -> Any:
         """Exchange samples and return the batch that this rank trains.
@@ -220,10 +220,10 @@ class BatchBalancer:
                 structure differs from the other ranks' batches, or a workload is negative or not finite.
         """
         assert self._is_open
-        if self._group is None or balance.found is None:
+        if self._group is None or balance.partition is None:
             self._finish_alone(balance)
             return batch
-        partition = balance.found.result()
+        partition = balance.partition.result()
         gathered = partition.gathered
         if gathered.failed:
             raise_gathered(balance.error, "", self._group, InputError)
@@ -260,31 +260,31 @@ class BatchBalancer:
             return None
         if isinstance(self._samples, str):
             try:
-                found = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
+                num_samples = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
             except (KeyError, AttributeError) as error:
                 raise InputError(
                     f"the balancer's samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no such"
                     " key or attribute. Give the name of the key or attribute that holds the number of samples"
                 ) from error
         else:
-            found = self._samples(batch)
+            num_samples = self._samples(batch)
         try:
-            return operator.index(found)
+            return operator.index(num_samples)
         except TypeError as error:
             raise InputError(
-                f"the balancer's argument samples gave {_described(found)} for the batch; expected a whole number of"
-                " samples"
+                f"the balancer's argument samples gave {_described(num_samples)} for the batch; expected a whole number"
+                " of samples"
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:
-        found = samples.ids() if self._workload is None else self._workload(batch)
-        counts = isinstance(found, torch.Tensor) and found.dim() == 1 and not found.is_complex()
-        if not counts or len(found) not in (samples.real, samples.rows):
+        workloads = samples.ids() if self._workload is None else self._workload(batch)
+        counts = isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_complex()
+        if not counts or len(workloads) not in (samples.real, samples.rows):
             raise InputError(
-                f"the balancer's workload function returned {_described(found)}; expected a tensor of"
+                f"the balancer's workload function returned {_described(workloads)}; expected a tensor of"
                 f" [{samples.real}], one number for each sample of the batch"
             )
-        return found[: samples.real].detach().to(torch.float64).contiguous()
+        return workloads[: samples.real].detach().to(torch.float64).contiguous()
 
 
 def _partition(gathered: Gathered, ranks: int) -> _Partition:
@@ -292,7 +292,9 @@ def _partition(gathered: Gathered, ranks: int) -> _Partition:
         return _Partition(gathered)
     check_workloads(gathered.workloads, gathered.source)
     assignment = partition(gathered.workloads, gathered.source, ranks)
-    before, after = (imbalance(loads_of(gathered.workloads, of, ranks)) for of in (gathered.source, assignment))
+    before, after = (
+        imbalance(loads_of(gathered.workloads, rank_of, ranks)) for rank_of in (gathered.source, assignment)
+    )
     return _Partition(gathered, assignment, before, after)
 
 

@@ -28,8 +28,8 @@ def exchange(
     """Return the batch with the samples assigned to this rank, ordered by their global number. Collective."""
     ranks, me = group.size(), group.rank()
     source = gathered.source
-    own = np.flatnonzero(source == me)
-    order = np.argsort(assignment[own], kind="stable")
+    local_samples = np.flatnonzero(source == me)
+    order = np.argsort(assignment[local_samples], kind="stable")
     pairs = source.astype(np.int64) * ranks + assignment
 
     def sizes(weights: npt.NDArray[np.int64] | None = None) -> _Sizes:
@@ -74,14 +74,14 @@ def _send(group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any
         return wait
     longest = int(sizes.sum(1).max())
     padded = torch.cat([sent, sent.new_zeros(longest - len(sent))])
-    everything = sent.new_empty(group.size(), longest)
-    work = dist.all_gather(list(everything), padded, group=group, async_op=True)
+    gathered = sent.new_empty(group.size(), longest)
+    work = dist.all_gather(list(gathered), padded, group=group, async_op=True)
     begins = sizes[:, :me].sum(1).tolist()
 
     def pick() -> Tensor:
         work.wait()
         ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
-        parts = [row[begin:end] for row, begin, end in zip(everything, begins, ends, strict=True)]
+        parts = [row[begin:end] for row, begin, end in zip(gathered, begins, ends, strict=True)]
         return torch.cat(parts).to(device)
 
     return pick

@@ -99,10 +99,10 @@ class Gathering:
             self._work.wait()
         messages = self._messages.numpy()
         failed = tuple(int(rank) for rank in np.flatnonzero(messages[:, 0]))
-        there = [message for message in messages if not message[0]]
+        valid_messages = [message for message in messages if not message[0]]
         counts = [int(message[1]) for message in messages]
-        needed = Room(max(counts), max((int(message[2]) for message in there), default=0))
-        forms_differ = len({int(message[3]) for message in there}) > 1
+        needed = Room(max(counts), max((int(message[2]) for message in valid_messages), default=0))
+        forms_differ = len({int(message[3]) for message in valid_messages}) > 1
         complete = (
             not failed
             and not forms_differ

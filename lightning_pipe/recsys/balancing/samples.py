@@ -55,17 +55,17 @@ class Samples:
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
-        tensors = [_tensor(one) for one in self._dense] + [one.lengths for one in self._jagged]
+        tensors = [_tensor(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
         return tensors[0].device
 
     @property
     def totals(self) -> list[Tensor]:
         """Number of ids of each real sample, for each jagged tensor."""
-        return [one.totals[: self.real] for one in self._jagged]
+        return [jagged.totals[: self.real] for jagged in self._jagged]
 
     def ids(self) -> Tensor:
         """Number of ids of each real sample, summed over all KeyedJaggedTensors."""
-        totals = [one.totals[: self.real] for one in self._jagged if isinstance(one.piece, KeyedJaggedTensor)]
+        totals = [jagged.totals[: self.real] for jagged in self._jagged if isinstance(jagged.piece, KeyedJaggedTensor)]
         if not totals:
             raise InputError(
                 "the batch has no KeyedJaggedTensor, whose ids are the default workload of a sample. Give the balancer"
@@ -76,21 +76,21 @@ class Samples:
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        dense = (_tensor(one) for one in self._dense)
-        lengths = (one.lengths for one in self._jagged)
-        return sum(_bytes_each(one) for one in (*dense, *lengths))
+        dense = (_tensor(piece) for piece in self._dense)
+        lengths = (jagged.lengths for jagged in self._jagged)
+        return sum(_bytes_each(tensor) for tensor in (*dense, *lengths))
 
     @property
     def stream_bytes(self) -> list[tuple[int, int]]:
         """For each stream, the index of its jagged tensor and the number of bytes of an entry."""
-        return [(place, _bytes_each(one)) for place, jagged in enumerate(self._jagged) for one in jagged.streams]
+        return [(place, _bytes_each(stream)) for place, jagged in enumerate(self._jagged) for stream in jagged.streams]
 
     # ------------------------------------------------------------------ to bytes
 
     def pack_rows(self, order: Tensor) -> Tensor:
         """Return the rows of the real samples in *order*, as concatenated bytes."""
-        columns = [_as_bytes(_tensor(one).detach().index_select(0, order)) for one in self._dense]
-        columns += [_as_bytes(one.lengths.index_select(0, order)) for one in self._jagged]
+        columns = [_as_bytes(_tensor(piece).detach().index_select(0, order)) for piece in self._dense]
+        columns += [_as_bytes(jagged.lengths.index_select(0, order)) for jagged in self._jagged]
         return torch.cat(columns, dim=1).reshape(-1)
 
     def pack_streams(self, order: Tensor, totals: Sequence[int]) -> list[Tensor]:
@@ -105,37 +105,41 @@ class Samples:
 
     def with_samples(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
         """Return the batch with its real samples replaced by the same number of others. All other parts stay."""
-        made: dict[int, Any] = {}
+        replacements: dict[int, Any] = {}
         table, begin = rows.view(self.real, self.row_bytes), 0
 
         def columns(like: Tensor) -> Tensor:
             nonlocal begin
             width = _bytes_each(like)
-            taken = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
+            column_bytes = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
             begin += width
-            real = taken.view(-1).view(like.dtype).view(self.real, *like.shape[1:])
+            real = column_bytes.view(-1).view(like.dtype).view(self.real, *like.shape[1:])
             return real if self.real == self.rows else torch.cat([real, like.detach()[self.real :]])
 
-        for one in self._dense:
-            own = columns(_tensor(one))
-            made[id(one)] = own if isinstance(one, Tensor) else KeyedTensor(one.keys(), one.length_per_key(), own)
-        left = iter(streams)
+        for piece in self._dense:
+            column = columns(_tensor(piece))
+            replacements[id(piece)] = (
+                column if isinstance(piece, Tensor) else KeyedTensor(piece.keys(), piece.length_per_key(), column)
+            )
+        remaining_streams = iter(streams)
         for jagged in self._jagged:
             lengths = columns(jagged.lengths)
-            values = [next(left).view(like.dtype).view(-1, *like.shape[1:]) for like in jagged.streams]
-            made[id(jagged.piece)] = self._jagged_piece(jagged, lengths, values)
-        return _rebuilt(self._batch, made, {})
+            values = [next(remaining_streams).view(like.dtype).view(-1, *like.shape[1:]) for like in jagged.streams]
+            replacements[id(jagged.piece)] = self._jagged_piece(jagged, lengths, values)
+        return _rebuilt(self._batch, replacements, {})
 
     def _jagged_piece(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
         if self.real < self.rows:
             padding = torch.arange(self.real, self.rows, device=lengths.device)
             picks = _by_sample(jagged, padding, int(jagged.totals[self.real :].sum()))
-            by_sample = [torch.cat([one, was[picks]]) for one, was in zip(by_sample, jagged.streams, strict=True)]
+            by_sample = [
+                torch.cat([stream, original[picks]]) for stream, original in zip(by_sample, jagged.streams, strict=True)
+            ]
         starts = _offsets(lengths.reshape(-1)).view_as(lengths).t().reshape(-1)
         by_key = lengths.t().reshape(-1)
         if lengths.shape[1] != 1:
             picks = _segments(starts, by_key, len(by_sample[0]))
-            by_sample = [one.index_select(0, picks) for one in by_sample]
+            by_sample = [stream.index_select(0, picks) for stream in by_sample]
         values, weights = (*by_sample, None)[:2]
         piece = jagged.piece
         if isinstance(piece, KeyedJaggedTensor):
@@ -146,39 +150,40 @@ class Samples:
 def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) -> Samples:
     """Find the samples of *batch*."""
     pieces: dict[int, tuple[str, Any]] = {}
-    others: list[tuple[str, Any]] = []
-    kept: set[str] = set()
+    other_parts: list[tuple[str, Any]] = []
+    kept_names: set[str] = set()
     for path, value in _walk(batch, (), (), keep):
         name = describe(path)
         if name in keep:
-            kept.add(name)
+            kept_names.add(name)
             continue
         if not isinstance(value, PIECES):
-            others.append((name, value))
+            other_parts.append((name, value))
         elif not isinstance(value, Tensor) or value.dim():
             pieces.setdefault(id(value), (name, value))
-    found = list(pieces.values())
-    if missing := [name for name in keep if name not in kept]:
+    named_pieces = list(pieces.values())
+    if missing := [name for name in keep if name not in kept_names]:
         raise InputError(
             f"the balancer's keep names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does not have;"
             " expected names of its parts, such as 'batch.class_weights' or \"batch['weights'][0]\""
         )
-    if not found:
+    if not named_pieces:
         raise InputError(
             f"the batch, a {type(batch).__name__}, has no tensor with a row for each sample, so it cannot be balanced."
             " Put the samples into tensors or train without a balancer"
         )
-    first, of_first = next(
-        ((name, one) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))), found[0]
+    first, first_piece = next(
+        ((name, piece) for name, piece in named_pieces if isinstance(piece, (KeyedJaggedTensor, JaggedTensor))),
+        named_pieces[0],
     )
-    rows = _rows(first, of_first)
-    for name, one in found:
-        if (has := _rows(name, one)) != rows:
+    rows = _rows(first, first_piece)
+    for name, piece in named_pieces:
+        if (piece_rows := _rows(name, piece)) != rows:
             raise InputError(
-                f"{name} has {has} row(s), but {first} has {rows}; expected a row for each sample in every part of a"
-                f" balanced batch. If {name} belongs to the batch as a whole, name it in the balancer's keep"
+                f"{name} has {piece_rows} row(s), but {first} has {rows}; expected a row for each sample in every part"
+                f" of a balanced batch. If {name} belongs to the batch as a whole, name it in the balancer's keep"
             )
-    for name, value in others:
+    for name, value in other_parts:
         if _per_sample(value, rows):
             raise InputError(
                 f"{name} is a {type(value).__name__} with one entry for each of {rows} samples, and only tensors can be"
@@ -191,9 +196,13 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
             f"the balancer's argument samples gave {real} samples for the batch, but {first} has {rows} row(s);"
             f" expected 0 to {rows}"
         )
-    jagged = [_jagged_of(name, one, rows) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]
-    dense = [one for _, one in found if isinstance(one, (Tensor, KeyedTensor))]
-    return Samples(batch, rows, real, dense, jagged, [(name, _form(one)) for name, one in found])
+    jagged = [
+        _jagged_of(name, piece, rows)
+        for name, piece in named_pieces
+        if isinstance(piece, (KeyedJaggedTensor, JaggedTensor))
+    ]
+    dense = [piece for _, piece in named_pieces if isinstance(piece, (Tensor, KeyedTensor))]
+    return Samples(batch, rows, real, dense, jagged, [(name, _form(piece)) for name, piece in named_pieces])
 
 
 # ---------------------------------------------------------------------- the parts of a batch
@@ -227,7 +236,7 @@ def _rows(name: str, piece: Any) -> int:
 
 def _per_sample(value: Any, rows: int) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return rows > 0 and len(value) == rows and all(isinstance(one, _PLAIN) for one in value)
+        return rows > 0 and len(value) == rows and all(isinstance(entry, _PLAIN) for entry in value)
     shape = getattr(value, "shape", None)  # arrays of NumPy and similar libraries
     return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == rows
 
@@ -258,10 +267,11 @@ def _form(piece: Any) -> str:
     if isinstance(piece, KeyedTensor):
         return f"keyed tensor of {piece.values().dtype}, {dict(zip(piece.keys(), piece.length_per_key(), strict=True))}"
     weights, values = piece.weights_or_none(), piece.values()
-    kept = "no weights" if weights is None else f"weights of {weights.dtype}{list(weights.shape[1:])}"
+    weights_form = "no weights" if weights is None else f"weights of {weights.dtype}{list(weights.shape[1:])}"
     keys = piece.keys() if isinstance(piece, KeyedJaggedTensor) else "no keys"
     return (
-        f"jagged, {keys}, values of {values.dtype}{list(values.shape[1:])}, {kept}, lengths of {piece.lengths().dtype}"
+        f"jagged, {keys}, values of {values.dtype}{list(values.shape[1:])}, {weights_form},"
+        f" lengths of {piece.lengths().dtype}"
     )
 
 
@@ -269,16 +279,16 @@ def _tensor(piece: Tensor | KeyedTensor) -> Tensor:
     return piece.values() if isinstance(piece, KeyedTensor) else piece
 
 
-def _rebuilt(value: Any, made: Mapping[int, Any], seen: dict[int, Any]) -> Any:
-    """Return *value* with its pieces replaced by those in *made*; objects without such pieces are not copied."""
-    if id(value) in made:
-        return made[id(value)]
+def _rebuilt(value: Any, replacements: Mapping[int, Any], seen: dict[int, Any]) -> Any:
+    """Return *value* with its pieces replaced by *replacements*; objects without such pieces are not copied."""
+    if id(value) in replacements:
+        return replacements[id(value)]
     if isinstance(value, PIECES) or id(value) in seen:
         return seen.get(id(value), value)
     seen[id(value)] = value  # also ends a cycle
-    parts = [(step, child, _rebuilt(child, made, seen)) for step, child in children(value)]
-    if any(child is not new for _, child, new in parts):
-        seen[id(value)] = _with_parts(value, [new for _, _, new in parts])
+    parts = [(step, child, _rebuilt(child, replacements, seen)) for step, child in children(value)]
+    if any(child is not rebuilt for _, child, rebuilt in parts):
+        seen[id(value)] = _with_parts(value, [rebuilt for _, _, rebuilt in parts])
     return seen[id(value)]
 
 
@@ -295,10 +305,10 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
         return build(*parts)
     if isinstance(value, Sequence):
         return build(parts)
-    made = copy.copy(value)  # not constructed: some fields may not be arguments of the constructor
+    copied = copy.copy(value)  # not constructed: some fields may not be arguments of the constructor
     for name, part in zip((name for name in field_names(value) if hasattr(value, name)), parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
+        object.__setattr__(copied, name, part)
+    return copied
 
 
 # ---------------------------------------------------------------------- segments and bytes

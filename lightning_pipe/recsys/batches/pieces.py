@@ -108,13 +108,13 @@ def describe(path: Path) -> str:
     return "batch" + "".join(str(step) for step in path)
 
 
-def same_piece(one: Any, other: Any) -> bool:
+def same_piece(first: Any, second: Any) -> bool:
     """Return True if two objects are the same piece of a batch: one object, or two KJTs over the same tensors.
 
     The second case is for batches whose properties wrap the same tensors in a new KeyedJaggedTensor at each access.
     """
-    if one is other:
+    if first is second:
         return True
-    if type(one) is not type(other) or not isinstance(one, KeyedJaggedTensor):
+    if type(first) is not type(second) or not isinstance(first, KeyedJaggedTensor):
         return False
-    return one.keys() == other.keys() and same_tensors(one, other)
+    return first.keys() == second.keys() and same_tensors(first, second)

@@ -80,10 +80,11 @@ class TokenCount:
             self._work = None
         wrong = ~(torch.isfinite(self._counts) & (self._counts >= 0))
         if not self._counts.is_cuda and wrong.any():
-            found = {rank: self._counts[rank].item() for rank in wrong.nonzero().flatten().tolist()}
+            invalid_counts = {rank: self._counts[rank].item() for rank in wrong.nonzero().flatten().tolist()}
             raise InputError(
-                f"the number of tokens is {', '.join(f'{count} on rank {rank}' for rank, count in found.items())};"
-                " expected a finite number >= 0. Fix the count of these ranks' batches"
+                "the number of tokens is"
+                f" {', '.join(f'{count} on rank {rank}' for rank, count in invalid_counts.items())}; expected a finite"
+                " number >= 0. Fix the count of these ranks' batches"
             )
         return torch.where(wrong, torch.nan, self._counts).sum()
 

@@ -1,4 +1,4 @@
-"""Dense parameters: their values, the reduction of their gradients over ranks, and their optimiser.
+"""Dense parameters: their values, the reduction of their gradients over ranks, and their optimizer.
 
-Tables and their optimisers are in ``kernels`` and ``sharding``.
+Tables and their optimizers are in ``kernels`` and ``sharding``.
 """

@@ -1,4 +1,4 @@
-"""The user's dense optimiser, which must not hold tables and whose schedule may drive the tables' learning rates."""
+"""The user's dense optimizer, which must not hold tables and whose schedule may drive the tables' learning rates."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class TableParameters:
 
 
 def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
-    """Remove tables from an optimiser's parameter groups, because table optimisers step them inside backward."""
-    kept: list[list[nn.Parameter]] = []
+    """Remove tables from an optimizer's parameter groups, because table optimizers step them inside backward."""
+    dense_groups: list[list[nn.Parameter]] = []
     removed: dict[str, None] = {}
     for index, group in enumerate(optimizer.param_groups):
         names = [(parameter, tables.name_of(parameter)) for parameter in group["params"]]
         dense = [parameter for parameter, name in names if name is None]
-        found = [name for _, name in names if name is not None]
-        if found and not dense:
+        table_names = [name for _, name in names if name is not None]
+        if table_names and not dense:
             raise SetupError(
-                f"parameter group {index} of the optimiser {class_name(type(optimizer))} holds embedding tables only"
-                f" ({', '.join(dict.fromkeys(found))}), which table optimisers step inside backward. Add dense"
-                " parameters to the group, or remove the group from configure_optimizers and set the tables' optimiser"
+                f"parameter group {index} of the optimizer {class_name(type(optimizer))} holds embedding tables only"
+                f" ({', '.join(dict.fromkeys(table_names))}), which table optimizers step inside backward. Add dense"
+                " parameters to the group, or remove the group from configure_optimizers and set the tables' optimizer"
                 " with apply_optimizer_in_backward or sparse_optimizer"
             )
-        kept.append(dense)
-        removed.update(dict.fromkeys(found))
-    for group, dense in zip(optimizer.param_groups, kept, strict=True):
+        dense_groups.append(dense)
+        removed.update(dict.fromkeys(table_names))
+    for group, dense in zip(optimizer.param_groups, dense_groups, strict=True):
         group["params"] = dense
     for parameter in [key for key in optimizer.state if tables.name_of(key) is not None]:
         del optimizer.state[parameter]
@@ -66,7 +66,7 @@ def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -
 
 
 def base_learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Learning rate to which an optimiser's schedule is relative: ``initial_lr`` of its first group.
+    """Learning rate to which an optimizer's schedule is relative: ``initial_lr`` of its first group.
 
     A one-cycle schedule starts far below its nominal rate, which it stores as ``max_lr``; ``max_lr`` is then used. The
     result is 0.0 if no scheduler was ever attached, because the group then has no ``initial_lr``.

@@ -61,7 +61,7 @@ class DenseGradientReducer:
         self._sync = True
         self._armed = False
         self._launched = 0
-        self._left: list[dist.Work] = []
+        self._pending_works: list[dist.Work] = []
         self._follow_requires_grad()
 
     def prepare(self) -> None:
@@ -70,8 +70,8 @@ class DenseGradientReducer:
         If an earlier backward raised, its reductions are finished first, as by :meth:`reset`.
         """
         self.reset()
-        left, self._left = self._left, []
-        for work in left:
+        pending_works, self._pending_works = self._pending_works, []
+        for work in pending_works:
             work.wait()
         if self._sync:
             self._follow_requires_grad()
@@ -92,9 +92,11 @@ class DenseGradientReducer:
         """Replace the backward after :meth:`prepare`: existing gradients of *parameters* count as its results."""
         if not (self._armed and self._sync):
             return
-        there = {id(parameter) for parameter in parameters if parameter.grad is not None}
+        ready_ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
         for bucket in self._buckets:
-            bucket.missing.difference_update([name for name, one in bucket.parameters if id(one) in there])
+            bucket.missing.difference_update(
+                [name for name, parameter in bucket.parameters if id(parameter) in ready_ids]
+            )
         self._launch_full()
 
     def leave(self) -> None:
@@ -102,7 +104,7 @@ class DenseGradientReducer:
         if not self._armed:
             return
         self._launch_rest()
-        self._left = [bucket.work for bucket in self._buckets if bucket.work is not None]
+        self._pending_works = [bucket.work for bucket in self._buckets if bucket.work is not None]
         self._disarm()
 
     def reset(self) -> None:
@@ -123,11 +125,11 @@ class DenseGradientReducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which gradients accumulate on this rank; the next step outside it averages the accumulated sum."""
-        before, self._sync = self._sync, False
+        previous, self._sync = self._sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self._sync = previous
 
     def close(self) -> None:
         """Remove all hooks and drop the parameters, without waiting. Further calls have no effect."""
@@ -239,8 +241,8 @@ class _Bucket:
         """Start the all-reduce of the current gradients, with zeros for missing ones."""
         if self._device is not None:
             stream = current_stream(self._device)
-            for other in self._streams - {stream}:
-                stream.wait_stream(other)
+            for producer in self._streams - {stream}:
+                stream.wait_stream(producer)
         self._have = [parameter.grad is not None for _, parameter in self.parameters]
         for (_, parameter), view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:

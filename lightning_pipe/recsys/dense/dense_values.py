@@ -12,58 +12,58 @@ from lightning_pipe.engine.common.errors import SetupError
 
 
 def _dense_modules(module: nn.Module, tables: set[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules in the order in which they are initialised, children first, without modules inside a table's module."""
-    found: list[tuple[str, nn.Module]] = []
+    """Modules in the order in which they are initialized, children first, without modules inside a table's module."""
+    modules: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, current: nn.Module) -> None:
         if current in tables:
             return
         for child_name, child in current.named_children():
             visit(f"{name}.{child_name}" if name else child_name, child)
-        found.append((name, current))
+        modules.append((name, current))
 
     visit("", module)
-    return list({id(current): (name, current) for name, current in reversed(found)}.values())[::-1]
+    return list({id(current): (name, current) for name, current in reversed(modules)}.values())[::-1]
 
 
 def _own_meta(module: nn.Module) -> list[str]:
     return [
         name
-        for own in (module._parameters, module._buffers)
-        for name, tensor in own.items()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
         if tensor is not None and tensor.is_meta
     ]
 
 
 def unfillable(module: nn.Module, tables: set[nn.Module]) -> None:
-    """Check that every dense tensor on the meta device can be initialised."""
+    """Check that every dense tensor on the meta device can be initialized."""
     for name, current in _dense_modules(module, tables):
         meta = _own_meta(current)
         if meta and not callable(getattr(current, "reset_parameters", None)):
             raise SetupError(
-                f"{', '.join(f'{name}.{own}' if name else own for own in meta)} is on the meta device, and"
-                f" {type(current).__name__} has no reset_parameters method to initialise it. Add that method, or create"
-                " the module on a real device"
+                f"{', '.join(f'{name}.{tensor_name}' if name else tensor_name for tensor_name in meta)} is on the"
+                f" meta device, and {type(current).__name__} has no reset_parameters method to initialize it. Add that"
+                " method, or create the module on a real device"
             )
 
 
 @torch.no_grad()
-def materialise_dense(module: nn.Module, tables: set[nn.Module], device: torch.device) -> None:
-    """Allocate dense tensors that are on the meta device and initialise them with ``reset_parameters``.
+def materialize_dense(module: nn.Module, tables: set[nn.Module], device: torch.device) -> None:
+    """Allocate dense tensors that are on the meta device and initialize them with ``reset_parameters``.
 
     Draws from the global random state, in an order that depends only on the module; the caller seeds and restores that
     state. A parameter shared by several modules stays shared.
     """
-    made: dict[int, torch.Tensor] = {}
+    materialized: dict[int, torch.Tensor] = {}
     for _, current in _dense_modules(module, tables):
         meta = _own_meta(current)
         for name in meta:
             tensor = getattr(current, name)
-            if id(tensor) not in made:
+            if id(tensor) not in materialized:
                 empty = torch.empty_like(tensor, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            setattr(current, name, made[id(tensor)])
+                materialized[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(current, name, materialized[id(tensor)])
         if meta:
             current.reset_parameters()  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""FBGEMM's fused kernels, table optimisers, gradient norms, and the compiled library.
+"""FBGEMM's fused kernels, table optimizers, gradient norms, and the compiled library.
 
-Table optimisers belong here. The optimiser of dense parameters is in ``dense``.
+Table optimizers belong here. The optimizer of dense parameters is in ``dense``.
 """

@@ -1,6 +1,6 @@
 """Handling of FBGEMM's fused lookup kernels outside of training.
 
-The fused lookups have no CPU kernel under inference mode, but work under ``no_grad``. Each lookup of an optimiser that
+The fused lookups have no CPU kernel under inference mode, but work under ``no_grad``. Each lookup of an optimizer that
 counts steps (row-wise Adagrad, Adam) also advances the count, which only training must do.
 """
 
@@ -15,23 +15,23 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 
 from lightning_pipe._compat.torchrec import lookups_of, newest_lookup, restore_lookup
 
-# Attribute of a kernel for the optimiser that trains its tables in place of its own.
+# Attribute of a kernel for the optimizer that trains its tables in place of its own.
 ROW_OPTIMIZER = "_lightning_pipe_row_optimizer"
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the fused lookup kernels inside a sharded module, each once."""
-    found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
+    kernels: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
     for child in module.modules():
         for lookup in lookups_of(child):  # not registered as child modules
             for kernel in lookup.modules():
                 if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
-                    found[id(kernel)] = kernel
-    return list(found.values())
+                    kernels[id(kernel)] = kernel
+    return list(kernels.values())
 
 
 def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
-    """Return True if the optimiser of any fused kernel in a sharded module changes a row whose gradient is zero.
+    """Return True if the optimizer of any fused kernel in a sharded module changes a row whose gradient is zero.
 
     Possible causes are its momentum, weight decay, or a division of zero by zero.
     """
@@ -51,9 +51,9 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 def count_lookups(module: torch.nn.Module, change: int) -> None:
-    """Change the number of training lookups of a sharded module's kernels, if their optimisers count."""
+    """Change the number of training lookups of a sharded module's kernels, if their optimizers count."""
     for kernel in fused_kernels(module):
-        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted an earlier lookup
+        if kernel.iter_cpu.item() > 0:  # an optimizer that counts has counted an earlier lookup
             kernel.iter_cpu.add_(change)
             kernel.iter.add_(change)
 
@@ -128,7 +128,7 @@ def kernel_prefetches_suspended(kernels: Sequence[SplitTableBatchedEmbeddingBags
 
 @contextmanager
 def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Iterator[None]:
-    """Context in which the next lookup is the ``count``-th of the training, if the kernel's optimiser counts.
+    """Context in which the next lookup is the ``count``-th of the training, if the kernel's optimizer counts.
 
     The counter is restored at the end.
     """

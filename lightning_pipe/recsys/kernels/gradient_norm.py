@@ -43,7 +43,7 @@ def table_norm(
 def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over dense parameters and tables together."""
     parameters = list(parameters)
-    dense = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    dense = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     total = torch.linalg.vector_norm(torch.stack([dense.to(tables), tables])).float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # same formula as PyTorch's
@@ -55,14 +55,14 @@ def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tupl
     kernel = calls[0][0].kernel
     tables = kernel.feature_table_map
     widths = [kernel.embedding_specs[table][1] for table in tables]
-    found = []
+    gradients_by_width = []
     for width in sorted(set(widths)):
-        features = [feature for feature, own in enumerate(widths) if own == width]
+        features = [feature for feature, feature_width in enumerate(widths) if feature_width == width]
         parts = [_places(call, gradient, features, widths) for call, gradient in calls]
         rows = torch.cat([part[0] for part in parts])
         if rows.numel():
-            found.append(_add_up(rows, parts))
-    return found
+            gradients_by_width.append(_add_up(rows, parts))
+    return gradients_by_width
 
 
 # Rows of tables, the bag that each contributed to, its weight in the bag, and the gradients of the bags.
@@ -90,8 +90,8 @@ def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], width
     place = torch.full((len(widths),), -1, device=rows.device)
     place[features] = torch.arange(len(features), device=rows.device)
     place_of_id = place[bags // max(batch, 1)]
-    here = place_of_id >= 0
-    return rows[here], (place_of_id * batch + bags % max(batch, 1))[here], weights[here], gradients
+    selected = place_of_id >= 0
+    return rows[selected], (place_of_id * batch + bags % max(batch, 1))[selected], weights[selected], gradients
 
 
 def _add_up(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 kernels ──► cat ──► output dist ──► cut ──► user's dense part
    ▲         ▲
    │         └ lookup outputs: exist on every rank, even without a kernel
-   └ kernel outputs: their backward runs the fused optimiser on the gradients
+   └ kernel outputs: their backward runs the fused optimizer on the gradients
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KernelCall:
         output: batch size x sum of the features' columns; without pooling, ids x columns.
         arguments: all arguments of the call, including these.
         learning_rate: learning rate that its backward steps with, even if the kernel's rate changes later.
-        count: number of the kernel's training lookups, including this one, if its optimiser counts.
+        count: number of the kernel's training lookups, including this one, if its optimizer counts.
     """
 
     kernel: SplitTableBatchedEmbeddingBagsCodegen
@@ -77,7 +77,7 @@ class JoinedCall(KernelCall):
     """A call that was not made: the lookups of several calls, or a part of one."""
 
     @classmethod
-    def of(
+    def from_call(
         cls, call: KernelCall, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> KernelCall:
         """Return *call* with other indices, offsets and weights."""
@@ -126,12 +126,12 @@ def trains_only_tables(module: nn.Module) -> bool:
 
 
 def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
-    """Check that sharded modules, by name, can be trained after the dense optimiser's step."""
+    """Check that sharded modules, by name, can be trained after the dense optimizer's step."""
     for name, module in modules.items():
         if not trains_only_tables(module):
             raise SetupError(
                 f"sharded module {name!r} is a {type(module).__name__}, which trains dense weights together with its"
-                " tables. The dense weights must be trained before the dense optimiser's step and the tables after it,"
+                " tables. The dense weights must be trained before the dense optimizer's step and the tables after it,"
                 " since the step clips gradients or skips those that overflowed. Use an EmbeddingBagCollection or"
                 " EmbeddingCollection, or train without gradient clipping and in a precision other than 16-mixed."
             )
@@ -145,7 +145,7 @@ def check_capturable(modules: Mapping[str, nn.Module]) -> None:
             if not isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
                 raise SetupError(
                     f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients are not known"
-                    " before its optimiser has used them, as a norm over all gradients requires. Give its tables the"
+                    " before its optimizer has used them, as a norm over all gradients requires. Give its tables the"
                     " compute kernel 'fused', or train without gradient clipping."
                 )
 

@@ -33,9 +33,9 @@ def library() -> ctypes.CDLL | None:
     else:
         return None
     try:
-        found = ctypes.CDLL(str(path))
-        found.lp_version.restype = ctypes.c_int64
-        version = found.lp_version()
+        loaded = ctypes.CDLL(str(path))
+        loaded.lp_version.restype = ctypes.c_int64
+        version = loaded.lp_version()
     except (OSError, AttributeError) as error:
         warnings.warn(
             f"the compiled library {path.name} cannot be loaded: {error}. Slower functions are used; to avoid them,"
@@ -50,4 +50,4 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    return found
+    return loaded

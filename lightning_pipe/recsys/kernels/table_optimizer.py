@@ -1,11 +1,11 @@
-"""Optimisers of embedding tables, with every hyper-parameter of their fused kernels explicit.
+"""Optimizers of embedding tables, with every hyper-parameter of their fused kernels explicit.
 
 FBGEMM steps a table inside the backward of its lookup. Its defaults differ from those of ``torch.optim`` (Adagrad's
 ``eps`` is 1e-8 in FBGEMM and 1e-10 in torch), and it ignores, or fails on, hyper-parameters that its kernel does not
 support. Every hyper-parameter is therefore resolved before a table is sharded, or the user gets an error that names the
-hyper-parameter and the table. An argument that the user omits takes the kernel's default if the optimiser comes from
+hyper-parameter and the table. An argument that the user omits takes the kernel's default if the optimizer comes from
 ``apply_optimizer_in_backward``, as under TorchRec's ``DistributedModelParallel``, so that a script moved from there
-gives the same results. It takes the class's default if the optimiser is the strategy's ``sparse_optimizer``.
+gives the same results. It takes the class's default if the optimizer is the strategy's ``sparse_optimizer``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a st
 
 @dataclass(frozen=True)
 class _Support:
-    """Support of one optimiser class by the fused kernels.
+    """Support of one optimizer class by the fused kernels.
 
     Attributes:
         reference: class whose signature defines the hyper-parameters and their defaults, and which steps replicated
@@ -97,19 +97,19 @@ def configured_class(option: str, config: Any, kind: type[Kind], example: str) -
             f"{option} must be a mapping with class_path and, if the class takes arguments, a mapping init_args, got"
             f" {config!r}. Set these keys only, for example class_path: {example}."
         )
-    path = found = config["class_path"]
+    path = configured = config["class_path"]
     if isinstance(path, str):
         module, _, name = path.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name)
+            configured = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise SetupError(
                 f"{option} has class_path {path!r}, which cannot be imported ({error}). Use a full path such as"
                 f" {example}."
             ) from error
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    if not (isinstance(configured, type) and issubclass(configured, kind)):
         raise SetupError(f"class_path of {option} must be a subclass of {kind.__name__}, got {path!r}. Use {example}.")
-    return found, dict(arguments)
+    return configured, dict(arguments)
 
 
 def _has_kernel(support: _Support, device: torch.device, is_dynamic: bool) -> bool:
@@ -126,10 +126,10 @@ def _usable(device: torch.device, is_dynamic: bool) -> str:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """Optimiser of every table that has no other optimiser.
+    """Optimizer of every table that has no other optimizer.
 
     Args:
-        optimizer_class: optimiser class that FBGEMM has a fused kernel for.
+        optimizer_class: optimizer class that FBGEMM has a fused kernel for.
         arguments: its arguments, without the parameters.
     """
 
@@ -146,7 +146,7 @@ class SparseOptimizer:
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """Optimiser of one table, with every hyper-parameter explicit.
+    """Optimizer of one table, with every hyper-parameter explicit.
 
     Attributes:
         optimizer_class: the class that the user chose.
@@ -182,7 +182,7 @@ class TableOptimizer:
         return arguments
 
     def describe(self) -> str:
-        """Return one line that is equal on two ranks exactly if the optimisers are equal."""
+        """Return one line that is equal on two ranks exactly if the optimizers are equal."""
         arguments = (f"{key}={value}" for key, value in sorted(self.hyper_parameters.items()))
         return f"{self.name}({', '.join(arguments)})"
 
@@ -191,14 +191,15 @@ def _chosen(
     table: str, parameter: nn.Parameter, default: SparseOptimizer | None
 ) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
     """Return the user's class and arguments for a table, and True if given in TorchRec's way; None without any."""
-    given = optimizers_in_backward(parameter)
-    if len(given) > 1:
+    optimizers = optimizers_in_backward(parameter)
+    if len(optimizers) > 1:
         raise SetupError(
-            f"table {table} must have one in-backward optimiser, got {len(given)}"
-            f" ({', '.join(class_name(one) for one, _ in given)}). Call apply_optimizer_in_backward once."
+            f"table {table} must have one in-backward optimizer, got {len(optimizers)}"
+            f" ({', '.join(class_name(optimizer_class) for optimizer_class, _ in optimizers)}). Call"
+            " apply_optimizer_in_backward once."
         )
-    if given:
-        return *given[0], True
+    if optimizers:
+        return *optimizers[0], True
     if default is not None:
         return default.optimizer_class, default.arguments, False
     return None
@@ -211,7 +212,7 @@ def resolve_table_optimizer(
     device: torch.device,
     is_dynamic: bool = False,
 ) -> TableOptimizer | None:
-    """Return the optimiser applied to a table's parameter, or else the default, or else None."""
+    """Return the optimizer applied to a table's parameter, or else the default, or else None."""
     chosen = _chosen(table, parameter, default)
     if chosen is None:
         return None
@@ -220,12 +221,12 @@ def resolve_table_optimizer(
     support = _SUPPORTED.get(optimizer_class)
     if support is None:
         raise SetupError(
-            f"table {table} has the optimiser {name}, which has no fused kernel. Use one of"
+            f"table {table} has the optimizer {name}, which has no fused kernel. Use one of"
             f" {_usable(device, is_dynamic)}."
         )
     if not _has_kernel(support, device, is_dynamic):
         raise SetupError(
-            f"table {table} has the optimiser {name}, for which FBGEMM has no CPU kernel. On CPU, use one of"
+            f"table {table} has the optimizer {name}, for which FBGEMM has no CPU kernel. On CPU, use one of"
             f" {_usable(device, is_dynamic)}."
         )
     arguments = {key: value for key, value in arguments.items() if key != "optimizer"}
@@ -243,13 +244,13 @@ def resolve_table_optimizer(
     unknown = sorted(set(arguments) - set(defaults))
     if unknown:
         raise SetupError(
-            f"table {table}: the optimiser {name} has no argument {', '.join(unknown)}. Remove it; expected"
+            f"table {table}: the optimizer {name} has no argument {', '.join(unknown)}. Remove it; expected"
             f" {', '.join(sorted(defaults))}."
         )
     missing = [] if in_backward else [key for key in support.explicit if key not in arguments]
     if missing:
         raise SetupError(
-            f"table {table}: the optimiser {name} requires {', '.join(missing)}, since the defaults of the fused kernel"
+            f"table {table}: the optimizer {name} requires {', '.join(missing)}, since the defaults of the fused kernel"
             " and the class differ. Set its value."
         )
     _refuse_what_no_kernel_does(table, name, support, arguments)
@@ -268,30 +269,36 @@ def resolve_table_optimizer(
 def _kernel_defaults() -> Mapping[str, Any]:
     """Return the defaults of FBGEMM's kernels for hyper-parameters that TorchRec omits, by the classes' names."""
     arguments = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
-    found = {key: arguments[key].default for key in ("eps", "momentum", "weight_decay", "eta")}
+    defaults = {key: arguments[key].default for key in ("eps", "momentum", "weight_decay", "eta")}
     for key, names in _KERNEL_NAMES.items():
         values = tuple(arguments[name].default for name in names)
-        found[key] = values if len(values) > 1 else values[0]
-    return found
+        defaults[key] = values if len(values) > 1 else values[0]
+    return defaults
 
 
 def _in_names_of_class(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by the class's names. TorchRec passes them by the kernel's names where these differ."""
-    found = dict(arguments)
+    by_class_name = dict(arguments)
     for key, names in _KERNEL_NAMES.items():
-        given = {one: found.pop(one) for one in names if key in support.passed and one in found}
-        if not given:
+        by_kernel_name = {
+            kernel_name: by_class_name.pop(kernel_name)
+            for kernel_name in names
+            if key in support.passed and kernel_name in by_class_name
+        }
+        if not by_kernel_name:
             continue
-        if key in found:
+        if key in by_class_name:
             raise SetupError(
-                f"table {table}: the optimiser {name} got {key} and {', '.join(given)}, which have the same meaning."
-                f" Remove {key}."
+                f"table {table}: the optimizer {name} got {key} and {', '.join(by_kernel_name)}, which have the same"
+                f" meaning. Remove {key}."
             )
         default = _kernel_defaults()[key]
         defaults = default if len(names) > 1 else (default,)
-        values = tuple(given.get(one, value) for one, value in zip(names, defaults, strict=True))
-        found[key] = values if len(names) > 1 else values[0]
-    return found
+        values = tuple(
+            by_kernel_name.get(kernel_name, value) for kernel_name, value in zip(names, defaults, strict=True)
+        )
+        by_class_name[key] = values if len(names) > 1 else values[0]
+    return by_class_name
 
 
 def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
@@ -309,7 +316,7 @@ def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, argume
         if key in support.passed or key in _IMPLEMENTATION_CHOICES or arguments.get(key, default) == default:
             continue
         raise SetupError(
-            f"table {table}: the optimiser {name} got {key}={arguments[key]!r}, which the fused kernel does not"
+            f"table {table}: the optimizer {name} got {key}={arguments[key]!r}, which the fused kernel does not"
             f" support. Leave it at {default!r}."
         )
 
@@ -318,18 +325,20 @@ def _check_values(table: str, name: str, support: _Support, hyper_parameters: Ma
     """Refuse values that turn rows into NaN within a few steps or reverse the step; the class checks the others."""
     for key, value in hyper_parameters.items():
         if key == "betas":
-            valid = isinstance(value, Sequence) and len(value) == 2 and all(_is_number(one, below=1) for one in value)
+            valid = (
+                isinstance(value, Sequence) and len(value) == 2 and all(_is_number(entry, below=1) for entry in value)
+            )
             needed = "a pair of numbers from 0 to below 1. Set betas such as (0.9, 0.999)"
         else:
             valid, needed = _is_number(value), f"a finite number of at least 0. Set {key} to another value"
         if not valid:
-            raise SetupError(f"table {table}: the optimiser {name} got {key}={value!r}, expected {needed}.")
+            raise SetupError(f"table {table}: the optimizer {name} got {key}={value!r}, expected {needed}.")
     try:
         if support.reference is not None:
             support.reference([nn.Parameter(torch.zeros(1, 1))], **hyper_parameters)
     except (TypeError, ValueError) as error:
         raise SetupError(
-            f"table {table}: the optimiser {name} does not accept {dict(hyper_parameters)}: {error}. Correct the value."
+            f"table {table}: the optimizer {name} does not accept {dict(hyper_parameters)}: {error}. Correct the value."
         ) from error
 
 

@@ -13,7 +13,7 @@ from lightning_pipe.recsys.kernels.table_optimizer import configured_class
 
 
 class TableSchedule:
-    """Runs a PyTorch scheduler over the base rates of the tables, whose optimisers are inside fused kernels."""
+    """Runs a PyTorch scheduler over the base rates of the tables, whose optimizers are inside fused kernels."""
 
     def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
         example = "torch.optim.lr_scheduler.StepLR"
@@ -21,9 +21,9 @@ class TableSchedule:
         if issubclass(scheduler_class, ReduceLROnPlateau):
             raise SetupError(
                 f"sparse_lr_scheduler has class_path {config['class_path']!r}, which steps on a metric, but the tables'"
-                " schedule steps after every optimiser step. Use a scheduler that counts steps."
+                " schedule steps after every optimizer step. Use a scheduler that counts steps."
             )
-        # PyTorch's schedulers change the groups of an optimiser, so an optimiser that trains nothing holds the rates.
+        # PyTorch's schedulers change the groups of an optimizer, so an optimizer that trains nothing holds the rates.
         self._tables = list(base_rates)
         self._holder = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in base_rates.values()])
         try:
@@ -35,8 +35,8 @@ class TableSchedule:
             ) from error
 
     def step(self) -> None:
-        """Advance the schedule by one optimiser step."""
-        self._holder.step()  # avoids PyTorch's warning of a schedule stepped before its optimiser; has no gradients
+        """Advance the schedule by one optimizer step."""
+        self._holder.step()  # avoids PyTorch's warning of a schedule stepped before its optimizer; has no gradients
         self._scheduler.step()
 
     def learning_rates(self) -> dict[str, float]:

@@ -89,15 +89,19 @@ class CallArguments:
 
     def postprocesses(self) -> dict[str, CallArguments]:
         """Return the post-processing modules that these arguments need, innermost first, with their arguments."""
-        found: dict[str, CallArguments] = {}
+        arguments_by_name: dict[str, CallArguments] = {}
         pending: list[Source] = [*self.positional, *self.named.values()]
         while pending:
             source = pending.pop()
             if isinstance(source, Collection):
                 pending.extend(source.sources)
             elif isinstance(source, Postprocessed):
-                found = {**source.arguments.postprocesses(), **found, source.name: source.arguments}
-        return found
+                arguments_by_name = {
+                    **source.arguments.postprocesses(),
+                    **arguments_by_name,
+                    source.name: source.arguments,
+                }
+        return arguments_by_name
 
     def __str__(self) -> str:
         named = (f"{name}={source}" for name, source in self.named.items())
@@ -128,20 +132,20 @@ class PostprocessResults:
         return [result for _, _, result in self._calls.values()]
 
 
-def same_arguments(one: Arguments, other: Arguments) -> bool:
+def same_arguments(first: Arguments, second: Arguments) -> bool:
     """Return True if two calls pass the same pieces, no matter which of them by position and which by name."""
-    return _same_value(_in_one_list(*one), _in_one_list(*other))
+    return _same_value(_in_one_list(*first), _in_one_list(*second))
 
 
 def _in_one_list(positional: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
     return [*positional, *(named[name] for name in sorted(named))]
 
 
-def _same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same_value, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
-    if one is None or isinstance(one, (bool, int, float, str)):
-        return type(one) is type(other) and one == other
-    return same_piece(one, other)
+def _same_value(first: Any, second: Any) -> bool:
+    if isinstance(first, (list, tuple)) and type(first) is type(second):
+        return len(first) == len(second) and all(map(_same_value, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same_value(first[key], second[key]) for key in first)
+    if first is None or isinstance(first, (bool, int, float, str)):
+        return type(first) is type(second) and first == second
+    return same_piece(first, second)

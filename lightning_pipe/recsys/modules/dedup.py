@@ -29,23 +29,23 @@ from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingCollectio
 from lightning_pipe.recsys.modules.tables import Table
 
 
-def modules_to_deduplicate(asked: bool | Sequence[str], tables: Sequence[Table]) -> frozenset[str]:
+def modules_to_deduplicate(dedup: bool | Sequence[str], tables: Sequence[Table]) -> frozenset[str]:
     """Return the names of the modules that send each id once, or raise SetupError for one that cannot."""
     modules = {table.module_name: table for table in tables}
     able = [name for name, table in modules.items() if table.module_type is EmbeddingCollection]
-    if not asked:
+    if not dedup:
         return frozenset()
-    if asked is True:
+    if dedup is True:
         if not able:
             raise SetupError(
                 "dedup is True, but the model has no EmbeddingCollection, the only module that can send each id once."
                 " Remove dedup."
             )
         return frozenset(able)
-    if not isinstance(asked, list | tuple) or not all(isinstance(name, str) for name in asked):
-        raise SetupError(f"dedup is {asked!r}; expected True, False, or a list of names of EmbeddingCollections")
+    if not isinstance(dedup, list | tuple) or not all(isinstance(name, str) for name in dedup):
+        raise SetupError(f"dedup is {dedup!r}; expected True, False, or a list of names of EmbeddingCollections")
     fix = f"Name some of {', '.join(able)} instead" if able else "Remove dedup: the model has none"
-    for name in asked:
+    for name in dedup:
         if name in able:
             continue
         table = modules.get(name)
@@ -58,7 +58,7 @@ def modules_to_deduplicate(asked: bool | Sequence[str], tables: Sequence[Table])
         else:
             why = f" of class {table.module_type.__name__}, which needs every occurrence of an id where it pools"
         raise SetupError(f"dedup names {name!r}{why}; expected EmbeddingCollections. {fix}.")
-    return frozenset(asked)
+    return frozenset(dedup)
 
 
 class DeduplicatedEmbeddingCollection(OrderedEmbeddingCollection):

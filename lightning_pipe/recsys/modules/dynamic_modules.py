@@ -93,13 +93,13 @@ class _Dynamic:
     storage: Storage
 
     def _keep(self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: Storage) -> list[DynamicTable]:
-        found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
+        dynamic_tables = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
-        self.dynamic_tables = {table.name: table for table in found}
+        self.dynamic_tables = {table.name: table for table in dynamic_tables}
         check_choice(f"existing of {type(self).__name__}", storage.existing, get_args(Existing))
         check_choice(f"ids_on of {type(self).__name__}", storage.ids_on, get_args(IdsOn))
         self.storage = storage
-        return found
+        return dynamic_tables
 
     def _apply(self, *_: Any, **__: Any) -> Self:
         """Return the module unchanged: its parameters describe shapes and have no values to move or convert."""
@@ -148,13 +148,13 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         existing: Existing = "refuse",
         ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
+        dynamic_tables = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
                     **_config(table), pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM
                 )
-                for table in found
+                for table in dynamic_tables
             ],
             is_weighted=is_weighted,
             device=torch.device("meta"),
@@ -187,9 +187,9 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         existing: Existing = "refuse",
         ids_on: IdsOn = "host",
     ) -> None:
-        found = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
+        dynamic_tables = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
         super().__init__(
-            tables=[EmbeddingConfig(**_config(table)) for table in found],
+            tables=[EmbeddingConfig(**_config(table)) for table in dynamic_tables],
             device=torch.device("meta"),
         )
         self.register_load_state_dict_pre_hook(_put_own_in)

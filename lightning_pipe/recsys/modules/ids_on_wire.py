@@ -23,22 +23,23 @@ _INT32 = torch.iinfo(torch.int32)
 _PIECE = 2**16
 
 
-def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, asked: IdsOnWire) -> bool:
+def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, ids_on_wire: IdsOnWire) -> bool:
     """Return True if a sharded module's ids are sent as int32. All its tables share the type, in one tensor."""
     # One less than there are int32 numbers, so that the largest int32 is a row of no table.
     too_large = [table for table in tables if table.num_embeddings > _INT32.max]
-    if asked == "int32" and maps_ids:
+    if ids_on_wire == "int32" and maps_ids:
         raise SetupError(
             f"wire.ids is int32, but sharded module {name!r} maps ids to rows after they are sent, so they may be of"
             " any size. Use 'auto', which sends the ids of this module as int64, or 'int64'."
         )
-    if asked == "int32" and too_large:
-        found = ", ".join(f"{table.name} has {table.num_embeddings} rows" for table in too_large)
+    if ids_on_wire == "int32" and too_large:
+        row_counts = ", ".join(f"{table.name} has {table.num_embeddings} rows" for table in too_large)
         raise SetupError(
-            f"wire.ids is int32, which can number {_INT32.max} rows at most, but in sharded module {name!r} {found}."
-            " Use 'auto', which sends the ids of this module as int64, or put these tables into a separate module."
+            f"wire.ids is int32, which can number {_INT32.max} rows at most, but in sharded module {name!r}"
+            f" {row_counts}. Use 'auto', which sends the ids of this module as int64, or put these tables"
+            " into a separate module."
         )
-    return asked != "int64" and not maps_ids and not too_large
+    return ids_on_wire != "int64" and not maps_ids and not too_large
 
 
 def narrowed(ids: torch.Tensor) -> torch.Tensor:

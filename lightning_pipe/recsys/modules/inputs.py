@@ -29,7 +29,7 @@ class FeatureForm:
     dtypes: tuple[torch.dtype, ...]  # of values, lengths and, if weighted, weights
 
     @classmethod
-    def of(cls, features: KeyedJaggedTensor) -> FeatureForm:
+    def from_features(cls, features: KeyedJaggedTensor) -> FeatureForm:
         variable = features.variable_stride_per_key()
         inverse = features.inverse_indices_or_none() if variable else None
         tensors = (features.values(), features.lengths(), features.weights_or_none())
@@ -129,12 +129,12 @@ def _wrong_length(features: KeyedJaggedTensor) -> str | None:
     return None
 
 
-def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
+def check_first(name: str, features: KeyedJaggedTensor, expected: Sequence[str]) -> None:
     """Check a module's first batch against its tables."""
-    missing = sorted(set(wanted) - set(features.keys()))
+    missing = sorted(set(expected) - set(features.keys()))
     if missing:
         raise InputError(
-            f"the tables of sharded module {name!r} look up the features {list(wanted)}, but the batch has"
+            f"the tables of sharded module {name!r} look up the features {list(expected)}, but the batch has"
             f" {features.keys()}: missing {missing}. Add these keys to the batch, or rename the features of the tables."
         )
     if features.values().dtype not in (torch.int32, torch.int64):
@@ -146,21 +146,21 @@ def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -
 
 def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
     """Return ``features`` in the form of the first batch: the same object, or a copy with reordered keys."""
-    found = FeatureForm.of(features)
-    if found == form:
+    batch_form = FeatureForm.from_features(features)
+    if batch_form == form:
         return features
-    missing = sorted(set(form.keys) - set(found.keys))
-    extra = sorted(set(found.keys) - set(form.keys))
-    if missing or extra or len(found.keys) != len(form.keys):
+    missing = sorted(set(form.keys) - set(batch_form.keys))
+    extra = sorted(set(batch_form.keys) - set(form.keys))
+    if missing or extra or len(batch_form.keys) != len(form.keys):
         raise InputError(
             f"sharded module {name!r} expected the features of its first batch, {list(form.keys)}, got"
-            f" {list(found.keys)}: missing {missing}, extra {extra}. Give every batch the same keys (in any order); a"
-            " feature without ids in a batch still needs its key, with lengths of 0."
+            f" {list(batch_form.keys)}: missing {missing}, extra {extra}. Give every batch the same keys (in any"
+            " order); a feature without ids in a batch still needs its key, with lengths of 0."
         )
-    if str(found) != str(form) or set(found.inverse_keys or ()) != set(form.inverse_keys or ()):
+    if str(batch_form) != str(form) or set(batch_form.inverse_keys or ()) != set(form.inverse_keys or ()):
         raise InputError(
-            f"sharded module {name!r} expected features in the form of its first batch, {form}, got {found}. Give every"
-            " batch the same form."
+            f"sharded module {name!r} expected features in the form of its first batch, {form}, got {batch_form}. Give"
+            " every batch the same form."
         )
     return _reorder(features, form)
 

@@ -22,12 +22,12 @@ from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_con
 _TOLD = "_lightning_pipe_told_of_evictions"
 
 
-def on_eviction(module: nn.Module, told: Callable[[Any, int, torch.Tensor], None] | None) -> None:
-    """Let a sharded module call *told* when it has evicted rows, in place of an earlier function."""
-    if told is None:
+def on_eviction(module: nn.Module, hook: Callable[[Any, int, torch.Tensor], None] | None) -> None:
+    """Let a sharded module call *hook* when it has evicted rows, in place of an earlier function."""
+    if hook is None:
         module.__dict__.pop(_TOLD, None)
     else:
-        module.__dict__[_TOLD] = told
+        module.__dict__[_TOLD] = hook
 
 
 class _Maps:
@@ -43,11 +43,11 @@ class _Maps:
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """TorchRec's remapping, eviction and lookup; a filter of ids draws the same numbers in every run."""
         maps = list(id_maps_in("", self))  # type: ignore[arg-type]
-        with _draws_of(maps[0]) if any(one.filters for one in maps) else nullcontext():
-            found = super().compute(ctx, dist_input)  # type: ignore[misc]
-        for one in maps:
-            one.open_window()
-        return found
+        with _draws_of(maps[0]) if any(id_map.filters for id_map in maps) else nullcontext():
+            output = super().compute(ctx, dist_input)  # type: ignore[misc]
+        for id_map in maps:
+            id_map.open_window()
+        return output
 
     def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
         _reset_rows(self, evictions_per_table)  # type: ignore[arg-type]
@@ -62,22 +62,22 @@ class ManagedCollisionSequences(_Maps, ShardedManagedCollisionEmbeddingCollectio
 
 
 @contextmanager
-def _draws_of(one: ManagedMap) -> Iterator[None]:
+def _draws_of(id_map: ManagedMap) -> Iterator[None]:
     """Context in which random numbers depend only on a map and its number of batches, and are no one else's."""
-    with torch.random.fork_rng(devices=[one.steps[1].device] if one.steps[1].is_cuda else []):
-        torch.manual_seed(one.seed())
+    with torch.random.fork_rng(devices=[id_map.steps[1].device] if id_map.steps[1].is_cuda else []):
+        torch.manual_seed(id_map.seed())
         yield
 
 
 @torch.no_grad()
 def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -> None:
-    """Give rows new values by the table's ``init_fn``, and clear the states of their optimiser.
+    """Give rows new values by the table's ``init_fn``, and clear the states of their optimizer.
 
-    TorchRec's own method leaves the states of all optimisers but row-wise Adagrad to the next id. And it draws from the
+    TorchRec's own method leaves the states of all optimizers but row-wise Adagrad to the next id. And it draws from the
     global generator, whose values depend on the order of lookups: modules of the first batch look up when they are
     called. Here the values depend on the table, its number of batches and the rank's first row only.
     """
-    maps = {one.table: one for one in id_maps_in("", module)}
+    maps = {id_map.table: id_map for id_map in id_maps_in("", module)}
     configs = {config.name: config for config in table_configs(module)}
     for kernel, tables in kernels_of(module):
         states = kernel.split_optimizer_states()
@@ -92,8 +92,8 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
                 filled = init_fn(fresh)
                 fresh = fresh if filled is None else filled
             weights[rows] = fresh
-            if (told := module.__dict__.get(_TOLD)) is not None:
-                told(kernel, index, rows)
+            if (hook := module.__dict__.get(_TOLD)) is not None:
+                hook(kernel, index, rows)
             for state in states[index] if states else ():
                 if state.dim() and state.shape[0] == weights.shape[0]:
                     state[rows] = 0

@@ -65,8 +65,8 @@ class OrderedKeyedTensor(KeyedTensor):
 
     # After the copy is made, it takes precedence over the source: users may have changed it in place.
     def __getitem__(self, key: str) -> torch.Tensor:
-        found: torch.Tensor = self.source[key] if self._ordered is None else super().__getitem__(key)
-        return found
+        values: torch.Tensor = self.source[key] if self._ordered is None else super().__getitem__(key)
+        return values
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         if self._ordered is not None:
@@ -103,8 +103,8 @@ class _InOrder:
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's input dist, of features in the form of the first batch."""
-        found: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, self.begin(ctx, features))  # type: ignore[misc]
-        return found
+        awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, self.begin(ctx, features))  # type: ignore[misc]
+        return awaitable
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
         """TorchRec's output dist, with outputs in the unsharded order."""
@@ -144,9 +144,9 @@ class OrderedEmbeddingBagCollection(_InOrder, ShardedEmbeddingBagCollection):
         awaitable.callbacks.append(self._reorder)
         return awaitable
 
-    def _reorder(self, found: KeyedTensor) -> KeyedTensor:
-        wanted = _names(self._configs)
-        return found if found.keys() == wanted else OrderedKeyedTensor(found, wanted)
+    def _reorder(self, output: KeyedTensor) -> KeyedTensor:
+        names = _names(self._configs)
+        return output if output.keys() == names else OrderedKeyedTensor(output, names)
 
 
 class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
@@ -163,7 +163,7 @@ class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
     def _finished(
         self, _: Any, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._configs)})
+        awaitable.callbacks.append(lambda output: {name: output[name] for name in _names(self._configs)})
         return awaitable
 
 
@@ -210,7 +210,7 @@ def _in_first_form(
     if form is not None:
         return conform(module_name(module), features, form)
     check_first(module_name(module), features, _features(configs))
-    module.__dict__["_first_form"] = FeatureForm.of(features)
+    module.__dict__["_first_form"] = FeatureForm.from_features(features)
     return features
 
 

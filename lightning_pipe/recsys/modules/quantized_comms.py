@@ -3,7 +3,7 @@
     lookup ──► encode ──► output dist ──► decode ──► dense part          forward
     kernel ◄── decode ◄── output dist's backward ◄── encode ◄──          backward
 
-TorchRec's output dists take the encoding as codecs, one for each of their collectives. Tables, optimisers and the dense
+TorchRec's output dists take the encoding as codecs, one for each of their collectives. Tables, optimizers and the dense
 part are not affected. FBGEMM's codecs are used with two differences. In int8, the number of values that share a scale
 fits the tables, while FBGEMM's codec uses 32 values even if they do not divide the data. The loss scale is divided out
 in 32 bits, while FBGEMM does so in the 16 bits whose underflow the scale is meant to prevent. TorchRec's own registry
@@ -121,10 +121,12 @@ class QuantizedComms:
     def registry(
         self, sharding: Mapping[str, ParameterSharding] | None = None
     ) -> dict[str, QuantizedCommCodecs] | None:
-        """Return the codecs for a module's sharding, or those that the planner reads; None if nothing is quantised."""
+        """Return the codecs for a module's sharding, or those that the planner reads; None if nothing is quantized."""
         if not self.quantizes:
             return None
-        shards = (shard for one in (sharding or {}).values() for shard in getattr(one.sharding_spec, "shards", ()))
+        shards = (
+            shard for parameter in (sharding or {}).values() for shard in getattr(parameter.sharding_spec, "shards", ())
+        )
         # In int8, values that share a scale. Their number divides the size of any data that the module exchanges.
         row = math.gcd(*(int(shard.shard_sizes[1]) for shard in shards)) or 1
         codecs = QuantizedCommCodecs(

@@ -94,7 +94,7 @@ class Table:
 
     @property
     def known_optimizer(self) -> TableOptimizer:
-        """The optimiser of the table, after it is resolved."""
+        """The optimizer of the table, after it is resolved."""
         assert self.optimizer is not None
         return self.optimizer
 
@@ -104,7 +104,7 @@ class Table:
         return self.known_optimizer.learning_rate
 
     def planned(self, optimizer: TableOptimizer, sharding_type: str) -> Table:
-        """Return the same table with its optimiser and sharding type."""
+        """Return the same table with its optimizer and sharding type."""
         return replace(self, optimizer=optimizer, sharding_type=sharding_type)
 
 
@@ -128,7 +128,7 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
 
     A plain ``nn.EmbeddingBag`` is not included: it stays a dense parameter.
     """
-    found: list[tuple[Table, nn.Parameter]] = []
+    tables: list[tuple[Table, nn.Parameter]] = []
     inside: list[str] = []
     for name, child in module.named_modules():
         if any(name == outer or name.startswith(f"{outer}.") or not outer for outer in inside):
@@ -154,37 +154,38 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
                 " Hold the TorchRec module as a child instead of inheriting from it."
             )
         inside.append(name)
-        found.extend(_tables_of(name, child))
-    _refuse_shared_tables(module, found)
-    if not found:
+        tables.extend(_tables_of(name, child))
+    _refuse_shared_tables(module, tables)
+    if not tables:
         raise SetupError(
             f"expected a module with tables, but {type(module).__name__} holds no TorchRec embedding module. Add an"
             " EmbeddingBagCollection or EmbeddingCollection, or use strategy='pipeline' for a module without one."
         )
-    return found
+    return tables
 
 
-def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Parameter]]) -> None:
+def _refuse_shared_tables(module: nn.Module, tables: Iterable[tuple[Table, nn.Parameter]]) -> None:
     """Refuse shared tables: sharding replaces a table's parameter, and other holders would silently train a copy."""
     names: dict[int, str] = {}
-    for table, parameter in found:
-        other = names.setdefault(id(parameter), table.name)
-        if other != table.name:
+    for table, parameter in tables:
+        first_name = names.setdefault(id(parameter), table.name)
+        if first_name != table.name:
             raise SetupError(
-                f"tables {other} and {table.name} are one parameter. Give each table a separate parameter."
+                f"tables {first_name} and {table.name} are one parameter. Give each table a separate parameter."
             )
     for name, child in module.named_modules():
-        held: dict[int, str] = {}
-        for own, part in child._modules.items():
-            if isinstance(part, TABLE_MODULES) and held.setdefault(id(part), own) != own:
+        child_names: dict[int, str] = {}
+        for child_name, part in child._modules.items():
+            if isinstance(part, TABLE_MODULES) and child_names.setdefault(id(part), child_name) != child_name:
                 raise SetupError(
-                    f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, of which"
-                    " sharding would only replace the first. Hold it under one name, and call it by that name."
+                    f"{_join(name, child_names[id(part)])} and {_join(name, child_name)} are one"
+                    f" {type(part).__name__}, of which sharding would only replace the first. Hold it under"
+                    " one name, and call it by that name."
                 )
-    holders = {table.holder_name for table, _ in found}
-    memory = _memory((table.name, parameter) for table, parameter in found)
-    for (first, values), (second, others) in _overlaps(memory, memory):
-        if first < second and values is not others:
+    holders = {table.holder_name for table, _ in tables}
+    memory = _memory((table.name, parameter) for table, parameter in tables)
+    for (first, first_values), (second, second_values) in _overlaps(memory, memory):
+        if first < second and first_values is not second_values:
             raise SetupError(
                 f"tables {first} and {second} share memory, but sharding gives each table memory of its own. Give each"
                 " table separate values, for example weight.data = other.weight.data.clone()."
@@ -193,14 +194,14 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
     for name, child in module.named_modules():
         if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):
             continue
-        for own, parameter in child.named_parameters(recurse=False):
+        for tensor_name, parameter in child.named_parameters(recurse=False):
             if id(parameter) in names:
                 raise SetupError(
-                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are the same tensor, but a sharded"
-                    " table cannot be shared with a dense layer. Give that layer a separate parameter."
+                    f"table {names[id(parameter)]} and parameter {_join(name, tensor_name)} are the same tensor, but"
+                    " a sharded table cannot be shared with a dense layer. Give that layer a separate parameter."
                 )
         own_tensors = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
-        dense += ((_join(name, own), tensor) for own, tensor in own_tensors)
+        dense += ((_join(name, tensor_name), tensor) for tensor_name, tensor in own_tensors)
     for (table_name, _), (other_name, _) in _overlaps(memory, _memory(dense)):
         raise SetupError(
             f"table {table_name} and {other_name} share memory, but a sharded table cannot be shared with a dense"
@@ -225,10 +226,13 @@ def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
 def _overlaps(first: _Memory, second: _Memory) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
     """Yield the pairs of a tensor of *first* and a tensor of *second* that share elements."""
     for address in first.keys() & second.keys():
-        for one in first[address]:
-            for other in second[address]:
-                if _span(one[1])[0] < _span(other[1])[1] and _span(other[1])[0] < _span(one[1])[1]:
-                    yield one, other
+        for first_tensor in first[address]:
+            for second_tensor in second[address]:
+                if (
+                    _span(first_tensor[1])[0] < _span(second_tensor[1])[1]
+                    and _span(second_tensor[1])[0] < _span(first_tensor[1])[1]
+                ):
+                    yield first_tensor, second_tensor
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -242,13 +246,13 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
     holder: nn.Module = module
     if isinstance(module, (FeatureProcessedEmbeddingBagCollection, BaseManagedCollisionEmbeddingCollection)):
         inner = EmbeddingBagCollection, EmbeddingCollection
-        own, holder = next(one for one in module.named_children() if isinstance(one[1], inner))
-        prefix = _join(name, own)
+        child_name, holder = next(child for child in module.named_children() if isinstance(child[1], inner))
+        prefix = _join(name, child_name)
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
-        for table_name, one in maps_before_sharding(module).items():
-            if not isinstance(one, MCHManagedCollisionModule):
+        for table_name, id_map in maps_before_sharding(module).items():
+            if not isinstance(id_map, MCHManagedCollisionModule):
                 raise SetupError(
-                    f"table {table_name} of module {name or 'given'} maps ids by a {type(one).__name__}, expected an"
+                    f"table {table_name} of module {name or 'given'} maps ids by a {type(id_map).__name__}, expected an"
                     " MCHManagedCollisionModule. TorchRec's other maps evict by the time of day, or cannot be moved to"
                     " another number of ranks."
                 )

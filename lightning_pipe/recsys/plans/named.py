@@ -89,7 +89,7 @@ _NAMED = (
     # The prefetch precedes the lookup, so a whole step hides it. For rows that are read from disk.
     replace(_PREFETCH.move("EmbPrefetch", after="EmbInputDistWait"), name="early_prefetch"),
     # TorchRec's TrainPipelineFusedSparseDist. Tables are updated in the backward of their lookups, so the lookup of the
-    # next batch overlaps with the rest of this one: reduction of dense gradients, optimiser step and logging.
+    # next batch overlaps with the rest of this one: reduction of dense gradients, optimizer step and logging.
     _plan(
         "fused_sparse_dist",
         {
@@ -158,7 +158,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
     names = [task.name for task in tasks]
     spec = _with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
-    # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimiser step.
+    # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimizer step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
     spec = _with_balancing(spec, names) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
@@ -227,7 +227,7 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
         raise PlanError(
             f"plan {plan!r} looks up batches ahead of their turn, but the lookups of this model also read"
             f" {', '.join(read)}, which the previous batch still changes. The model has feature processors, kernels"
-            " other than FBGEMM's fused ones, tables trained by the dense optimiser, managed collision, whose lookups"
+            " other than FBGEMM's fused ones, tables trained by the dense optimizer, managed collision, whose lookups"
             " evict rows, or replicas of tables with sync_every above 1, which are also averaged before validation and"
             " checkpoints. Use the plan 'prefetch'."
         )
@@ -295,11 +295,11 @@ def _with_late_backward(plan: PlanSpec) -> PlanSpec:
     """Move ``EmbBackward`` after ``OptimStep``, together with the average, lookups and extra tasks between the two."""
     if not plan.order or plan.position("EmbBackward") > plan.position("OptimStep"):
         return plan
-    after, moved, own = "OptimStep", False, {*_LOOKUP, *_STEP, *BALANCING}
+    predecessor, moved, builtin_tasks = "OptimStep", False, {*_LOOKUP, *_STEP, *BALANCING}
     for task in plan.order[plan.position("EmbBackward") : plan.position("OptimStep")]:
         # A user's task stays after the task that it follows.
-        moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in own)
+        moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in builtin_tasks)
         if moved:
-            plan = plan.move(task, after=after)
-            after = task
+            plan = plan.move(task, after=predecessor)
+            predecessor = task
     return plan

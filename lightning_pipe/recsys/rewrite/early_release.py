@@ -48,30 +48,30 @@ class EarlyRelease:
         self._of_loaders: WeakSet[KeyedJaggedTensor] = WeakSet()
         self._looked_up_in_step: frozenset[str] | None = None
 
-    def transferred(self, before: Any, after: Any) -> None:
+    def transferred(self, loader_batch: Any, device_batch: Any) -> None:
         """Record objects that a batch on the device shares with the loader's batch."""
-        given = {id(piece) for _, piece in walk(before) if isinstance(piece, KeyedJaggedTensor)}
-        for _, piece in walk(after):
-            if isinstance(piece, KeyedJaggedTensor) and id(piece) in given:
+        loader_ids = {id(piece) for _, piece in walk(loader_batch) if isinstance(piece, KeyedJaggedTensor)}
+        for _, piece in walk(device_batch):
+            if isinstance(piece, KeyedJaggedTensor) and id(piece) in loader_ids:
                 self._of_loaders.add(piece)
 
     def release(self, inputs: Inputs) -> None:
         """Release the ids and weights of all arguments of pipelined modules, all of which have been sent."""
-        found: dict[int, KeyedJaggedTensor] = {}
+        released: dict[int, KeyedJaggedTensor] = {}
         for entry in self._sharded.values():
             for source in () if entry.arguments is None else _sources(entry.arguments):
                 features = source.get(inputs.batch, inputs.postprocessed)
                 if not isinstance(features, KeyedJaggedTensor) or not self._is_free(features):
                     continue
                 if source.get(inputs.batch, inputs.postprocessed) is features:
-                    found[id(features)] = features
-        for features in found.values():
+                    released[id(features)] = features
+        for features in released.values():
             _release(features)
 
     def _is_free(self, features: KeyedJaggedTensor) -> bool:
         if self._looked_up_in_step is None:
             self._looked_up_in_step = frozenset(
-                key for one in self._sharded.values() if one.arguments is None for key in one.features or ("",)
+                key for module in self._sharded.values() if module.arguments is None for key in module.features or ("",)
             )
         # A module whose features are unknown may look up any feature.
         in_step = self._looked_up_in_step
@@ -115,11 +115,11 @@ def _without_values(tensor: Tensor) -> Tensor:
 def own_objects(call: Arguments) -> Arguments:
     """Return *call* with copies of its keyed jagged tensors over the same tensors, which a release does not affect."""
 
-    def own(value: Any) -> Any:
+    def copy_features(value: Any) -> Any:
         return copy.copy(value) if isinstance(value, KeyedJaggedTensor) else value
 
     positional, named = call
-    return tuple(map(own, positional)), {name: own(value) for name, value in named.items()}
+    return tuple(map(copy_features, positional)), {name: copy_features(value) for name, value in named.items()}
 
 
 def _sources(arguments: CallArguments) -> Iterator[Source]:

@@ -48,18 +48,20 @@ def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> di
         if node.op == "call_module" and node.target in calls:
             calls[node.target].append(node)
     batch = next((node for node in tracer.graph.nodes if node.op == "placeholder"), None)
-    found: dict[str, CallArguments | str] = {}
+    arguments: dict[str, CallArguments | str] = {}
     for name, nodes in calls.items():
         if len(nodes) == 1:
             try:
-                found[name] = _call_arguments(nodes[0], batch, model)
+                arguments[name] = _call_arguments(nodes[0], batch, model)
             except _Unknown as reason:
-                found[name] = str(reason)
+                arguments[name] = str(reason)
         elif nodes:
-            found[name] = f"is called {len(nodes)} times in {step}"
+            arguments[name] = f"is called {len(nodes)} times in {step}"
         else:
-            found[name] = f"is not called in {step}" if broken is None else f"a trace of {step} failed before: {broken}"
-    return found
+            arguments[name] = (
+                f"is not called in {step}" if broken is None else f"a trace of {step} failed before: {broken}"
+            )
+    return arguments
 
 
 class _Done(Exception):
@@ -143,7 +145,7 @@ def _postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Po
     module = model.get_submodule(name)
     if any(isinstance(child, ShardedModule) for child in module.modules()):
         raise _Unknown(f"its argument depends on the output of the sharded module {name!r}")
-    calls = [other for other in node.graph.nodes if other.op == "call_module" and other.target == node.target]
+    calls = [call for call in node.graph.nodes if call.op == "call_module" and call.target == node.target]
     reasons = {
         "has trainable parameters": any(parameter.requires_grad for parameter in module.parameters()),
         "draws random numbers (dropout)": any(isinstance(child, _DROPOUTS) for child in module.modules()),

@@ -35,11 +35,11 @@ class Recorder:
         """Record one call of the sharded module ``name``."""
         sources = [self._source(value) for value in positional]
         named_sources = {key: self._source(value) for key, value in named.items()}
-        unknown = [text for text in (*sources, *named_sources.values()) if isinstance(text, str)]
-        found = unknown[0] if unknown else CallArguments(tuple(sources), named_sources)  # type: ignore[arg-type]
-        self._calls.setdefault(name, []).append((found, (positional, named)))
+        reasons = [text for text in (*sources, *named_sources.values()) if isinstance(text, str)]
+        arguments = reasons[0] if reasons else CallArguments(tuple(sources), named_sources)  # type: ignore[arg-type]
+        self._calls.setdefault(name, []).append((arguments, (positional, named)))
 
-    def found(self, name: str) -> CallArguments | str:
+    def arguments(self, name: str) -> CallArguments | str:
         """Return the arguments of the module's only call, or the reason why they are unknown."""
         calls = self._calls.get(name, [])
         if len(calls) == 1:

@@ -197,15 +197,15 @@ class SplitsRequest:
         if self._layout is None:
             return {name: request.wait() for name, request in self._requests.items()}
         tensors = self._send(self._layout)
-        found: dict[str, Awaitable[Any]] = {}
+        awaitables_by_name: dict[str, Awaitable[Any]] = {}
         for name, request in self._requests.items():
             context = self._contexts[name]
             awaitables = [next(tensors) if isinstance(part, Part) else part.wait() for part in request.awaitables]
             for awaitable, sharding in zip(awaitables, getattr(context, "sharding_contexts", ()), strict=False):
                 if isinstance(awaitable, Tensors):
                     awaitable.tell(sharding)
-            found[name] = KJTListAwaitable(awaitables, context)
-        return found
+            awaitables_by_name[name] = KJTListAwaitable(awaitables, context)
+        return awaitables_by_name
 
     def _send(self, layout: Layout) -> Iterator[Tensors]:
         rows, end = self._sizes.wait(), 0

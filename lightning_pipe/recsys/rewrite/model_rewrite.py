@@ -83,7 +83,7 @@ class ModelRewrite:
         validate_ids: check every id against its table, and every length, before they are sent (default False).
         ids_on_wire: integer type of the ids that pipelined modules send; see ``ids_on_wire.sends_int32``.
         split_backward: capture the calls of the lookups, so that ``tables_backward`` can stop before the kernels
-            (default False). Always on if a row optimiser trains tables.
+            (default False). Always on if a row optimizer trains tables.
         look_ahead: capture the calls if possible, for lookups before the previous batch has trained: learning rates may
             change until the batch's turn (default False).
         free_features_early: release ids after they are sent, if only pipelined modules use them (default False).
@@ -91,7 +91,7 @@ class ModelRewrite:
     Attributes:
         splits_backward: True if the backward is split.
         looks_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
-        agrees_unused: value for ``agree_unused`` of ``backward``: True if an optimiser on any rank changes rows at a
+        agrees_unused: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes rows at a
             gradient of zero, which an unused output has.
         tables_backward: implementation of ``backward``, with its two halves.
         announce: function called with the argument of :meth:`join` before each lookup, if some ranks must join it.
@@ -198,10 +198,10 @@ class ModelRewrite:
     @property
     def postprocessed(self) -> dict[str, CallArguments]:
         """The post-processing modules that run ahead, with the sources of their arguments in a batch."""
-        found: dict[str, CallArguments] = {}
+        arguments_by_name: dict[str, CallArguments] = {}
         for arguments in self.pipelined.values():
-            found |= arguments.postprocesses()
-        return found
+            arguments_by_name |= arguments.postprocesses()
+        return arguments_by_name
 
     @property
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -422,14 +422,14 @@ class ModelRewrite:
     ) -> None:
         """Send the gradients that the dense backward left at the cuts through output dists and lookups.
 
-        Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that other
+        Optimizers fused into the lookups step here. An output that this rank did not use sends zeros, so that other
         ranks do not wait for it. After ``tables_backward.begin``, only the second half runs.
 
         Args:
             embeddings: embeddings of the step, which release their outputs and gradients.
             scale: factor of every gradient; None (default) for 1.
             agree_unused: True to leave out modules whose output no rank used (default False; one small collective).
-                For optimisers that change a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
+                For optimizers that change a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
         """
         with ExitStack() as prefetches:
             for entry in self._sharded.values():

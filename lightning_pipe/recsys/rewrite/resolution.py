@@ -27,7 +27,7 @@ from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 Method = Literal["auto", "record", "direct", "fx"]
 
-Found = dict[str, CallArguments | str]
+Candidates = dict[str, CallArguments | str]
 
 
 class Resolution:
@@ -58,7 +58,7 @@ class Resolution:
     def before_first_step(self, batch: Any) -> None:
         """Compare the ranks' first batches and, unless the first step must be observed, resolve."""
         jagged = {
-            describe(path): str(FeatureForm.of(piece))
+            describe(path): str(FeatureForm.from_features(piece))
             for path, piece in walk(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }
@@ -85,13 +85,13 @@ class Resolution:
 
     def without_step(self, batch: Any) -> None:
         """Resolve directly or by fx, from a batch before any step."""
-        found: Found = {}
+        candidates: Candidates = {}
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         if self._method == "direct":
-            found = {name: find_directly(batch, self._sharded[name].features) for name in names}
+            candidates = {name: find_directly(batch, self._sharded[name].features) for name in names}
         else:
-            found = find_by_trace(self._model, self._step, names)
-        agreed = self._agree(found)
+            candidates = find_by_trace(self._model, self._step, names)
+        agreed = self._agree(candidates)
         results = PostprocessResults(self._postprocess_forwards(agreed))
         calls: dict[str, Arguments] = {}
         error: Exception | None = None
@@ -113,18 +113,22 @@ class Resolution:
     def after_step(self, recorder: Recorder) -> None:
         """Resolve from the recorded first step, or by fx for modules whose argument the step made."""
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
-        found: Found = {name: recorder.found(name) for name in names}
-        made = [name for name, what in found.items() if isinstance(what, str) and recorder.call(name) is not None]
-        if self._method == "auto" and any(gather(bool(made), self._agree_group)):
+        candidates: Candidates = {name: recorder.arguments(name) for name in names}
+        made_in_step = [
+            name
+            for name, candidate in candidates.items()
+            if isinstance(candidate, str) and recorder.call(name) is not None
+        ]
+        if self._method == "auto" and any(gather(bool(made_in_step), self._agree_group)):
             traced = find_by_trace(self._model, self._step, names)
-            for name in made:
+            for name in made_in_step:
                 why = traced[name]
                 if isinstance(why, str):
                     # The recorder's reason already states that the step computes it.
                     comma = "," if why.startswith(COMPUTED) else ";"
-                    why = f"{found[name]}{comma} {why.removeprefix(COMPUTED)}"
-                found[name] = why
-        agreed = self._agree(found)
+                    why = f"{candidates[name]}{comma} {why.removeprefix(COMPUTED)}"
+                candidates[name] = why
+        agreed = self._agree(candidates)
         calls: dict[str, Arguments] = {}
         for name, arguments in agreed.items():
             call = recorder.call(name)
@@ -133,20 +137,20 @@ class Resolution:
             calls[name] = self._sharded[name].prepare(call)
         self._settle(agreed, calls)
 
-    def _agree(self, found: Found) -> dict[str, CallArguments]:
+    def _agree(self, candidates: Candidates) -> dict[str, CallArguments]:
         """Return the inputs that are equal on all ranks, and set the reasons of the other modules."""
         for name, entry in self._sharded.items():
             if not entry.pipelinable:
-                found[name] = f"is a {type(entry.module).__name__}, a type that cannot be pipelined"
-        texts = {name: (isinstance(what, CallArguments), str(what)) for name, what in found.items()}
+                candidates[name] = f"is a {type(entry.module).__name__}, a type that cannot be pipelined"
+        texts = {name: (isinstance(candidate, CallArguments), str(candidate)) for name, candidate in candidates.items()}
         by_rank = gather(texts, self._agree_group)
         agreed: dict[str, CallArguments] = {}
-        for name, what in found.items():
+        for name, candidate in candidates.items():
             views = [of_rank[name] for of_rank in by_rank]
-            known = all(is_known for is_known, _ in views)
-            if isinstance(what, CallArguments) and known and len(set(views)) == 1:
-                agreed[name] = what
-            elif known:
+            all_known = all(is_known for is_known, _ in views)
+            if isinstance(candidate, CallArguments) and all_known and len(set(views)) == 1:
+                agreed[name] = candidate
+            elif all_known:
                 parts = (f"rank {rank}: {text}" for rank, (_, text) in enumerate(views))
                 self._sharded[name].reason = f"is fed differently on different ranks ({'; '.join(parts)})"
             else:
@@ -166,14 +170,15 @@ class Resolution:
         self.done = True
         left_out = [f"{name!r} {entry.reason}" for name, entry in self._sharded.items() if entry.arguments is None]
         if left_out and (self._agree_group is None or self._agree_group.rank() == 0):
-            said = "; ".join(left_out)
-            if "the step made it" in said:
-                said += (
+            reasons = "; ".join(left_out)
+            if "the step made it" in reasons:
+                reasons += (
                     ". To pipeline them, make each module's KeyedJaggedTensor in the collate function or in"
                     " on_after_batch_transfer"
                 )
             warnings.warn(
-                f"These sharded modules are not pipelined and do all their work inside the step: {said}", stacklevel=2
+                f"These sharded modules are not pipelined and do all their work inside the step: {reasons}",
+                stacklevel=2,
             )
 
     def _postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
@@ -183,16 +188,18 @@ class Resolution:
 
 def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
     """Return the only keyed jagged tensor of the batch that has all *features*, or the reason why it is unknown."""
-    wanted = set(features)
+    feature_set = set(features)
     jagged = [(path, piece) for path, piece in walk(batch) if isinstance(piece, KeyedJaggedTensor)]
-    fitting = [(path, piece) for path, piece in jagged if wanted <= set(piece.keys())]
-    exact = [(path, piece) for path, piece in fitting if wanted == set(piece.keys())]
+    fitting = [(path, piece) for path, piece in jagged if feature_set <= set(piece.keys())]
+    exact = [(path, piece) for path, piece in fitting if feature_set == set(piece.keys())]
     if len({id(piece) for _, piece in exact}) == 1:
         fitting = exact
     if len({id(piece) for _, piece in fitting}) == 1:
         return CallArguments((BatchArgument(fitting[0][0]),))
     if fitting:
         places = ", ".join(describe(path) for path, _ in fitting)
-        return f"several keyed jagged tensors of the batch have its features {sorted(wanted)}: {places}"
+        return f"several keyed jagged tensors of the batch have its features {sorted(feature_set)}: {places}"
     places = ", ".join(f"{describe(path)} with {piece.keys()}" for path, piece in jagged)
-    return f"no keyed jagged tensor of the batch has all of its features {sorted(wanted)}; found: {places or 'none'}"
+    return (
+        f"no keyed jagged tensor of the batch has all of its features {sorted(feature_set)}; found: {places or 'none'}"
+    )

@@ -192,12 +192,14 @@ class Tensors(Awaitable[KeyedJaggedTensor]):
             ids, weights = permute_segments(ids, sizes[1], order, weights)
             return lengths, ids, weights
         if not self._route.is_even(self._strides):
-            found = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, weights, ids.numel())
+            permuted = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, weights, ids.numel())
         elif stride := self._strides[0][0]:
-            found = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths.view(-1, stride), ids, weights, ids.numel())
+            permuted = torch.ops.fbgemm.permute_2D_sparse_data(
+                order, lengths.view(-1, stride), ids, weights, ids.numel()
+            )
         else:
             return lengths, ids, weights
-        return found[0].view(-1), found[1], found[2]
+        return permuted[0].view(-1), permuted[1], permuted[2]
 
     def _strides_per_key(self) -> Tensor:
         """Batch size of each key by sender: int64 on the CPU, [keys, ranks]."""

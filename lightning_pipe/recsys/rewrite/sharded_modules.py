@@ -81,7 +81,7 @@ class Sharded:
         self.reason = "has not been called in a step yet"
         self.routes: list[Route] = []  # of its input dist, if that sends its splits together with other modules'
         self.form: FeatureForm | None = None
-        # A worker may prefetch rows during calls of the module; the lock serialises the two.
+        # A worker may prefetch rows during calls of the module; the lock serializes the two.
         self.lock = threading.Lock()
         self._caches = cached_kernels([module])
         self._fusable: list[FusableAllToAll] = []
@@ -138,7 +138,7 @@ class Sharded:
         if self._checked_tables:
             check_ids(self.name, features, self._checked_tables)
         if self.form is None:
-            self.form = FeatureForm.of(features)
+            self.form = FeatureForm.from_features(features)
         if self.form.inverse_keys is not None:
             self._refuse_variable_rows()
         if self._changes_features:
@@ -196,7 +196,9 @@ class Sharded:
                 call = on_all_ranks(prepare, "", group, InputError)
             else:
                 call = prepare()
-                announce((self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
+                announce(
+                    (self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.from_features, call, is_leaf=_is_features))
+                )
             positional, named = call
             with self._direct():
                 return wait_output(self.forward(*positional, **named))
@@ -230,9 +232,9 @@ class Sharded:
         ranks = dist.get_process_group_ranks(group)
         all_to_alls = all_to_alls_of(self.module)
         for all_to_all in all_to_alls:
-            own = dist.get_process_group_ranks(group_of_input_dist(all_to_all))
-            if own != ranks:
-                return f"exchanges its inputs among the ranks {own}, but the input group has the ranks {ranks}"
+            dist_ranks = dist.get_process_group_ranks(group_of_input_dist(all_to_all))
+            if dist_ranks != ranks:
+                return f"exchanges its inputs among the ranks {dist_ranks}, but the input group has the ranks {ranks}"
         if len(ranks) == 1:
             return None
         self._fusable = [FusableAllToAll(all_to_all, group, self._sends_int32) for all_to_all in all_to_alls]
@@ -282,8 +284,8 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
     tables: dict[str, TableRows] = {}
     for config in table_configs(module):
         for feature in config.feature_names:
-            known = tables.get(feature)
-            if known is None or config.num_embeddings < known.rows:
+            smallest = tables.get(feature)
+            if smallest is None or config.num_embeddings < smallest.rows:
                 tables[feature] = TableRows(config.name, config.num_embeddings)
     return tables
 
@@ -320,19 +322,19 @@ def _is_counted_on_host(features: KeyedJaggedTensor) -> bool:
 
 def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
     """Return the sharded modules of ``model`` by name, without those inside another sharded module."""
-    found: dict[str, Sharded] = {}
+    sharded: dict[str, Sharded] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, ShardedModule) or any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, ShardedModule) or any(name.startswith(f"{outer}.") for outer in sharded):
             continue
         if isinstance(module, _REFUSED):
             raise SetupError(
                 f"sharded module {name!r} is a {type(module).__name__}, whose interaction layers would only be trained"
                 " on the ranks of one host. Use an EmbeddingBagCollection and move the interaction into the model."
             )
-        found[name] = Sharded(name, module, validate_ids, ids_on_wire)
-    if not found:
+        sharded[name] = Sharded(name, module, validate_ids, ids_on_wire)
+    if not sharded:
         raise SetupError(
             f"{type(model).__name__} must hold a sharded module, got none. Shard it first: torchrec's"
             " DistributedModelParallel shards the EmbeddingBagCollection and EmbeddingCollection modules of a model."
         )
-    return found
+    return sharded

@@ -1,6 +1,6 @@
 """Backward of the output dists and the lookups, in one call or in two halves.
 
-    cuts ──► output dists' backward ──► kernel outputs ──► kernels' backward, optimisers inside
+    cuts ──► output dists' backward ──► kernel outputs ──► kernels' backward, optimizers inside
              └────────── first half ──────────┘ └────────── second half ──────────┘
 
 Between the halves, the gradient of every row is known on the rank that owns it and no table has changed, so a norm over
@@ -35,7 +35,7 @@ class TableBackward:
         self._group = group
 
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
-        """Run the backward, or after ``begin`` its second half. Optimisers fused into the lookups step here.
+        """Run the backward, or after ``begin`` its second half. Optimizers fused into the lookups step here.
 
         A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
         kernel is called again, for a backward with the current rate.
@@ -55,7 +55,7 @@ class TableBackward:
         return embeddings.kernel_gradients
 
     def discard(self, embeddings: Embeddings) -> None:
-        """Discard the gradients instead of ``run``: tables and the step counts of their optimisers do not change."""
+        """Discard the gradients instead of ``run``: tables and the step counts of their optimizers do not change."""
         for call in embeddings.calls:
             if call.cuts:  # without grad mode, the lookup was not counted
                 count_lookups(self._modules[call.name], -1)
@@ -114,19 +114,23 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     return KernelGradients(kernels, list(gradients[: len(kernels)]), replicated)
 
 
-def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) -> None:
-    if left.calls:
-        record_use(left.gradients)
-        gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
-        pairs = list(zip(left.calls, gradients, strict=True))
+def _through_kernels(kernel_gradients: KernelGradients, scale: torch.Tensor | float | None) -> None:
+    if kernel_gradients.calls:
+        record_use(kernel_gradients.gradients)
+        gradients = (
+            kernel_gradients.gradients
+            if scale is None
+            else [gradient * scale for gradient in kernel_gradients.gradients]
+        )
+        pairs = list(zip(kernel_gradients.calls, gradients, strict=True))
         fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
         if fused:
             outputs = [call.with_present_rate() for call, _ in fused]
             torch.autograd.backward(outputs, [gradient for _, gradient in fused])
-        for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in left.calls):
+        for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in kernel_gradients.calls):
             if optimizer is not None:
                 optimizer.step([pair for pair in pairs if row_optimizer(pair[0].kernel) is optimizer])
     if scale is not None:
-        for weights in left.replicated:
+        for weights in kernel_gradients.replicated:
             assert weights.grad is not None
             weights.grad.mul_(scale)

@@ -1,8 +1,8 @@
-"""Gradients of tables over a window of micro-batches, which the optimisers of the tables step with once.
+"""Gradients of tables over a window of micro-batches, which the optimizers of the tables step with once.
 
-A fused optimiser steps in each backward of its lookup. So the inputs of the lookups and the gradients of their outputs
+A fused optimizer steps in each backward of its lookup. So the inputs of the lookups and the gradients of their outputs
 are kept, and joined into one call at the end of the window. Its lookup is repeated, and its backward steps the
-optimiser as for one large batch: FBGEMM adds up all gradients of a row before it updates the row.
+optimizer as for one large batch: FBGEMM adds up all gradients of a row before it updates the row.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TableWindow:
 
     def keep(self, embeddings: Embeddings) -> None:
         """Keep the gradients of a micro-batch after the first half of its backward, and the rows that it looked up."""
-        left = embeddings.kernel_gradients
-        assert left is not None
-        self._take(left)
+        kernel_gradients = embeddings.kernel_gradients
+        assert kernel_gradients is not None
+        self._take(kernel_gradients)
         self._rows += embeddings.hand_over_rows()
         embeddings.kernel_gradients = None
 
@@ -86,13 +86,13 @@ class TableWindow:
         for module in self._modules:
             on_eviction(module, None)
 
-    def _take(self, left: KernelGradients) -> None:
-        for call, gradient in zip(left.calls, left.gradients, strict=True):
-            self._pairs.append((JoinedCall.of(call, call.indices, call.offsets, call.weights), gradient))
-        for weights in left.replicated:
+    def _take(self, kernel_gradients: KernelGradients) -> None:
+        for call, gradient in zip(kernel_gradients.calls, kernel_gradients.gradients, strict=True):
+            self._pairs.append((JoinedCall.from_call(call, call.indices, call.offsets, call.weights), gradient))
+        for weights in kernel_gradients.replicated:
             assert weights.grad is not None
-            before = self._replicated.get(weights)
-            self._replicated[weights] = weights.grad if before is None else before + weights.grad
+            accumulated = self._replicated.get(weights)
+            self._replicated[weights] = weights.grad if accumulated is None else accumulated + weights.grad
             weights.grad = None
 
     @torch.no_grad()
@@ -115,13 +115,13 @@ def _without_rows(call: KernelCall, gradient: Tensor, table: int, rows: Tensor) 
     lengths = call.offsets.diff()
     bag = torch.repeat_interleave(lengths, output_size=call.indices.numel())
     tables = torch.tensor(call.kernel.feature_table_map, device=bag.device)
-    kept = (tables[bag // max(_bags(call), 1)] != table) | ~torch.isin(call.indices, rows.to(call.indices))
+    is_kept = (tables[bag // max(_bags(call), 1)] != table) | ~torch.isin(call.indices, rows.to(call.indices))
     if call.kernel.pooling_mode == PoolingMode.NONE:
-        gradient = gradient[kept]
-    lengths = torch.zeros_like(lengths).index_add_(0, bag, kept.to(lengths.dtype))
+        gradient = gradient[is_kept]
+    lengths = torch.zeros_like(lengths).index_add_(0, bag, is_kept.to(lengths.dtype))
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(call.offsets.dtype)
-    weights = None if call.weights is None else call.weights[kept]
-    return JoinedCall.of(call, call.indices[kept], offsets, weights), gradient
+    weights = None if call.weights is None else call.weights[is_kept]
+    return JoinedCall.from_call(call, call.indices[is_kept], offsets, weights), gradient
 
 
 @torch.no_grad()
@@ -144,9 +144,9 @@ def _join(pairs: Sequence[_Pair]) -> _Pair:
         gradient = gradient[ids]
     weights = None
     if any(call.weights is not None for call in calls):
-        own = [
+        call_weights = [
             torch.ones_like(call.indices, dtype=torch.float) if call.weights is None else call.weights for call in calls
         ]
-        weights = torch.cat(own)[ids]
+        weights = torch.cat(call_weights)[ids]
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(calls[0].offsets.dtype)
-    return JoinedCall.of(calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights), gradient
+    return JoinedCall.from_call(calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights), gradient

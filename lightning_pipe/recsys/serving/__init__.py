@@ -1,3 +1,3 @@
-"""A trained recommender as one artefact for a server."""
+"""A trained recommender as one artifact for a server."""
 
 __all__: list[str] = []

@@ -44,21 +44,21 @@ class FlatBatch:
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch of this form, in the order of :attr:`names`."""
-        found = self._all(batch)
-        return [found[name] for name in self.names]
+        by_name = self._all(batch)
+        return [by_name[name] for name in self.names]
 
     @staticmethod
     def _all(batch: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, piece in _named(batch):
             if isinstance(piece, KeyedJaggedTensor):
-                found[f"{name}.values"] = piece.values()
-                found[f"{name}.lengths"] = piece.lengths().view(len(piece.keys()), -1)
+                tensors[f"{name}.values"] = piece.values()
+                tensors[f"{name}.lengths"] = piece.lengths().view(len(piece.keys()), -1)
                 if (weights := piece.weights_or_none()) is not None:
-                    found[f"{name}.weights"] = weights
+                    tensors[f"{name}.weights"] = weights
             else:
-                found[name] = piece
-        return found
+                tensors[name] = piece
+        return tensors
 
     def left_out(self) -> dict[str, Tensor]:
         """Return the example's tensors that are not inputs, without weights, whose size is that of the ids."""
@@ -66,16 +66,16 @@ class FlatBatch:
         tensors = self._all(self._example).items()
         return {name: tensor for name, tensor in tensors if name in self._without - weights}
 
-    def batch(self, tensors: tuple[Tensor, ...], rest: Mapping[str, Tensor]) -> Any:
-        """Return a batch with other tensors, in the order of :attr:`names`, and *rest* in place of those left out."""
-        given = {**rest, **dict(zip(self.names, tensors, strict=True))}
+    def batch(self, tensors: tuple[Tensor, ...], left_out: Mapping[str, Tensor]) -> Any:
+        """Return a batch with other tensors, in the order of :attr:`names`, and *left_out* in place of the others."""
+        by_name = {**left_out, **dict(zip(self.names, tensors, strict=True))}
 
         def put(name: str, piece: Any) -> Any:
             if name not in self._keys:
-                return given[name]
-            lengths = given[f"{name}.lengths"].reshape(-1)
-            weights = given.get(f"{name}.weights")
-            return KeyedJaggedTensor(self._keys[name], given[f"{name}.values"], weights, lengths=lengths)
+                return by_name[name]
+            lengths = by_name[f"{name}.lengths"].reshape(-1)
+            weights = by_name.get(f"{name}.weights")
+            return KeyedJaggedTensor(self._keys[name], by_name[f"{name}.values"], weights, lengths=lengths)
 
         pieces = (put(name, piece) for name, piece in _named(self._example))
         return _replaced(self._example, lambda: next(pieces))
@@ -125,8 +125,8 @@ class Scorer(nn.Module):
             self.register_buffer(f"left_out_{index}", tensor)
 
     def forward(self, *tensors: Tensor) -> Any:
-        rest = {name: self.get_buffer(f"left_out_{index}") for index, name in enumerate(self._left_out)}
-        batch = self._form.batch(tensors, rest)
+        left_out = {name: self.get_buffer(f"left_out_{index}") for index, name in enumerate(self._left_out)}
+        batch = self._form.batch(tensors, left_out)
         step = getattr(self.model, "predict_step", None)
         return self.model(batch) if step is None else step(batch, 0)
 
@@ -143,19 +143,19 @@ def _named(batch: Any) -> Iterator[tuple[str, Any]]:
         yield name or "batch", piece
 
 
-def _replaced(value: Any, new: Callable[[], Any]) -> Any:
+def _replaced(value: Any, next_piece: Callable[[], Any]) -> Any:
     """Return *value* with its pieces replaced in the order of :func:`walk`."""
     if isinstance(value, PIECES):
-        return new()
+        return next_piece()
     if isinstance(value, Mapping):
-        return {key: _replaced(one, new) for key, one in value.items()}
+        return {key: _replaced(entry, next_piece) for key, entry in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(one, new) for one in value))
+        return type(value)(*(_replaced(entry, next_piece) for entry in value))
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(one, new) for one in value)
+        return type(value)(_replaced(entry, next_piece) for entry in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, _replaced(getattr(value, field.name), new))
+            object.__setattr__(copied, field.name, _replaced(getattr(value, field.name), next_piece))
         return copied
     return value

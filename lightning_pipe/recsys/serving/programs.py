@@ -1,4 +1,4 @@
-"""Artefacts that compute a trained model's scores without its code.
+"""Artifacts that compute a trained model's scores without its code.
 
 Each takes the tensors of a batch, in the order and shapes of ``flat_batch.FlatBatch``.
 """
@@ -56,9 +56,9 @@ def _unread(program: ExportedProgram, form: FlatBatch) -> list[str]:
 
 
 def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
-    scorer, given = Scorer(model, form), tuple(form.tensors(batch))
+    scorer, inputs = Scorer(model, form), tuple(form.tensors(batch))
     with torch.no_grad(), sizes_below_two():  # a batch can have one id, or none
-        return torch.export.export(scorer, given, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
+        return torch.export.export(scorer, inputs, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
 
 
 def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
@@ -87,7 +87,7 @@ def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
 
 
 def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 8) -> FlatBatch:
-    """Write a TorchScript program with tables of TorchRec's quantised modules, whose values have 8 or 4 bits.
+    """Write a TorchScript program with tables of TorchRec's quantized modules, whose values have 8 or 4 bits.
 
     ``torch.jit.load`` reads it after ``import fbgemm_gpu``. Each row has a scale and an offset.
     """
@@ -96,7 +96,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     for config in table_configs(model):
         if config.embedding_dim * bits % 16:
             raise SetupError(
-                f"table {config.name} has embedding_dim {config.embedding_dim}, but FBGEMM quantises tables to {bits}"
+                f"table {config.name} has embedding_dim {config.embedding_dim}, but FBGEMM quantizes tables to {bits}"
                 f" bits only if it is a multiple of {16 // bits}. Use such a number, or --to torch_export or aoti"
             )
     form = FlatBatch(batch)
@@ -105,8 +105,8 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
         with torch.no_grad():
             traced = _of_fx(copy.deepcopy(quantized), form)  # a module can be traced once
             traced.graph.eliminate_dead_code()
-            given = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)
-            if unread := [name for name, node in given if not node.users]:
+            inputs = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)
+            if unread := [name for name, node in inputs if not node.users]:
                 form = FlatBatch(batch, unread)
                 traced = _of_fx(quantized, form)
             torch.jit.script(traced).save(str(file))
@@ -119,7 +119,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
 
 
 def _of_fx(model: nn.Module, form: FlatBatch) -> GraphModule:
-    """Trace a quantised model, with an argument for each tensor: TorchScript knows none with a star."""
+    """Trace a quantized model, with an argument for each tensor: TorchScript knows none with a star."""
     names = ", ".join(f"input_{index}" for index in range(len(form.names)))
     space: dict[str, Any] = {}
     exec(f"def forward(self, {names}):\n    return self.scorer({names})", space)

@@ -48,11 +48,11 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
                     f" {str(since)!r}, expected the same number. Export all rows of the newer checkpoint instead"
                 )
             with tempfile.TemporaryFile(dir=beside) as file:
-                before = _Older(name, older_rows, width, file)
-                changed = _changed(rows, since if isinstance(since, int) else before)
+                older_table = _Older(name, older_rows, width, file)
+                changed = _changed(rows, since if isinstance(since, int) else older_table)
                 written[f"{name}.parquet"] = write_vectors(complete, name, width, changed)
             if not isinstance(since, int):
-                removed = pa.table({"id": before.ids[~before.found]})
+                removed = pa.table({"id": older_table.ids[~older_table.seen]})
                 written[f"{name}.removed.parquet"] = len(removed)
                 pq.write_table(removed, complete / f"{name}.removed.parquet")
         complete.rename(target)
@@ -64,12 +64,12 @@ class _Older:
 
     def __init__(self, name: str, rows: Iterator[StoredRows], width: int, file: Any) -> None:
         parts = [np.empty(0, np.int64)]
-        for one in rows:
-            parts.append(one.ids.numpy())
-            file.write(_bits(one))
+        for chunk in rows:
+            parts.append(chunk.ids.numpy())
+            file.write(_bits(chunk))
         ids = np.concatenate(parts)
         self._places = ids.argsort()
-        self.ids, self.found = ids[self._places], np.zeros(len(ids), np.bool_)
+        self.ids, self.seen = ids[self._places], np.zeros(len(ids), np.bool_)
         if (self.ids[1:] == self.ids[:-1]).any():
             raise SetupError(f"the older checkpoint has rows of the same id in table {name!r}. Use another checkpoint")
         self._vectors = np.empty((0, width), np.uint32)
@@ -78,17 +78,17 @@ class _Older:
 
     def differs(self, rows: StoredRows) -> Tensor:
         first, last = (np.searchsorted(self.ids, rows.ids.numpy(), side) for side in ("left", "right"))
-        known, changed = np.flatnonzero(first < last), np.ones(len(first), np.bool_)
-        self.found[first[known]] = True
-        changed[known] = (self._vectors[self._places[first[known]]] != _bits(rows)[known]).any(1)
+        matched, changed = np.flatnonzero(first < last), np.ones(len(first), np.bool_)
+        self.seen[first[matched]] = True
+        changed[matched] = (self._vectors[self._places[first[matched]]] != _bits(rows)[matched]).any(1)
         return torch.from_numpy(changed)
 
 
 def _changed(rows: Iterator[StoredRows], since: int | _Older) -> Iterator[tuple[Tensor, Tensor]]:
-    for one in rows:
-        changed = one.last_seen >= since if isinstance(since, int) else since.differs(one)
+    for chunk in rows:
+        changed = chunk.last_seen >= since if isinstance(since, int) else since.differs(chunk)
         if changed.any():
-            yield one.ids[changed], one.columns[0][changed]
+            yield chunk.ids[changed], chunk.columns[0][changed]
 
 
 def _bits(rows: StoredRows) -> Any:

@@ -42,7 +42,7 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
     row to, and ``vector``, a fixed-size list of float32. Rows that no id has are left out.
     """
     target = Path(folder)
-    source, rest, saved = open_checkpoint(checkpoint, weights_only)
+    source, first_rank_values, saved = open_checkpoint(checkpoint, weights_only)
     target.mkdir(parents=True, exist_ok=True)
     written: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix=".tables.", dir=target) as beside:
@@ -50,10 +50,10 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
         for name, table in values.items():
             if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
                 written[f"{name}.parquet"] = write_vectors(target, name, table.shape[1], _rows(name, table, values))
-    if rest.get(DYNAMIC_ROWS):
-        with saved_tables(source, rest) as tables:
+    if first_rank_values.get(DYNAMIC_ROWS):
+        with saved_tables(source, first_rank_values) as tables:
             for name, (rows, width) in tables.items():
-                chunks = ((one.ids, one.columns[0]) for one in rows)
+                chunks = ((chunk.ids, chunk.columns[0]) for chunk in rows)
                 written[f"{name}.parquet"] = write_vectors(target, name, width, chunks)
     if not written:
         raise SetupError(f"the checkpoint {str(checkpoint)!r} has no tables. Use one of a recsys strategy")
@@ -68,15 +68,15 @@ def open_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) ->
 
 
 @contextmanager
-def saved_tables(source: Folder, rest: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
+def saved_tables(source: Folder, first_rank_values: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
     """Dynamic tables of an open checkpoint by full name, to be read inside the block."""
-    if not (modules := rest.get(DYNAMIC_ROWS)):
+    if not (modules := first_rank_values.get(DYNAMIC_ROWS)):
         raise SetupError(f"the checkpoint {str(source)!r} has no dynamic tables. Use one of a model that has some")
     widths: dict[tuple[str, str], int] = {}
     try:
         for module, described in modules.items():
-            for table, one in described["tables"].items():
-                [width], _ = one["columns"][0]
+            for table, description in described["tables"].items():
+                [width], _ = description["columns"][0]
                 if type(width) is not int or not 0 < width < 1 << 31 or "/" in module + table:
                     raise ValueError
                 widths[module, table] = width
@@ -108,8 +108,8 @@ def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple
     ids, rows = torch.arange(len(table)), torch.arange(len(table))
     if (of_map := name_of_map(name)) and f"{of_map}.{ENTRIES_OF_MAP[0]}" in values:
         ids, rows = (values[f"{of_map}.{entry}"] for entry in ENTRIES_OF_MAP)
-        taken = ids != NO_ID
-        ids, rows = ids[taken], rows[taken]
+        mapped = ids != NO_ID
+        ids, rows = ids[mapped], rows[mapped]
     for some_ids, some_rows in zip(ids.split(_CHUNK), rows.split(_CHUNK), strict=True):
         yield some_ids, table[some_rows]
 

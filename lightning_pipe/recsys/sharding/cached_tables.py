@@ -75,8 +75,8 @@ def with_cache_params(plan: ShardingPlan, tables: Sequence[Table], cache: Mappin
         if sharding.compute_kernel != CACHED:
             continue
         params = sharding.cache_params or CacheParams()
-        own = vars(cache.get(table.config.name, CacheParams()))
-        params = dataclasses.replace(params, **{key: value for key, value in own.items() if value is not None})
+        table_params = vars(cache.get(table.config.name, CacheParams()))
+        params = dataclasses.replace(params, **{key: value for key, value in table_params.items() if value is not None})
         if params.prefetch_pipeline is None:
             params = dataclasses.replace(params, prefetch_pipeline=params.algorithm is not CacheAlgorithm.LFU)
         changed = dataclasses.replace(sharding, cache_params=params)

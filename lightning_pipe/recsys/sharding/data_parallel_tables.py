@@ -1,8 +1,8 @@
 """Replicated (data-parallel) tables, trained in the same way as sharded tables.
 
-TorchRec keeps a small table whole on every rank and looks it up with a dense kernel. No fused optimiser trains it, and
+TorchRec keeps a small table whole on every rank and looks it up with a dense kernel. No fused optimizer trains it, and
 its lookup is inside a DistributedDataParallel that reduces in backward. Here the lookup is unwrapped. After the tables'
-backward, the gradients are averaged over the ranks and a plain optimiser steps each table. The optimisers allowed for
+backward, the gradients are averaged over the ranks and a plain optimizer steps each table. The optimizers allowed for
 it leave rows without a gradient unchanged, so the result equals that of a fused kernel.
 """
 
@@ -40,7 +40,7 @@ class _ReplicatedTable:
 
 
 class _ReplicatedOptimizer(KeyedOptimizer):
-    """A table's optimiser with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets."""
+    """A table's optimizer with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets."""
 
     def __init__(
         self, name: str, short_name: str, shown: nn.Parameter, table: _ReplicatedTable, row_wise_state: bool
@@ -49,13 +49,13 @@ class _ReplicatedOptimizer(KeyedOptimizer):
         states = {}
         accumulated = table.optimizer.state[table.parameter].get("sum")
         if accumulated is not None:
-            # A row-wise state is a column in TorchRec's unfused optimiser and a vector in FBGEMM's.
+            # A row-wise state is a column in TorchRec's unfused optimizer and a vector in FBGEMM's.
             states[f"{short_name}.momentum1"] = accumulated.view(-1) if row_wise_state else accumulated
         rate = table.optimizer.param_groups[0]["lr"]
         super().__init__({name: shown}, {shown: states}, [{"params": [shown], "lr": rate}])
 
     def step(self, closure: Any = None) -> None:
-        """Copy the learning rate to the inner optimiser, which steps the table after the tables' backward."""
+        """Copy the learning rate to the inner optimizer, which steps the table after the tables' backward."""
         (group,) = self.param_groups
         self._inner.param_groups[0]["lr"] = group["lr"]
 
@@ -101,7 +101,7 @@ class DataParallelTables:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimisers of the tables, one each."""
+        """Optimizers of the tables, one each."""
         return [table.optimizer for tables in self._tables for table in tables]
 
     def forget_gradients(self) -> None:
@@ -120,12 +120,12 @@ class DataParallelTables:
         weights = [kernel.emb_module.weights for kernel in self._kernels]
         if len(self._averaged) == len(weights) and all(map(_is_gradient_of, self._averaged, weights)):
             return self._averaged
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in weights]
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
         works = [dist.all_reduce(gradient, group=self._group, async_op=True) for gradient in gradients]
-        for one, gradient, work in zip(weights, gradients, works, strict=True):
+        for weight, gradient, work in zip(weights, gradients, works, strict=True):
             if work is not None:
                 work.wait()
-            one.grad = gradient.div_(self._group.size())
+            weight.grad = gradient.div_(self._group.size())
         self._averaged = gradients
         return gradients
 

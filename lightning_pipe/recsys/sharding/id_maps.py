@@ -3,7 +3,7 @@
 TorchRec's state dict has the entries of a map, but not the ids that it has collected since the last eviction. Without
 them, a resumed run would evict other rows. TorchRec can only merge the parts of several ranks, since an id must have a
 row on the rank that the id is sent to. Here an id without such a row moves there, together with its row and the states
-of its optimiser. If a rank has more ids than rows, the ids with the largest values of the eviction policy keep theirs.
+of its optimizer. If a rank has more ids than rows, the ids with the largest values of the eviction policy keep theirs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IdMaps:
         rows_of: Callable[[str, str], Sequence[Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
-        self._maps = [(name, one) for name, module in sorted(modules.items()) for one in id_maps_in(name, module)]
+        self._maps = [(name, id_map) for name, module in sorted(modules.items()) for id_map in id_maps_in(name, module)]
         self._rows_of = rows_of
         self._group = group
 
@@ -44,82 +44,87 @@ class IdMaps:
         def has_ids(ids: Tensor) -> bool:
             return not ids.is_meta and bool((ids != NO_ID).any())
 
-        for _, one in self._maps:
-            values = unsharded[one.name]
-            if from_rank(lambda: has_ids(values[one.names[0]]), "", self._group):  # noqa: B023
-                whole = from_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
-                self.redistribute(one, [0], lambda _: whole)  # noqa: B023
+        for _, id_map in self._maps:
+            values = unsharded[id_map.name]
+            if from_rank(lambda: has_ids(values[id_map.names[0]]), "", self._group):  # noqa: B023
+                entries = from_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
+                self.redistribute(id_map, [0], lambda _: entries)  # noqa: B023
 
     def windows(self) -> dict[str, dict[str, Tensor]]:
         """What state dicts leave out of this rank's maps, under names that no other rank uses."""
         rank = self._group.rank()
-        return {f"{one.name}/{rank}": window for _, one in self._maps if (window := one.window())}
+        return {f"{id_map.name}/{rank}": window for _, id_map in self._maps if (window := id_map.window())}
 
     def moved(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[ManagedMap]:
         """Maps whose parts in a checkpoint are not those of the ranks."""
-        found = []
-        for _, one in self._maps:
-            before = begins(one.names[0])
-            parts = self._parts(one)
-            if before is not None and (always or before != sorted(begin for begin, _ in parts)):
-                found.append(one)
-        return found
+        moved = []
+        for _, id_map in self._maps:
+            checkpoint_begins = begins(id_map.names[0])
+            parts = self._parts(id_map)
+            if checkpoint_begins is not None and (always or checkpoint_begins != sorted(begin for begin, _ in parts)):
+                moved.append(id_map)
+        return moved
 
-    def redistribute(self, one: ManagedMap, begins: Sequence[int], read: ReadWhole) -> int:
+    def redistribute(self, id_map: ManagedMap, begins: Sequence[int], read: ReadWhole) -> int:
         """Fill a map from a checkpoint with other parts, and move the rows of ids that another rank must hold now.
 
         The table's rows and states must be loaded already. Every rank calls it.
         """
-        ids_name, rows_name = one.names
-        whole = read([*one.entries, one.steps[0]])
-        one.steps[1].copy_(whole[one.steps[0]])
-        parts = self._parts(one)
+        ids_name, rows_name = id_map.names
+        entries = read([*id_map.entries, id_map.steps[0]])
+        id_map.steps[1].copy_(entries[id_map.steps[0]])
+        parts = self._parts(id_map)
         rows = parts[-1][1]  # a table may have grown, or lost its last rows
-        present = ((whole[ids_name] != NO_ID) & (whole[rows_name] < rows)).nonzero()[:, 0]
-        cut = int((whole[ids_name] != NO_ID).sum()) - len(present)
-        held = {name: whole[name][present] for name in one.entries}
-        owners = one.owners(held[ids_name], len(parts))
-        others = [values for name, values in held.items() if name not in one.names]
-        to = _new_rows(held[ids_name], held[rows_name], owners, parts, others)
-        kept = to >= 0
+        present = ((entries[ids_name] != NO_ID) & (entries[rows_name] < rows)).nonzero()[:, 0]
+        cut = int((entries[ids_name] != NO_ID).sum()) - len(present)
+        present_entries = {name: entries[name][present] for name in id_map.entries}
+        owners = id_map.owners(present_entries[ids_name], len(parts))
+        policy_values = [values for name, values in present_entries.items() if name not in id_map.names]
+        new_rows = _new_rows(present_entries[ids_name], present_entries[rows_name], owners, parts, policy_values)
+        has_row = new_rows >= 0
         # Ids without a row share the last row of each rank's part.
-        ends = [*begins[1:], whole[ids_name].numel()]
+        ends = [*begins[1:], entries[ids_name].numel()]
         shared_before = torch.tensor(
             [min(rows, next((e for e in ends if e >= last), ends[-1])) - 1 for _, last in parts]
         )
         shared_now = torch.tensor([end - 1 for _, end in parts])
-        sources = torch.cat([held[rows_name][kept], shared_before])
-        targets = torch.cat([to[kept], shared_now])
-        self._move_rows(one, sources, targets, parts)
-        mine = kept & (owners == self._group.rank())
-        self._put(one, {name: (to if name == rows_name else values)[mine] for name, values in held.items()})
-        return cut + int((~kept).sum())
+        sources = torch.cat([present_entries[rows_name][has_row], shared_before])
+        targets = torch.cat([new_rows[has_row], shared_now])
+        self._move_rows(id_map, sources, targets, parts)
+        is_local = has_row & (owners == self._group.rank())
+        self._put(
+            id_map,
+            {name: (new_rows if name == rows_name else values)[is_local] for name, values in present_entries.items()},
+        )
+        return cut + int((~has_row).sum())
 
     def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
         """Continue windows of a checkpoint, after everything else is loaded."""
         rank = self._group.rank()
-        for _, one in self._maps:
-            found = windows(one.name)
-            if one in moved and found:
-                found = {rank: _merged(one, list(found.values()), rank, self._group.size())}
-            one.set_window(found.get(rank, {}))
+        for _, id_map in self._maps:
+            rank_windows = windows(id_map.name)
+            if id_map in moved and rank_windows:
+                rank_windows = {rank: _merged(id_map, list(rank_windows.values()), rank, self._group.size())}
+            id_map.set_window(rank_windows.get(rank, {}))
 
-    def _parts(self, one: ManagedMap) -> list[tuple[int, int]]:
-        return gather((one.begin, one.end), self._group)
-
-    @torch.no_grad()
-    def _put(self, one: ManagedMap, mine: dict[str, Tensor]) -> None:
-        ids_name, rows_name = one.names
-        order = mine[ids_name].argsort()
-        taken = torch.zeros(one.end - one.begin, dtype=torch.bool)
-        taken[mine[rows_name] - one.begin] = True
-        free = (~taken).nonzero()[:, 0] + one.begin
-        for name, buffer in one.entries.items():
-            rest = torch.full_like(free, NO_ID) if name == ids_name else torch.zeros_like(free)
-            buffer.copy_(torch.cat([mine[name][order], free if name == rows_name else rest]))
+    def _parts(self, id_map: ManagedMap) -> list[tuple[int, int]]:
+        return gather((id_map.begin, id_map.end), self._group)
 
     @torch.no_grad()
-    def _move_rows(self, one: ManagedMap, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]) -> None:
+    def _put(self, id_map: ManagedMap, local_entries: dict[str, Tensor]) -> None:
+        ids_name, rows_name = id_map.names
+        order = local_entries[ids_name].argsort()
+        is_used = torch.zeros(id_map.end - id_map.begin, dtype=torch.bool)
+        is_used[local_entries[rows_name] - id_map.begin] = True
+        free = (~is_used).nonzero()[:, 0] + id_map.begin
+        for name, buffer in id_map.entries.items():
+            padding = torch.full_like(free, NO_ID) if name == ids_name else torch.zeros_like(free)
+            buffer.copy_(torch.cat([local_entries[name][order], free if name == rows_name else padding]))
+
+    @torch.no_grad()
+    def _move_rows(
+        self, id_map: ManagedMap, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]
+    ) -> None:
         """Copy rows of the table and their states; targets may be among the sources."""
         moving = sources != targets
         sources, targets = sources[moving], targets[moving]
@@ -128,11 +133,14 @@ class IdMaps:
         rank, ranks = self._group.rank(), len(parts)
         sent, received = holders == rank, receivers == rank
         # By the other rank, in the order of the list, which is the same on all ranks.
-        going = sources[sent][receivers[sent].argsort(stable=True)] - one.begin
-        coming = targets[received][holders[received].argsort(stable=True)] - one.begin
-        counts = [torch.bincount(found, minlength=ranks).tolist() for found in (receivers[sent], holders[received])]
-        module = next(name for name, other in self._maps if other is one)
-        for rows in self._rows_of(module, one.table):
+        going = sources[sent][receivers[sent].argsort(stable=True)] - id_map.begin
+        coming = targets[received][holders[received].argsort(stable=True)] - id_map.begin
+        counts = [
+            torch.bincount(ranks_of_rows, minlength=ranks).tolist()
+            for ranks_of_rows in (receivers[sent], holders[received])
+        ]
+        module = next(name for name, listed_map in self._maps if listed_map is id_map)
+        for rows in self._rows_of(module, id_map.table):
             leaving = rows[going.to(rows.device)].contiguous()
             arriving = rows.new_empty((len(coming), *rows.shape[1:]))
             if ranks > 1:
@@ -143,30 +151,30 @@ class IdMaps:
 
 
 def _new_rows(
-    ids: Tensor, rows: Tensor, owners: Tensor, parts: Sequence[tuple[int, int]], others: Sequence[Tensor]
+    ids: Tensor, rows: Tensor, owners: Tensor, parts: Sequence[tuple[int, int]], policy_values: Sequence[Tensor]
 ) -> Tensor:
     """New row of each id, on its owner: the same row if possible; -1 if the owner has no free row."""
     begins, ends = (torch.tensor(side)[owners] for side in zip(*parts, strict=True))
     stays = (rows >= begins) & (rows < ends - 1)
-    to = torch.where(stays, rows, -1)
+    new_rows = torch.where(stays, rows, -1)
     # The largest values of the policy first; ids break ties, so that all ranks agree.
     order = ids.argsort()
-    for values in reversed(others):
+    for values in reversed(policy_values):
         order = order[values[order].argsort(stable=True, descending=True)]
     for rank, (begin, end) in enumerate(parts):
         moving = order[(~stays & (owners == rank))[order]]
-        taken = torch.zeros(end - 1 - begin, dtype=torch.bool)
-        taken[to[stays & (owners == rank)] - begin] = True
-        free = (~taken).nonzero()[:, 0] + begin
-        to[moving[: len(free)]] = free[: len(moving)]
-    return to
+        is_used = torch.zeros(end - 1 - begin, dtype=torch.bool)
+        is_used[new_rows[stays & (owners == rank)] - begin] = True
+        free = (~is_used).nonzero()[:, 0] + begin
+        new_rows[moving[: len(free)]] = free[: len(moving)]
+    return new_rows
 
 
-def _merged(one: ManagedMap, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
+def _merged(id_map: ManagedMap, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
     """The window of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
-    found = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
-    mine = one.owners(found["ids"], ranks) == rank
-    found = {name: values[mine] for name, values in found.items()}
+    merged = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
+    is_local = id_map.owners(merged["ids"], ranks) == rank
+    merged = {name: values[is_local] for name, values in merged.items()}
     sizes = [max(0, int(window["numbers"][0])) for window in windows]
-    size = max(found["ids"].numel(), -(-sum(sizes) // ranks)) or -1
-    return found | {"numbers": torch.tensor([size, int(windows[0]["numbers"][1])])}
+    size = max(merged["ids"].numel(), -(-sum(sizes) // ranks)) or -1
+    return merged | {"numbers": torch.tensor([size, int(windows[0]["numbers"][1])])}

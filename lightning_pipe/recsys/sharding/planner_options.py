@@ -28,15 +28,15 @@ from lightning_pipe.recsys.sharding.sharders import (
 
 def _value(where: str, hint: Any, value: Any) -> Any:
     """Convert a value from YAML to the annotated type: enums by name or value, dataclasses from mappings."""
-    for wanted in typing.get_args(hint) or (hint,):
-        if isinstance(wanted, type) and issubclass(wanted, enum.Enum) and isinstance(value, str):
-            for member in wanted:
+    for annotated_type in typing.get_args(hint) or (hint,):
+        if isinstance(annotated_type, type) and issubclass(annotated_type, enum.Enum) and isinstance(value, str):
+            for member in annotated_type:
                 if value.lower() in (member.name.lower(), str(member.value).lower()):
                     return member
-            names = ", ".join(member.name for member in wanted)
+            names = ", ".join(member.name for member in annotated_type)
             raise SetupError(f"{where} must be one of {names}, got {value!r}. Use one of these names.")
-        if wanted in (CacheParams, KeyValueParams) and isinstance(value, Mapping):
-            return plain_dataclass(where, wanted, value)
+        if annotated_type in (CacheParams, KeyValueParams) and isinstance(value, Mapping):
+            return plain_dataclass(where, annotated_type, value)
     return value
 
 
@@ -66,10 +66,10 @@ def read_constraints(
             f" of its tables: {', '.join(sorted(names))}."
         )
     read: dict[str, ParameterConstraints] = {}
-    for name, given in (constraints or {}).items():
-        if not isinstance(given, ParameterConstraints):
-            given = plain_dataclass(f"constraints of table {name}", ParameterConstraints, given)
-        read[name] = dataclasses.replace(given)
+    for name, table_constraints in (constraints or {}).items():
+        if not isinstance(table_constraints, ParameterConstraints):
+            table_constraints = plain_dataclass(f"constraints of table {name}", ParameterConstraints, table_constraints)
+        read[name] = dataclasses.replace(table_constraints)
     for table in tables:
         _add_what_must_hold(table, read, without)
     return read
@@ -77,12 +77,12 @@ def read_constraints(
 
 def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraints], without: Collection[str]) -> None:
     name = table.config.name
-    given = constraints.get(name)
-    if given is not None:
-        check_types(f"constraints of table {name}, sharding_types,", given.sharding_types, table)
+    table_constraints = constraints.get(name)
+    if table_constraints is not None:
+        check_types(f"constraints of table {name}, sharding_types,", table_constraints.sharding_types, table)
         kernels = [kernel.value for kernel in EmbeddingComputeKernel]
-        check_names(f"constraints of table {name}, compute_kernels,", given.compute_kernels, kernels)
-        if given.sharding_types:
+        check_names(f"constraints of table {name}, compute_kernels,", table_constraints.compute_kernels, kernels)
+        if table_constraints.sharding_types:
             return
     assert table.optimizer is not None
     unwanted = set(without)
@@ -94,7 +94,7 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
     if unwanted & set(allowed):
         left_out = unwanted | ONLY_WHEN_ASKED.get(table.module_type, set())
         types = [sharding_type for sharding_type in allowed if sharding_type not in left_out]
-        constraints[name] = dataclasses.replace(given or ParameterConstraints(), sharding_types=types)
+        constraints[name] = dataclasses.replace(table_constraints or ParameterConstraints(), sharding_types=types)
 
 
 def read_topology(
@@ -108,19 +108,19 @@ def read_topology(
                 f" world_size={world_size}."
             )
         return topology, None
-    given = dict(topology or {})
-    batch_size = given.pop("batch_size", None)
+    arguments = dict(topology or {})
+    batch_size = arguments.pop("batch_size", None)
     local = get_local_size(world_size)
-    if given.setdefault("local_world_size", local) != local:
+    if arguments.setdefault("local_world_size", local) != local:
         raise SetupError(
-            f"topology has local_world_size {given['local_world_size']}, but the environment has {local} ranks per"
+            f"topology has local_world_size {arguments['local_world_size']}, but the environment has {local} ranks per"
             " node, and TorchRec's sharded modules use the environment. Set LOCAL_WORLD_SIZE to the ranks on this node."
         )
-    given.setdefault("pod_size", get_topology_domain_multiple())
-    # Only silences a warning about topologies of data centres.
+    arguments.setdefault("pod_size", get_topology_domain_multiple())
+    # Only silences a warning about topologies of data centers.
     if "created_by_factory" in inspect.signature(Topology.__init__).parameters:
-        given["created_by_factory"] = True
+        arguments["created_by_factory"] = True
     try:
-        return Topology(world_size=world_size, compute_device=device.type, **given), batch_size
+        return Topology(world_size=world_size, compute_device=device.type, **arguments), batch_size
     except (TypeError, ValueError, AssertionError) as error:
         raise SetupError(f"topology {dict(topology or {})} is invalid: {error}. Correct its values.") from error

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _TYPE_ORDER = [sharding_type.value for sharding_type in ShardingType]
 _RESERVED_PART = 0.15  # of a rank's memory, for memory that no estimate covers
-_COPIES_OF_DENSE = 6  # parameters, two optimiser states, gradients and their reduction buckets
+_COPIES_OF_DENSE = 6  # parameters, two optimizer states, gradients and their reduction buckets
 
 
 class OrderedEnumerator(EnumeratorOfAnyMap):
@@ -110,7 +110,7 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
         if not replicated and sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
             raise SetupError(
                 f"the sharding plan gives table {table.name} the compute kernel dense with {sharding.sharding_type},"
-                " which no sparse optimiser trains. Use the compute kernel fused."
+                " which no sparse optimizer trains. Use the compute kernel fused."
             )
         shards = getattr(sharding.sharding_spec, "shards", ())
         if narrow := [columns for shard in shards if (columns := shard.shard_sizes[1]) % 4]:
@@ -132,7 +132,7 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
             )
         if table.optimizer.row_wise_state and _splits_rows(sharding, table):
             logger.warning(
-                "table %s is split by columns (%s), so its optimiser %s keeps one state per row and shard and differs"
+                "table %s is split by columns (%s), so its optimizer %s keeps one state per row and shard and differs"
                 " slightly from an unsharded table's. If that matters, remove %s from the table's sharding_types.",
                 table.name,
                 sharding.sharding_type,

@@ -62,22 +62,22 @@ class ReplicaGroups:
         All ranks of the node would be more than the process group has.
         """
         name = "LOCAL_WORLD_SIZE"
-        before = os.environ.get(name)
+        previous = os.environ.get(name)
         os.environ[name] = str(gcd(get_local_size(), self.shards.size()))
         try:
             yield
         finally:
-            if before is None:
+            if previous is None:
                 del os.environ[name]
             else:
-                os.environ[name] = before
+                os.environ[name] = previous
 
     def __str__(self) -> str:
         return f"{self.count} replicas of tables, averaged every {self.sync_every} steps"
 
 
 def make_replica_groups(count: int | None, sync_every: int | None = None) -> ReplicaGroups | None:
-    """Divide all ranks into replicas of equal size, of neighbouring ranks. Every rank of the world calls this function.
+    """Divide all ranks into replicas of equal size, of neighboring ranks. Every rank of the world calls this function.
 
     Args:
         count: number of replicas; None or 1 shards the tables over all ranks.
@@ -93,35 +93,35 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
     world = dist.group.WORLD
     numbers = [("replicas", repr(count)), ("sync_every", repr(sync_every))]
     check_agreement(numbers, "number of replicas", world, error=SetupError)
-    found = 1 if count is None else count
+    replicas = 1 if count is None else count
     steps = 1 if sync_every is None else sync_every
-    for name, number in (("replicas", found), ("sync_every", steps)):
+    for name, number in (("replicas", replicas), ("sync_every", steps)):
         check_whole_number(name, number, 1)
-    if found == 1:
+    if replicas == 1:
         return None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks % found:
+    if ranks % replicas:
         raise SetupError(
-            f"replicas must be a divisor of the number of ranks, {ranks}, got {found}. Set replicas to a divisor of"
+            f"replicas must be a divisor of the number of ranks, {ranks}, got {replicas}. Set replicas to a divisor of"
             f" {ranks}."
         )
-    shards = _own_group(_replicas(found))
-    peers = _own_group(list(zip(*_replicas(found), strict=True)))
-    return ReplicaGroups(found, steps, shards, peers)
+    shards = _own_group(_replicas(replicas))
+    peers = _own_group(list(zip(*_replicas(replicas), strict=True)))
+    return ReplicaGroups(replicas, steps, shards, peers)
 
 
 def _replicas(count: int) -> list[range]:
-    """Ranks of each replica. They are neighbours, so they share a node if it has enough ranks."""
+    """Ranks of each replica. They are neighbors, so they share a node if it has enough ranks."""
     size = dist.get_world_size() // count
     return [range(first, first + size) for first in range(0, count * size, size)]
 
 
 def _own_group(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
     """Make all groups, in order, on every rank, and return the group that this rank is in."""
-    made = [new_group(list(ranks)) for ranks in groups]
-    own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    new_groups = [new_group(list(ranks)) for ranks in groups]
+    own_group = next(group for group, ranks in zip(new_groups, groups, strict=True) if dist.get_rank() in ranks)
+    assert isinstance(own_group, dist.ProcessGroup)
+    return own_group
 
 
 # ---------------------------------------------------------------------- plans
@@ -164,8 +164,8 @@ def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaG
             for index, shard in enumerate(spec.shards):
                 rank, device = shard.placement.rank(), shard.placement.device()  # type: ignore[union-attr]
                 assert rank is not None
-                there = placement(device.type, ranks[rank], get_local_size())
-                spec.shards[index] = type(shard)(shard.shard_offsets, shard.shard_sizes, there)
+                shard_placement = placement(device.type, ranks[rank], get_local_size())
+                spec.shards[index] = type(shard)(shard.shard_offsets, shard.shard_sizes, shard_placement)
     return placed
 
 
@@ -188,7 +188,7 @@ def refuse_norm(replicas: ReplicaAverage | None) -> None:
 
 
 class ReplicaAverage:
-    """Averages the tables and the states of their optimisers over the replicas, every ``sync_every`` steps."""
+    """Averages the tables and the states of their optimizers over the replicas, every ``sync_every`` steps."""
 
     def __init__(self, groups: ReplicaGroups, states: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self.groups = groups

@@ -1,4 +1,4 @@
-"""Shards a module's embedding tables over a process group, in place, each with its optimiser.
+"""Shards a module's embedding tables over a process group, in place, each with its optimizer.
 
 ``shard_model`` is a list of steps: look, agree, plan, shard, fill. Errors that may occur on one rank only are found
 before the first collective, and raised on all ranks. Sharding itself is done by TorchRec's planner and
@@ -26,7 +26,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
-from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
+from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialize_dense, unfillable
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.modules.dedup import modules_to_deduplicate
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
@@ -40,7 +40,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_values, fill_with_init_fn, pieces_of, release
 
-# Optimiser of tables that are only evaluated. It has no state.
+# Optimizer of tables that are only evaluated. It has no state.
 _NO_STEP = SparseOptimizer(torch.optim.SGD, {"lr": 0.0})
 
 
@@ -64,7 +64,7 @@ class _Unsharded:
     def signature(self) -> list[str]:
         """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
         described = zip(self.tables, self.parameters, self.optimizers, strict=True)
-        tables = [line for one in described for line in _describe(*one)]
+        tables = [line for properties in described for line in _describe(*properties)]
         replicas = [] if self.replicas is None else [str(self.replicas)]
         wire = [f"embeddings sent as {self.comms}", *(f"ids of {name} sent once" for name in sorted(self.dedup))]
         return [*tables, *self.dense, *wire, *replicas]
@@ -99,7 +99,7 @@ def shard_model(
             ``FeatureProcessedEmbeddingBagCollection`` or managed-collision modules at any depth.
         device: device of tables and dense parameters.
         group: process group of all ranks, to shard over; the output dist and its backward use it too.
-        sparse_optimizer: optimiser of the tables that have none from TorchRec's ``apply_optimizer_in_backward``.
+        sparse_optimizer: optimizer of the tables that have none from TorchRec's ``apply_optimizer_in_backward``.
         sharding_plan: TorchRec's plan, of which rank 0's is used (default None: TorchRec's planner makes it).
         constraints: constraints of the planner, by table; see ``ShardingOptions``.
         topology: topology of the planner; see ``ShardingOptions``. Its ``batch_size`` is the batch size per rank.
@@ -113,7 +113,7 @@ def shard_model(
         replicas: groups of ranks that each shard all tables and average them with each other; see
             ``replicas.make_replica_groups``. The plan and the topology are then those of one replica, while ``group``
             still has all ranks. By default all ranks shard the tables.
-        trains: False to evaluate only (default True). Tables then need no optimiser and may be frozen, and those that
+        trains: False to evaluate only (default True). Tables then need no optimizer and may be frozen, and those that
             have none, or are frozen, cannot be trained later.
         fused_params: arguments of tables with a cache of rows; see ``ShardingOptions``. Not with
             *sharders*, which bring their own.
@@ -128,40 +128,44 @@ def shard_model(
             _refuse_own_sharders(quantized_comms=quantized_comms, dedup=dedup or None, fused_params=fused_params)
         comms = option_group(QuantizedComms, "quantized_comms", quantized_comms)
         with per_node():
-            found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
-        cache = read_fused_params(fused_params, found.tables)
+            unsharded = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
+        cache = read_fused_params(fused_params, unsharded.tables)
         for name, params in cache.items():  # for the planner's estimates
-            known = found.constraints.get(name, ParameterConstraints())
-            found.constraints[name] = replace(known, cache_params=params)
-        return replace(found, cache=cache, dedup=modules_to_deduplicate(dedup, found.tables))
+            table_constraints = unsharded.constraints.get(name, ParameterConstraints())
+            unsharded.constraints[name] = replace(table_constraints, cache_params=params)
+        return replace(unsharded, cache=cache, dedup=modules_to_deduplicate(dedup, unsharded.tables))
 
-    found = on_all_ranks(look, "the module cannot be sharded", group)
-    check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
+    unsharded = on_all_ranks(look, "the module cannot be sharded", group)
+    check_agreement([(line, "") for line in unsharded.signature()], "module", group, error=SetupError)
     agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
-    comms = found.comms
-    has_dynamic = any(table.is_dynamic for table in found.tables)
-    all_sharders = default_sharders(comms, found.dedup, dynamic=has_dynamic) if sharders is None else list(sharders)
+    comms = unsharded.comms
+    has_dynamic = any(table.is_dynamic for table in unsharded.tables)
+    all_sharders = default_sharders(comms, unsharded.dedup, dynamic=has_dynamic) if sharders is None else list(sharders)
     sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:
-        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
-    types = check_plan(sharding_plan, found.tables)
-    comms.check_plan(sharding_plan, found.tables)
+        sharding_plan = make_plan(
+            module, all_sharders, unsharded.constraints, unsharded.topology, unsharded.batch_size, group
+        )
+    types = check_plan(sharding_plan, unsharded.tables)
+    comms.check_plan(sharding_plan, unsharded.tables)
     if sharders is None:
-        sharding_plan = with_cache_params(sharding_plan, found.tables, found.cache)
+        sharding_plan = with_cache_params(sharding_plan, unsharded.tables, unsharded.cache)
     if replicas is not None:
-        sharding_plan = place_on_ranks(sharding_plan, found.tables, replicas)
+        sharding_plan = place_on_ranks(sharding_plan, unsharded.tables, replicas)
     tables = [
         table.planned(optimizer, types[table.name])
-        for table, optimizer in zip(found.tables, found.optimizers, strict=True)
+        for table, optimizer in zip(unsharded.tables, unsharded.optimizers, strict=True)
     ]
     maps = [
-        one for name in {table.module_name for table in tables} for one in id_maps_in(name, module.get_submodule(name))
+        id_map
+        for name in {table.module_name for table in tables}
+        for id_map in id_maps_in(name, module.get_submodule(name))
     ]
-    ids = {one.name: {**one.entries, **dict([one.steps])} for one in maps}
+    ids = {id_map.name: {**id_map.entries, **dict([id_map.steps])} for id_map in maps}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(agreed_seed)
-        materialise_dense(module, _table_modules(module, tables), device)
-        for parameter, table in zip(found.parameters, tables, strict=True):
+        materialize_dense(module, _table_modules(module, tables), device)
+        for parameter, table in zip(unsharded.parameters, tables, strict=True):
             in_kernel = _in_kernel(table, device)
             set_optimizer_in_backward(parameter, in_kernel.optimizer_class, in_kernel.fused_arguments())
         fixed = [table for table in tables if not table.is_dynamic]
@@ -177,13 +181,13 @@ def shard_model(
                 init_parameters=False,
             )
         dmp.to(device)
-        model = ShardedModel(dmp, tables, group, device, replicas, found.untrained)
-        held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
-        _fill(model, found.parameters, held, agreed_seed, device, group)
+        model = ShardedModel(dmp, tables, group, device, replicas, unsharded.untrained)
+        has_values = gather([not parameter.is_meta for parameter in unsharded.parameters], group)[0]
+        _fill(model, unsharded.parameters, has_values, agreed_seed, device, group)
     model.id_maps.take_over(ids)
     if has_dynamic:
         _open_rows(model, agreed_seed, group, device)
-    for table, parameter in zip(tables, found.parameters, strict=True):
+    for table, parameter in zip(tables, unsharded.parameters, strict=True):
         model.table_parameters().add_original(table.name, parameter)
         release(parameter)
     buffers = [tensor for name, tensor in model.module.named_buffers() if not name.startswith(_prefixes(tables))]
@@ -217,7 +221,7 @@ def _look(
         optimizers.append(optimizer)
     if without and trains:
         raise SetupError(
-            f"{'table' if len(without) == 1 else 'tables'} {', '.join(without)} must have an optimiser, got none, and"
+            f"{'table' if len(without) == 1 else 'tables'} {', '.join(without)} must have an optimizer, got none, and"
             " TorchRec would silently train with SGD. Call torchrec.optim.apply_optimizer_in_backward on the"
             " parameters, or set sparse_optimizer, for example"
             " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
@@ -226,7 +230,7 @@ def _look(
     if frozen and trains:
         raise SetupError(
             f"{'table' if len(frozen) == 1 else 'tables'} {', '.join(frozen)} must not be trained (requires_grad is"
-            " False), but the optimiser fused into a lookup trains all rows that it looks up. Set requires_grad to"
+            " False), but the optimizer fused into a lookup trains all rows that it looks up. Set requires_grad to"
             " True, or call .detach() on the module's output, which leaves its tables unchanged."
         )
     tables = [table.planned(optimizer, "") for (table, _), optimizer in zip(pairs, optimizers, strict=True)]
@@ -242,12 +246,14 @@ def _look(
     ]
     read = read_constraints(constraints, tables, () if replicas is None else REFUSED_TYPES)
     for table in tables:
-        asked = read.get(table.config.name)
+        table_constraints = read.get(table.config.name)
         if replicas is not None:
-            types = None if asked is None else asked.sharding_types
+            types = None if table_constraints is None else table_constraints.sharding_types
             check_replicated(f"constraints of table {table.config.name}, sharding_types,", types, table)
-        if asked is not None:
-            comms.check_types(f"constraints of table {table.config.name}, sharding_types,", asked.sharding_types, table)
+        if table_constraints is not None:
+            comms.check_types(
+                f"constraints of table {table.config.name}, sharding_types,", table_constraints.sharding_types, table
+            )
     return _Unsharded(
         tables,
         [parameter for _, parameter in pairs],
@@ -263,7 +269,7 @@ def _look(
 
 
 def _in_kernel(table: Table, device: torch.device) -> TableOptimizer:
-    """Optimiser of a table's fused kernel."""
+    """Optimizer of a table's fused kernel."""
     if not table.is_dynamic:
         return table.known_optimizer
     from lightning_pipe.recsys.dynamic.tables.opening import in_kernel  # lazy: few models have dynamic tables
@@ -276,10 +282,10 @@ def _open_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup, device:
 
     for name, sharded in model.sharded_modules.items():
         if is_dynamic(sharded):
-            own = {
+            table_optimizers = {
                 table.config.name: table.known_optimizer for table in model.tables.values() if table.module_name == name
             }
-            model.dynamic_rows[name] = open_rows(name, sharded, own, seed, group, device)
+            model.dynamic_rows[name] = open_rows(name, sharded, table_optimizers, seed, group, device)
 
 
 def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) -> list[str]:
@@ -295,7 +301,7 @@ def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) 
         *([] if pooling is None else [f"pooled by {pooling.name.lower()}"]),
         f"trained by {optimizer.describe()}",
     ]
-    return [f"table {table.name} {one}" for one in properties]
+    return [f"table {table.name} {line}" for line in properties]
 
 
 def _refuse_own_sharders(**of_our_sharders: Any) -> None:
@@ -310,7 +316,7 @@ def _refuse_own_sharders(**of_our_sharders: Any) -> None:
 def _fill(
     model: ShardedModel,
     originals: Sequence[nn.Parameter],
-    held: Sequence[bool],
+    has_values: Sequence[bool],
     seed: int,
     device: torch.device,
     group: dist.ProcessGroup,
@@ -318,11 +324,11 @@ def _fill(
     """Fill every table with its values on rank 0, or from its ``init_fn`` if rank 0 has none."""
     states = {name: sharded.state_dict() for name, sharded in model.sharded_modules.items()}
     empty: list[tuple[Table, torch.dtype, list[LocalShard]]] = []
-    for table, original, is_held in zip(model.tables.values(), originals, held, strict=True):
+    for table, original, is_filled in zip(model.tables.values(), originals, has_values, strict=True):
         if table.is_dynamic:
             continue  # a cache of rows, each made when it is first seen
         pieces = pieces_of(states[table.module_name][table.key])
-        if is_held:
+        if is_filled:
             shape = (table.config.num_embeddings, table.config.embedding_dim)
             copy_values(original.detach(), shape, original.dtype, pieces, device, group)
         else:

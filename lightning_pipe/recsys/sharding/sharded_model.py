@@ -1,4 +1,4 @@
-"""A module whose tables are sharded, with access to its tables and to the optimisers that train them."""
+"""A module whose tables are sharded, with access to its tables and to the optimizers that train them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """A module whose tables are sharded, with the optimisers of its tables.
+    """A module whose tables are sharded, with the optimizers of its tables.
 
     Attributes:
         module: the user's module (the same object, unless the module itself is a TorchRec embedding module).
         dmp: TorchRec's wrapper around it.
         sharded_modules: TorchRec's sharded modules by name.
         tables: description of each table, by the name of its parameter.
-        fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
+        fused_optimizer: TorchRec's optimizer over all tables, replicated ones included, for checkpoints.
         dynamic_rows: rows of dynamic modules on this rank, by the module's name.
         replicas: averages the replicas of the tables; None if they are sharded over all ranks.
         id_maps: maps from ids to rows of managed-collision tables; false without any.
@@ -83,7 +83,7 @@ class ShardedModel:
         self.fused_optimizer = CombinedOptimizer(
             [*dmp.fused_optimizer.optimizers, *self._data_parallel.keyed_optimizers]
         )
-        # Initial rate of a dense optimiser in a search (Lightning's learning-rate finder), by the rate that it found.
+        # Initial rate of a dense optimizer in a search (Lightning's learning-rate finder), by the rate that it found.
         self.searched_rates: dict[float, float] = {}
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
@@ -95,13 +95,13 @@ class ShardedModel:
         """Check that all tables can be trained.
 
         Raises:
-            SetupError: the module was sharded for evaluation only, with tables that are frozen or have no optimiser.
+            SetupError: the module was sharded for evaluation only, with tables that are frozen or have no optimizer.
         """
         if self._untrained:
             raise SetupError(
-                f"the module was sharded for an evaluation, without an optimiser for, or with frozen,"
+                f"the module was sharded for an evaluation, without an optimizer for, or with frozen,"
                 f" {', '.join(self._untrained)}, so these tables cannot be trained. Create a new module to train, whose"
-                " tables have an optimiser and are not frozen."
+                " tables have an optimizer and are not frozen."
             )
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -128,7 +128,7 @@ class ShardedModel:
 
     @property
     def replicated_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimisers of the replicated tables."""
+        """Optimizers of the replicated tables."""
         return self._data_parallel.optimizers
 
     def sync_replicas(self) -> None:
@@ -140,7 +140,7 @@ class ShardedModel:
             self.replicas.bring_together()
 
     def _averaged(self) -> list[Mapping[str, Any]]:
-        """State dicts of the tables and of their optimisers."""
+        """State dicts of the tables and of their optimizers."""
         tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
 
@@ -185,23 +185,23 @@ class ShardedModel:
         Raises:
             SetupError: a table is unknown, or tables that share a kernel get different rates.
         """
-        wanted = {**self._rates, **{self._named(name).name: float(rate) for name, rate in rates.items()}}
-        if wanted == self._rates:
+        new_rates = {**self._rates, **{self._named(name).name: float(rate) for name, rate in rates.items()}}
+        if new_rates == self._rates:
             return
         for group in self._rate_groups:
-            if len({wanted[name] for name in group}) > 1:
-                found = ", ".join(f"{name}: {wanted[name]:g}" for name in group)
+            if len({new_rates[name] for name in group}) > 1:
+                group_rates = ", ".join(f"{name}: {new_rates[name]:g}" for name in group)
                 raise SetupError(
-                    f"tables that share one kernel must have the same learning rate, got {found}. Give them one rate,"
-                    " or base rates that differ, which puts them into separate kernels."
+                    f"tables that share one kernel must have the same learning rate, got {group_rates}. Give them one"
+                    " rate, or base rates that differ, which puts them into separate kernels."
                 )
         for optimizer, names in self._kernels.items():
-            rate = wanted[next(iter(names))]
+            rate = new_rates[next(iter(names))]
             if rate != self._rates[next(iter(names))]:
                 for parameter_group in optimizer.param_groups:
                     parameter_group["lr"] = rate
                 optimizer.step()  # passes the rate to the kernel, and steps no table
-        self._rates = wanted
+        self._rates = new_rates
         self._rate_factor = None
 
     def learning_rates(self) -> dict[str, float]:
@@ -221,7 +221,7 @@ class ShardedModel:
         return full_tensor(state[table.key], self._shard_group, self._device)
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return a copy of a table's whole optimiser state on every rank. Every rank of the group calls it.
+        """Return a copy of a table's whole optimizer state on every rank. Every rank of the group calls it.
 
         Returns:
             State tensors by TorchRec's names: none for SGD; ``momentum1`` for Adagrad (rows x columns) and row-wise
@@ -234,11 +234,15 @@ class ShardedModel:
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
 
     def _rows_of(self, module: str, table: str) -> list[torch.Tensor]:
-        """This rank's parts of a row-wise sharded table and of its optimiser's states."""
-        (own,) = (one for one in self.tables.values() if (one.module_name, one.config.name) == (module, table))
-        states = self.fused_optimizer.state_dict()["state"].get(own.name, {})
-        whole = [self.sharded_modules[module].state_dict()[own.key], *(states[key] for key in sorted(states))]
-        return [piece.values for one in whole if isinstance(one, ShardedTensor) for piece in pieces_of(one)]
+        """This rank's parts of a row-wise sharded table and of its optimizer's states."""
+        (row_table,) = (
+            candidate
+            for candidate in self.tables.values()
+            if (candidate.module_name, candidate.config.name) == (module, table)
+        )
+        states = self.fused_optimizer.state_dict()["state"].get(row_table.name, {})
+        tensors = [self.sharded_modules[module].state_dict()[row_table.key], *(states[key] for key in sorted(states))]
+        return [piece.values for tensor in tensors if isinstance(tensor, ShardedTensor) for piece in pieces_of(tensor)]
 
     def _of_known_size(self, name: str) -> Table:
         table = self._named(name)
@@ -304,7 +308,7 @@ class ShardedModel:
         Args:
             folder: folder that :meth:`write_rows` wrote to.
             committed: result of :meth:`commit_rows` for the same rows.
-            with_optimizers: True to read the states of optimisers, too.
+            with_optimizers: True to read the states of optimizers, too.
 
         Raises:
             SetupError: the rows are of other tables, a rank cannot read them, or *committed* is damaged; raised on
@@ -312,32 +316,35 @@ class ShardedModel:
         """
         _check_committed(committed)
         for name, rows in self.dynamic_rows.items():
-            found = (committed or {}).get(name)
-            if found is None:
+            module_rows = (committed or {}).get(name)
+            if module_rows is None:
                 raise SetupError(
                     f"expected rows of the dynamic module {name or 'given'!r} in {str(folder)!r}, got rows of"
                     f" {', '.join(committed or ()) or 'no module'}. Use a checkpoint of the same module."
                 )
-            if found["tables"] != rows.description:
+            if module_rows["tables"] != rows.description:
                 raise SetupError(
                     f"expected rows of the tables {rows.description} of the dynamic module {name or 'given'!r}, got"
-                    f" rows of {found['tables']} in {str(folder)!r}. Build the module with the same dimensions and"
-                    " optimisers as in the checkpoint."
+                    f" rows of {module_rows['tables']} in {str(folder)!r}. Build the module with the same dimensions"
+                    " and optimizers as in the checkpoint."
                 )
             rows.read(
-                _rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
+                _rows_folder(folder, name),
+                module_rows["progress"],
+                version=module_rows["version"],
+                with_states=with_optimizers,
             )
 
     def _named(self, name: str) -> Table:
         if name in self.tables:
             return self.tables[name]
-        found = [table for table in self.tables.values() if table.config.name == name]
-        if len(found) != 1:
+        named_tables = [table for table in self.tables.values() if table.config.name == name]
+        if len(named_tables) != 1:
             raise SetupError(
                 f"expected the name of one table, one of {', '.join(sorted(self.tables))}, got {name!r}, which names"
-                f" {len(found)} tables. Pass a full name from this list."
+                f" {len(named_tables)} tables. Pass a full name from this list."
             )
-        return found[0]
+        return named_tables[0]
 
 
 def _rows_folder(folder: Path, module: str) -> Path:
@@ -355,7 +362,7 @@ def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[A
 
 
 def _leaves(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:
-    """Yield the optimiser of each kernel with the full names of the tables that it trains on this rank."""
+    """Yield the optimizer of each kernel with the full names of the tables that it trains on this rank."""
     if isinstance(optimizer, CombinedOptimizer):
         for key, part in optimizer.optimizers:
             yield from _leaves(f"{path}.{key}" if path and key else path or key, part)
@@ -375,10 +382,10 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 def _check_committed(committed: Any) -> None:
     """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
     try:
-        for found in ({} if committed is None else committed).values():
-            if not isinstance(found["progress"], Mapping) or not isinstance(found["version"], str | None):
+        for module_rows in ({} if committed is None else committed).values():
+            if not isinstance(module_rows["progress"], Mapping) or not isinstance(module_rows["version"], str | None):
                 raise TypeError
-            found["tables"]
+            module_rows["tables"]
     except (AttributeError, LookupError, TypeError):
         raise SetupError(
             "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress and"

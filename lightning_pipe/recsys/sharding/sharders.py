@@ -1,7 +1,7 @@
 """TorchRec's sharders with every sharding type that works in this project.
 
 TorchRec's stock sharder hides the row-wise types of pooled tables on CPU, though they run there. Sequences cannot be
-data-parallel, because FBGEMM's dense CPU kernel pools them. An optimiser that moves rows without a gradient would train
+data-parallel, because FBGEMM's dense CPU kernel pools them. An optimizer that moves rows without a gradient would train
 a replicated table differently from a sharded table.
 """
 
@@ -155,15 +155,15 @@ def default_sharders(
     return [*sharders, DynamicBagSharder(comms), DynamicSequenceSharder(comms)]
 
 
-def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
+def check_names(where: str, names: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
     """Check a list of names from a configuration."""
-    wrong = [name for name in found or [] if name not in allowed]
+    wrong = [name for name in names or [] if name not in allowed]
     if wrong:
         raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}. Use some of {', '.join(allowed)} instead.")
 
 
 def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-    """Check that a table can be sharded by each of the types and trained by its optimiser."""
+    """Check that a table can be sharded by each of the types and trained by its optimizer."""
     why = ""
     if table.module_type is EmbeddingCollection and "data_parallel" in (sharding_types or ()):
         why = f" for table {table.name} of an EmbeddingCollection (FBGEMM's dense CPU kernel pools sequences)"
@@ -176,7 +176,7 @@ def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) 
     assert table.optimizer is not None
     if ShardingType.DATA_PARALLEL.value in (sharding_types or ()) and table.optimizer.step_class is None:
         raise SetupError(
-            f"{where} names data_parallel for table {table.name}, whose optimiser {table.optimizer.name} moves rows"
+            f"{where} names data_parallel for table {table.name}, whose optimizer {table.optimizer.name} moves rows"
             " without a gradient when it steps a whole table. Use another sharding type."
         )
 

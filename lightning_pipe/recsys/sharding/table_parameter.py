@@ -26,7 +26,7 @@ class ShardedTableParameter(TableBatchedEmbeddingSlice):
 
     @property
     def requires_grad(self) -> bool:
-        """True: the optimiser fused into the lookup trains the table."""
+        """True: the optimizer fused into the lookup trains the table."""
         return super().requires_grad
 
     @requires_grad.setter
@@ -39,7 +39,7 @@ class ShardedTableParameter(TableBatchedEmbeddingSlice):
             return self
         raise SetupError(
             f"table {self.table} cannot be frozen after sharding (requires_grad must stay True, got False), since the"
-            " optimiser fused into its lookup trains all rows that it looks up. To leave the table unchanged from now"
+            " optimizer fused into its lookup trains all rows that it looks up. To leave the table unchanged from now"
             " on, call .detach() on the module's output in training_step; an evaluation does not train it anyway."
         )
 

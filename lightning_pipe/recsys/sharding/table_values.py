@@ -84,7 +84,7 @@ def copy_values(
 
 
 def release(original: nn.Parameter) -> None:
-    """Free the memory of an unsharded table, whose parameter TorchRec and torch's in-backward optimisers keep alive."""
+    """Free the memory of an unsharded table, whose parameter TorchRec and torch's in-backward optimizers keep alive."""
     original.data = original.data.new_empty(0)
     forget_optimizers_in_backward(original)
 

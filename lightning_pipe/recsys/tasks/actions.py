@@ -62,13 +62,13 @@ class RecsysActions:
         loss_of: extracts from a step's output the scalar loss to call ``backward`` on, or None if the output has none.
             With a reducer, a rank without a loss sends zeros, since other ranks may have one. Without a reducer, either
             all ranks have a loss or none has.
-        optimizer_step: the dense optimiser's step; None (default) if the caller runs it between ``begin_task`` and
+        optimizer_step: the dense optimizer's step; None (default) if the caller runs it between ``begin_task`` and
             ``end_task``.
         reducer: averages dense gradients over ranks; None (default) if they are averaged elsewhere.
         tables: functions called around lookups and their backward (default None).
         check_loss: called by every rank with the loss or None; raises if the loss cannot be trained (default: no
             check).
-        clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns the
+        clip: called before the optimizer step with the batch's embeddings; scales the dense gradients and returns the
             scale of the tables' gradients (default: no clipping). Requires tasks with ``scaled_late`` and a rewrite
             with a split backward.
         agree_overflow: True to let ranks agree after each dense backward whether any gradient of the embeddings is
@@ -132,10 +132,10 @@ class RecsysActions:
         """Move the batch to the device. If samples are balanced, the next two tasks exchange them between ranks."""
         ctx.transfer_error = None
         try:
-            given = ctx.batch
-            with self._rewrite.transferring(given):
-                ctx.batch = self._transfer(given)
-            self._rewrite.transferred(given, ctx.batch)
+            loader_batch = ctx.batch
+            with self._rewrite.transferring(loader_batch):
+                ctx.batch = self._transfer(loader_batch)
+            self._rewrite.transferred(loader_batch, ctx.batch)
         except Exception as error:
             if not (self._rewrite.has_peers or on_worker()):
                 raise
@@ -265,7 +265,7 @@ class RecsysActions:
             ctx.has_gradients = False  # the step is the last batch's
 
     def emb_backward(self, ctx: RecsysContext) -> None:
-        """Backward of the lookups from the gradients of their outputs; fused optimisers step inside."""
+        """Backward of the lookups from the gradients of their outputs; fused optimizers step inside."""
         if ctx.tables_skipped or not ctx.has_gradients:
             self._tables_backward.discard(ctx.embeddings)
         else:
@@ -295,7 +295,7 @@ class RecsysActions:
             self._reducer.finalize()
 
     def optim_step(self, ctx: RecsysContext) -> None:
-        """Step the dense optimiser, unless the caller steps it or the batch has no gradients."""
+        """Step the dense optimizer, unless the caller steps it or the batch has no gradients."""
         if not ctx.has_gradients:
             return
         if self._clip is not None:
@@ -304,7 +304,7 @@ class RecsysActions:
             self._optimizer_step()
 
     def abandon(self, contexts: Iterable[IterContext]) -> None:
-        """Undo the lookups of batches that will not be trained, since the tables' optimisers may have counted them."""
+        """Undo the lookups of batches that will not be trained, since the tables' optimizers may have counted them."""
         for ctx in contexts:
             if (embeddings := ctx.take("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)

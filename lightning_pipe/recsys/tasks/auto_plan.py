@@ -43,7 +43,7 @@ def hand_written_plans(
 
 
 def recsys_costs(
-    own: Mapping[str, float],
+    task_times: Mapping[str, float],
     *,
     peers: bool,
     device: torch.device,
@@ -54,13 +54,15 @@ def recsys_costs(
     if not peers:
         waits, sent = {}, {}
     elif waits is None:
-        waits = {waiter: own[waiter] for task, waiter in _WAITED_BY.items() if waiter != task and waiter in own}
+        waits = {
+            waiter: task_times[waiter] for task, waiter in _WAITED_BY.items() if waiter != task and waiter in task_times
+        }
     background: dict[str, float | Message] = dict(sent or {})
     waited = dict(waits)
     if sent is None:
-        background, waited = _background(own, waits)
+        background, waited = _background(task_times, waits)
     costs = {}
-    for name, seconds in own.items():
+    for name, seconds in task_times.items():
         submitted = background.get(name, 0.0)
         costs[name] = TaskCost(
             max(0.0, seconds - waited.get(name, 0.0)),
@@ -73,21 +75,21 @@ def recsys_costs(
 
 
 def _background(
-    own: Mapping[str, float], waits: Mapping[str, float]
+    task_times: Mapping[str, float], waits: Mapping[str, float]
 ) -> tuple[dict[str, float | Message], dict[str, float]]:
     """Time of each message on an otherwise idle network, by the task that submits it, and the time that each task
     waited for messages."""
-    order = list(own)
+    order = list(task_times)
     background: dict[str, float | Message] = {}
     waited: dict[str, float] = {}
     shared: set[str] = set()
     for name, waiter in _WAITED_BY.items():
         wait = waits.get(waiter, 0.0)
-        if name not in own or waiter not in own or not wait:
+        if name not in task_times or waiter not in task_times or not wait:
             continue
         between = order[order.index(name) + 1 : order.index(waiter)]
         # The message was on its way while these tasks ran. If they also sent messages, each had half of the network.
-        meanwhile = sum(own[task] - waits.get(task, 0.0) / 2 for task in between)
+        meanwhile = sum(task_times[task] - waits.get(task, 0.0) / 2 for task in between)
         if wait <= _NOT_THERE * meanwhile:
             continue
         background[name] = wait + meanwhile
@@ -103,8 +105,8 @@ def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
     if device.type == "cuda":
         return Machine(cores=1.0, device_streams=True, between_periods=beside)
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun; without it, all ranks are taken to be on this machine
-    here = int(ranks) if ranks else dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return Machine(cores=max(1.0, (os.cpu_count() or 1) / here), between_periods=beside)
+    local_ranks = int(ranks) if ranks else dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return Machine(cores=max(1.0, (os.cpu_count() or 1) / local_ranks), between_periods=beside)
 
 
 def recsys_variants(
@@ -132,7 +134,7 @@ def recsys_variants(
 
 def propose_plans(
     hand_written: Sequence[PipelinePlan],
-    own: Mapping[str, float],
+    task_times: Mapping[str, float],
     beside: float,
     *,
     max_in_flight: int,
@@ -145,7 +147,7 @@ def propose_plans(
 
     If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """
-    costs = recsys_costs(own, peers=peers, device=device)
+    costs = recsys_costs(task_times, peers=peers, device=device)
     machine = recsys_machine(device, beside)
     variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, keep=keep)
     return [plan for plan in variants if not cached or suits_caches(plan)]

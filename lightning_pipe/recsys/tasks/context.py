@@ -25,7 +25,7 @@ class RecsysContext(TrainingContext):
         embeddings: outputs of the lookups and the state that their backward needs.
         trained: True if the batch is trained: the context has a step and grad mode is on.
         loss: scalar loss, until the backward; None if the step returned none.
-        has_gradients: True if the batch takes part in the optimiser step, on this rank or through a peer.
+        has_gradients: True if the batch takes part in the optimizer step, on this rank or through a peer.
         tables_skipped: True if the tables are not trained, after an overflow.
         gradient_scale: scalar tensor that multiplies the embeddings' gradients; absent if they are not scaled.
     """

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LateScaling:
-    """Changes of a task if gradients are scaled late, that is, in the optimiser step."""
+    """Changes of a task if gradients are scaled late, that is, in the optimizer step."""
 
     reads: tuple[str, ...] = ()  # further context fields
     writes: tuple[str, ...] | None = None  # all that the task writes; None for no change
-    after_step: bool = False  # True if the task follows the optimiser step
+    after_step: bool = False  # True if the task follows the optimizer step
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RecsysTask:
         device: resource that the task keeps busy on a GPU: compute units or copy engine.
         waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
         trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
-        late: changes if gradients are scaled late, that is, in the optimiser step; None for no change.
+        late: changes if gradients are scaled late, that is, in the optimizer step; None for no change.
         collectives: process groups that it submits collectives to: the input dist's, the tables', the one of dense
             gradients, the balancer's, the replicas', and all ranks' (``world``). A ``training_step`` that calls
             collectives is not included.

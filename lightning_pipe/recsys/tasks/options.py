@@ -29,8 +29,8 @@ class ShardingOptions:
             (``fused_uvm_caching``): ``cache_load_factor``, ``cache_precision``, ``cache_reserved_memory``,
             ``cache_algorithm``, and ``prefetch_pipeline`` (default True; False with ``cache_algorithm: LFU``: rows are
             then loaded by the lookup, not ahead). Those of a single table go under its name (default None).
-        replicas: number of groups of neighbouring ranks that each shard all tables, or 2D parallelism (default 1).
-            An all-to-all then takes place inside a group. Tables and the states of their optimisers are averaged over
+        replicas: number of groups of neighboring ranks that each shard all tables, or 2D parallelism (default 1).
+            An all-to-all then takes place inside a group. Tables and the states of their optimizers are averaged over
             groups. Refused with dynamic tables, with gradient clipping, and with tables sharded ``table_row_wise``,
             ``grid_shard`` or ``data_parallel``.
         sync_every: number of table steps between two averages of the replicas (default 1). Above 1, groups differ in
@@ -115,7 +115,7 @@ class CheckOptions:
         validate_ids: check every id against its table, and every length, before the lookup (default False). Costs a
             pass over them. The number of lengths and their sums are always checked.
         detect_nan: check the loss on all ranks (default False). Costs a small all-reduce in each step and, on a GPU, a
-            synchronisation.
+            synchronization.
     """
 
     validate_ids: bool = False

@@ -59,7 +59,7 @@ class RecsysReplays:
 
     def splits(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: RecsysContext, splits: Splits) -> None:
-            inputs = self._rewrite.inputs_again(ctx.batch, _own(splits.inputs.contexts))
+            inputs = self._rewrite.inputs_again(ctx.batch, _copied(splits.inputs.contexts))
             ctx.splits = replace(splits, inputs=inputs)
 
         # Another wait for the splits sends the tensors again.
@@ -68,13 +68,13 @@ class RecsysReplays:
     def requests(self) -> tuple[DeclaredIO, ...]:
         def capture(ctx: RecsysContext) -> dict[str, Any]:
             requests = ctx.input_requests
-            tensors = {name: one.wait() for name, one in requests.tensors.items()}
+            tensors = {name: awaitable.wait() for name, awaitable in requests.tensors.items()}
             ctx.input_requests = _waited_for(requests.inputs, tensors)
             return {"tensors": tensors, "contexts": ByReference(requests.inputs.contexts)}
 
-        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.splits.inputs, contexts=_own(kept["contexts"]))
-            ctx.input_requests = _waited_for(inputs, kept["tensors"])
+        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.splits.inputs, contexts=_copied(captured["contexts"]))
+            ctx.input_requests = _waited_for(inputs, captured["tensors"])
 
         return (DeclaredIO(capture, again, ("input_requests",)),)
 
@@ -83,10 +83,10 @@ class RecsysReplays:
             features = ctx.features
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
 
-        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.input_requests.inputs, contexts=_own(kept["contexts"]))
-            ctx.features = Features(inputs, kept["distributed"])
-            for name, features in kept["distributed"].items():
+        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.input_requests.inputs, contexts=_copied(captured["contexts"]))
+            ctx.features = Features(inputs, captured["distributed"])
+            for name, features in captured["distributed"].items():
                 module = self._rewrite.modules[name]
                 if is_dynamic(module):
                     module.prefetch_again(inputs.contexts[name], features)
@@ -94,8 +94,8 @@ class RecsysReplays:
         def prefetched(ctx: RecsysContext) -> Any:
             return newest_prefetches(self._pipelined(ctx.features.distributed))
 
-        def prefetch(ctx: RecsysContext, kept: Any) -> None:
-            prefetch_again(self._pipelined(ctx.features.distributed), kept)
+        def prefetch(ctx: RecsysContext, locations: Any) -> None:
+            prefetch_again(self._pipelined(ctx.features.distributed), locations)
 
         return DeclaredIO(capture, again, ("features",)), DeclaredIO(prefetched, prefetch)
 
@@ -140,16 +140,16 @@ class RecsysReplays:
                 "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
             }
 
-        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
+        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
             embeddings = ctx.embeddings
-            for cut, gradient in zip(embeddings.cuts(), kept["cuts"], strict=True):
+            for cut, gradient in zip(embeddings.cuts(), captured["cuts"], strict=True):
                 cut.gradient = gradient
-            if kept["kernels"] is not None:
-                calls: list[LookupCalls] = [one.lookups for one in embeddings.calls if one.lookups is not None]
-                replicated = list(dict.fromkeys(weights for one in calls for weights in one.replicated))
-                kernels = list(chain.from_iterable(one.kernels for one in calls))
-                embeddings.kernel_gradients = KernelGradients(kernels, kept["kernels"], replicated)
-                for weights, gradient in zip(replicated, kept["replicated"], strict=True):
+            if captured["kernels"] is not None:
+                calls: list[LookupCalls] = [call.lookups for call in embeddings.calls if call.lookups is not None]
+                replicated = list(dict.fromkeys(weights for lookups in calls for weights in lookups.replicated))
+                kernels = list(chain.from_iterable(lookups.kernels for lookups in calls))
+                embeddings.kernel_gradients = KernelGradients(kernels, captured["kernels"], replicated)
+                for weights, gradient in zip(replicated, captured["replicated"], strict=True):
                     weights.grad = gradient
 
         def sent(ctx: RecsysContext, _: Any) -> None:
@@ -164,11 +164,11 @@ class RecsysReplays:
         return (self._gradients_of(self._in_modules),)
 
     def finalize(self) -> tuple[DeclaredIO, ...]:
-        def left(ctx: RecsysContext, _: Any) -> None:
+        def leave_averages(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
                 self._reducer.leave()
 
-        return DeclaredIO(lambda ctx: None, left), self._gradients_of([*self._dense, *self._in_modules])
+        return DeclaredIO(lambda ctx: None, leave_averages), self._gradients_of([*self._dense, *self._in_modules])
 
     # ------------------------------------------------------------------ building blocks
 
@@ -194,7 +194,7 @@ class RecsysReplays:
         return DeclaredIO(lambda ctx: list(buffers), restore)
 
 
-def _own(contexts: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(contexts: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of contexts, since iterations in flight may have the same batch, each with rows of its own."""
     return {name: copy.copy(context) for name, context in contexts.items()}
 
@@ -203,15 +203,15 @@ def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:
     return Requests(inputs, {name: NoWait(value) for name, value in tensors.items()})
 
 
-def _tensors(output: Any, found: list[Tensor]) -> None:
+def _tensors(output: Any, tensors: list[Tensor]) -> None:
     """Collect the differentiable tensors of a sharded module's output, in the form that the step gets."""
     if isinstance(output, Tensor):
-        found.append(output)
+        tensors.append(output)
     elif isinstance(output, dict):
-        for one in output.values():
-            _tensors(one, found)
+        for entry in output.values():
+            _tensors(entry, tensors)
     elif isinstance(output, tuple):
-        for one in output:
-            _tensors(one, found)
+        for part in output:
+            _tensors(part, tensors)
     elif hasattr(output, "values"):
-        found.append(output.values())
+        tensors.append(output.values())

@@ -1,4 +1,4 @@
-"""Learning rates of the tables in training: from a separate schedule, or following the dense optimiser."""
+"""Learning rates of the tables in training: from a separate schedule, or following the dense optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
 
 class TableRates:
-    """Copies the current learning rates into the tables' fused optimisers."""
+    """Copies the current learning rates into the tables' fused optimizers."""
 
     def __init__(
         self, sharded: ShardedModel, optimizer: Callable[[], Optimizer], schedule: Mapping[str, Any] | None
@@ -21,7 +21,7 @@ class TableRates:
         self._sharded = sharded
         self._optimizer = optimizer
         self._base: float | None = None
-        # The optimiser has no groups if configure_optimizers returned nothing.
+        # The optimizer has no groups if configure_optimizers returned nothing.
         if optimizer().param_groups:
             base = base_learning_rate(optimizer())
             # A search has scaled the rates of tables as well, so they keep the ratio to the rate that it found.
@@ -37,11 +37,11 @@ class TableRates:
             self._sharded.set_learning_rate_factor(learning_rate_factor(optimizer, self._base))
 
     def note_search(self, rate: float) -> None:
-        """Note that a search has found *rate* for the dense optimiser, for later trainings that begin with it."""
+        """Note that a search has found *rate* for the dense optimizer, for later trainings that begin with it."""
         if self._base is not None:
             self._sharded.searched_rates[rate] = self._base
 
     def step(self) -> None:
-        """Advance the schedule by one optimiser step."""
+        """Advance the schedule by one optimizer step."""
         if self.schedule is not None:
             self.schedule.step()

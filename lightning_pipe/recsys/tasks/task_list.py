@@ -30,7 +30,7 @@ def recsys_tasks(
         balanced: without actions, True to include the tasks of a balancer (default False).
         replicated: without actions, True to include the average of table replicas (default False).
         scaled_late: True if the gradients of the embeddings are scaled (clipping by a global norm) or skipped (loss
-            scaling) in the optimiser step; ``EmbBackward`` then follows it (default False).
+            scaling) in the optimizer step; ``EmbBackward`` then follows it (default False).
         extra: additional tasks (default none), each by the name of the task that it follows in serial order.
 
     Raises:
@@ -38,29 +38,29 @@ def recsys_tasks(
     """
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
-    there = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
-    declared = [one for one in TASKS if one.needs in there]
+    features = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
+    declared = [task for task in TASKS if task.needs in features]
     if scaled_late:
-        declared.sort(key=lambda one: one.late is not None and one.late.after_step)
+        declared.sort(key=lambda task: task.late is not None and task.late.after_step)
     declared = _with_extra(declared, extra or {})
-    return [_task(one, actions, scaled_late) for one in declared]
+    return [_task(task, actions, scaled_late) for task in declared]
 
 
 def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
-    declared, found = list(declared), []
-    taken = [one.name for one in (*declared, *extra.values())]
-    if twice := sorted({name for name in taken if taken.count(name) > 1}):
+    declared, ordered = list(declared), []
+    all_names = [task.name for task in (*declared, *extra.values())]
+    if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
         raise PlanError(f"extra tasks have the names of other tasks: {', '.join(twice)}. Give each task a unique name.")
-    for one in declared:
-        found.append(one)
-        while (following := extra.get(found[-1].name)) is not None:
-            found.append(following)
-    names = [one.name for one in found]
+    for task in declared:
+        ordered.append(task)
+        while (following := extra.get(ordered[-1].name)) is not None:
+            ordered.append(following)
+    names = [task.name for task in ordered]
     if unknown := sorted(set(extra) - set(names)):
         raise PlanError(
             f"extra tasks must follow one of {', '.join(names)}, got {', '.join(unknown)}. Correct the keys of extra."
         )
-    return found
+    return ordered
 
 
 def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:

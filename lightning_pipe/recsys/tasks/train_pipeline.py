@@ -45,9 +45,9 @@ class TrainPipeline:
             Called with a batch, it returns ``(losses, output)``, as TorchRec's pipelines expect; the losses are summed.
             With a model of ``shard_model``, losses may be None on any rank, which then contributes zero gradients. With
             ``DistributedModelParallel``, losses are None on all ranks or on none.
-        optimizer: optimiser of the dense parameters. Learning rates set between two calls of :meth:`progress` take
+        optimizer: optimizer of the dense parameters. Learning rates set between two calls of :meth:`progress` take
             effect with the next batch. The tables' rates are set through the model's ``fused_optimizer``, which
-            TorchRec's ``CombinedOptimizer`` joins with the dense optimiser for a scheduler, or with
+            TorchRec's ``CombinedOptimizer`` joins with the dense optimizer for a scheduler, or with
             ``ShardedModel.set_learning_rates``.
         device: device that batches are moved to.
         plan: name of a plan, a plan, or the path of a plan in YAML (default ``"prefetch"``).
@@ -58,7 +58,7 @@ class TrainPipeline:
             (:class:`~lightning_pipe.recsys.WireOptions`; only ``ids``, since *model* has the rest already),
             ``memory`` (:class:`~lightning_pipe.recsys.MemoryOptions`) and ``checks``
             (:class:`~lightning_pipe.recsys.CheckOptions`).
-        accumulate: number of batches whose gradients are accumulated for an optimiser step (default 1). Each loss is
+        accumulate: number of batches whose gradients are accumulated for an optimizer step (default 1). Each loss is
             divided by this number. Tables step in every batch, with the gradients of the divided loss. A window that is
             not full when the data ends continues with the next iterator. Above 1, requires a model of ``shard_model``
             and no ``max_norm``.
@@ -132,7 +132,7 @@ class TrainPipeline:
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._execute_all_batches = execute_all_batches
         self._closed = False
-        # Tables are trained in backward; the step of their optimiser only copies learning rates to the kernels.
+        # Tables are trained in backward; the step of their optimizer only copies learning rates to the kernels.
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
         self._session = session = RecsysSession(
             model,
@@ -178,7 +178,7 @@ class TrainPipeline:
         Raises:
             StopIteration: every batch has been trained; training may continue with another iterator.
             InputError: a batch cannot be trained; raised on every rank, whichever has the batch. Closes the pipeline.
-            TaskError: the model, the optimiser or the iterator raised an error. Closes the pipeline.
+            TaskError: the model, the optimizer or the iterator raised an error. Closes the pipeline.
         """
         self._refuse_while_evaluating()
         if not self.rewrite.attached:
@@ -324,9 +324,9 @@ class TrainPipeline:
 
 
 class _Accumulation:
-    """Selects the batches that clear gradients, average them over ranks and step the dense optimiser.
+    """Selects the batches that clear gradients, average them over ranks and step the dense optimizer.
 
-    Table optimisers are fused into backward. Tables therefore step in every batch, with the gradients of that batch's
+    Table optimizers are fused into backward. Tables therefore step in every batch, with the gradients of that batch's
     part of the loss.
     """
 
@@ -360,7 +360,7 @@ class _Accumulation:
         return nullcontext() if self._reducer is None or self._is_last else self._reducer.no_sync()
 
     def step(self) -> None:
-        """Step the dense optimiser after the backward of the last batch of a step."""
+        """Step the dense optimizer after the backward of the last batch of a step."""
         if self._is_last:
             self._optimizer.step()
 

@@ -1,4 +1,4 @@
-"""The dense optimiser: tables are taken out of it, and its schedule is read."""
+"""The dense optimizer: tables are taken out of it, and its schedule is read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_
     tables = TableParameters()
     tables.add_sharded("users", users)
     optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [users]}])
-    with pytest.raises(SetupError, match=r"group 1 of the optimiser torch.optim.Adagrad holds .* \(users\)"):
+    with pytest.raises(SetupError, match=r"group 1 of the optimizer torch.optim.Adagrad holds .* \(users\)"):
         take_tables_out(optimizer, tables)
     assert [group["params"] for group in optimizer.param_groups] == [[weight], [users]]
     assert len(optimizer.state) == 2

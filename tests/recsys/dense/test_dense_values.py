@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dense.dense_values import materialise_dense, unfillable
+from lightning_pipe.recsys.dense.dense_values import materialize_dense, unfillable
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def filled(module: nn.Module, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         unfillable(module, set())
-        materialise_dense(module, set(), CPU)
+        materialize_dense(module, set(), CPU)
     return module
 
 
@@ -47,7 +47,7 @@ def test_a_shared_parameter_stays_shared_and_a_frozen_one_frozen() -> None:
 
 def test_modules_of_tables_are_left_out() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
-    materialise_dense(module, {module[1]}, CPU)
+    materialize_dense(module, {module[1]}, CPU)
     assert [parameter.is_meta for parameter in module.parameters()] == [False, False, True, True]
 
 

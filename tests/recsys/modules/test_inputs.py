@@ -50,12 +50,12 @@ FIRST = kjt(["a", "b"], [[1], [2, 3]])
 
 def test_the_same_form_is_passed_on_as_the_same_object() -> None:
     later = kjt(["a", "b"], [[], [5]])
-    assert conform("m", later, FeatureForm.of(FIRST)) is later
+    assert conform("m", later, FeatureForm.from_features(FIRST)) is later
 
 
 def test_keys_in_another_order_are_put_into_the_first_batch_s() -> None:
     later = kjt(["b", "a"], [[2, 3], [1]], weights=torch.tensor([0.2, 0.3, 0.1]))
-    form = FeatureForm.of(kjt(["a", "b"], [[1], [2, 3]], weights=torch.zeros(3)))
+    form = FeatureForm.from_features(kjt(["a", "b"], [[1], [2, 3]], weights=torch.zeros(3)))
     ordered = conform("m", later, form)
     assert ordered.keys() == ["a", "b"]
     assert ordered.values().tolist() == [1, 2, 3]
@@ -63,7 +63,7 @@ def test_keys_in_another_order_are_put_into_the_first_batch_s() -> None:
 
 
 def test_variable_batch_sizes_are_re_ordered_with_their_inverse_indices() -> None:
-    form = FeatureForm.of(variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}))
+    form = FeatureForm.from_features(variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}))
     later = variable(["b", "a"], [[2, 3], [1]], {"b": [1, 0], "a": [0, 0]})
     ordered = conform("m", later, form)
     assert ordered.keys() == ["a", "b"]
@@ -75,9 +75,9 @@ def test_variable_batch_sizes_are_re_ordered_with_their_inverse_indices() -> Non
 
 def test_missing_and_extra_keys_are_named() -> None:
     with pytest.raises(InputError, match=r"'m' expected .* got \['a', 'c'\]: missing \['b'\], extra \['c'\]"):
-        conform("m", kjt(["a", "c"], [[1], [2]]), FeatureForm.of(FIRST))
+        conform("m", kjt(["a", "c"], [[1], [2]]), FeatureForm.from_features(FIRST))
     with pytest.raises(InputError, match=r"missing \[\], extra \['c'\]"):
-        conform("m", kjt(["a", "b", "c"], [[1], [2], []]), FeatureForm.of(FIRST))
+        conform("m", kjt(["a", "b", "c"], [[1], [2], []]), FeatureForm.from_features(FIRST))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_missing_and_extra_keys_are_named() -> None:
 )
 def test_another_form_is_refused_with_both_forms_named(later: KeyedJaggedTensor, what: str) -> None:
     with pytest.raises(InputError, match=f"form of its first batch,.*without weights, one batch size.* got .*{what}"):
-        conform("m", later, FeatureForm.of(FIRST))
+        conform("m", later, FeatureForm.from_features(FIRST))
 
 
 def test_weights_that_require_grad_are_refused_with_what_to_use_instead() -> None:

@@ -21,14 +21,14 @@ def test_the_argument_of_a_call_is_found_in_later_batches() -> None:
     recorder = Recorder(batch)
     recorder.called("a", (batch["sparse"][1],), {})
     recorder.called("b", (), {"features": batch["sparse"][0], "more": None})
-    found = recorder.found("a")
+    found = recorder.arguments("a")
     assert isinstance(found, CallArguments)
     assert str(found) == "batch['sparse'][1]"
     following: dict[str, Any] = {"x": torch.zeros(1), "sparse": [kjt(), kjt()]}
     positional, named = found.get(following, PostprocessResults({}))
     assert positional == (following["sparse"][1],)
     assert named == {}
-    assert str(recorder.found("b")) == "features=batch['sparse'][0], more=None"
+    assert str(recorder.arguments("b")) == "features=batch['sparse'][0], more=None"
 
 
 def test_a_batch_that_the_step_changes_is_recorded_as_it_came() -> None:
@@ -38,8 +38,8 @@ def test_a_batch_that_the_step_changes_is_recorded_as_it_came() -> None:
     batch["sparse"] = kjt()
     recorder.called("a", (came,), {})
     recorder.called("b", (batch["sparse"],), {})
-    assert str(recorder.found("a")) == "batch['sparse']"
-    assert recorder.found("b") == (
+    assert str(recorder.arguments("a")) == "batch['sparse']"
+    assert recorder.arguments("b") == (
         "its argument, a KeyedJaggedTensor with the keys ['f'], is not an object of the batch: the step made it"
     )
 
@@ -49,7 +49,7 @@ def test_a_jagged_tensor_wrapped_anew_around_the_same_tensors_counts_as_the_piec
     recorder = Recorder(batch)
     one = batch[0]
     recorder.called("a", (KeyedJaggedTensor(keys=["f"], values=one.values(), lengths=one.lengths()),), {})
-    assert str(recorder.found("a")) == "batch[0]"
+    assert str(recorder.arguments("a")) == "batch[0]"
 
 
 def test_a_module_called_twice_or_never_has_a_reason_and_no_arguments() -> None:
@@ -57,8 +57,8 @@ def test_a_module_called_twice_or_never_has_a_reason_and_no_arguments() -> None:
     recorder = Recorder(batch)
     recorder.called("a", batch, {})
     recorder.called("a", batch, {})
-    assert recorder.found("a") == "was called 2 times in the first step"
-    assert recorder.found("b") == "was not called in the first step"
+    assert recorder.arguments("a") == "was called 2 times in the first step"
+    assert recorder.arguments("b") == "was not called in the first step"
     assert recorder.call("a") is None
     assert recorder.call("b") is None
 

@@ -181,4 +181,4 @@ def test_rows_of_dynamic_tables_are_read_into_an_empty_store(tmp_path: Path) -> 
         assert found["kept"]
         assert not found["reset"]  # the states differ
         assert "holds rows that an earlier run has trained" in found["rows"]
-        assert "Build the module with the same dimensions and optimisers" in found["columns"]
+        assert "Build the module with the same dimensions and optimizers" in found["columns"]

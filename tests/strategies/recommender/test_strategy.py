@@ -169,7 +169,7 @@ def test_a_trace_shows_the_prefetch_on_a_thread_of_its_own() -> None:
 
 
 def test_tables_without_an_optimiser_are_named() -> None:
-    with pytest.raises(SetupError, match=f"tables {PEOPLE}, {THINGS} must have an optimiser.*sparse_optimizer"):
+    with pytest.raises(SetupError, match=f"tables {PEOPLE}, {THINGS} must have an optimizer.*sparse_optimizer"):
         fit(Clicks(), recsys(optimizer=None))
 
 
