@@ -88,7 +88,8 @@ def histories(options: argparse.Namespace, ranks: int) -> list[np.ndarray[Any, A
 def rank_batch(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any], options: argparse.Namespace) -> Batch:
     """Batch of a rank with these samples. The content of a sample does not depend on the rank."""
     ids = [
-        torch.from_numpy(np.random.default_rng(int(one)).integers(0, options.items, lengths[one])) for one in samples
+        torch.from_numpy(np.random.default_rng(int(sample)).integers(0, options.items, lengths[sample]))
+        for sample in samples
     ]
     history = KeyedJaggedTensor(["history"], torch.cat(ids), lengths=torch.from_numpy(lengths[samples]))
     return Batch(history, torch.from_numpy(samples % 2).float())
@@ -151,7 +152,10 @@ def round_of(pipeline: TrainPipeline, data: list[Batch]) -> list[float]:
 def show(everyone: list[dict[str, list[float]]], report: Any) -> Figure:
     """Print the table, and return the ratio of balanced to perfect with its interval over steps."""
     # The slower rank's time counts, because the other rank waits for it.
-    steps = {way: [max(of_ranks) for of_ranks in zip(*(one[way] for one in everyone), strict=True)] for way in WAYS}
+    steps = {
+        way: [max(of_ranks) for of_ranks in zip(*(rank_steps[way] for rank_steps in everyone), strict=True)]
+        for way in WAYS
+    }
     medians = {way: statistics.median(seconds) for way, seconds in steps.items()}
     print(f"{'':<11}{'median':>10}{'quartiles':>20}{'to perfect':>12}")
     for way in WAYS:
@@ -163,13 +167,15 @@ def show(everyone: list[dict[str, list[float]]], report: Any) -> Figure:
     )
     print(f"work of the slowest rank over the mean: {report.mean_before:.3f} before, {report.mean_after:.3f} after")
 
-    def ratio(of: Sequence[int]) -> float:
-        balanced, perfect = (statistics.median(steps[way][each] for each in of) for way in ("balanced", "perfect"))
+    def ratio(indices: Sequence[int]) -> float:
+        balanced, perfect = (
+            statistics.median(steps[way][index] for index in indices) for way in ("balanced", "perfect")
+        )
         return balanced / perfect
 
     count = len(steps["perfect"])  # steps with the same index train the same batch
-    what = "recsys step of skewed histories, balanced / dealt out beforehand"
-    return at_most(what, ratio(range(count)), LIMIT, interval(ratio, count))
+    name = "recsys step of skewed histories, balanced / dealt out beforehand"
+    return at_most(name, ratio(range(count)), LIMIT, interval(ratio, count))
 
 
 def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
@@ -177,19 +183,19 @@ def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
     random = np.random.default_rng(0)
     workloads = random.lognormal(4, 1.2, ranks * samples).round()
     source = np.repeat(np.arange(ranks, dtype=np.int32), samples)
-    found = partition(workloads, source, ranks)
+    assignment = partition(workloads, source, ranks)
     seconds = []
     for _ in range(repeats):
         begun = time.perf_counter()
         partition(workloads, source, ranks)
         seconds.append(time.perf_counter() - begun)
     median = statistics.median(seconds)
-    before, after = (imbalance(loads_of(workloads, of, ranks)) for of in (source, found))
+    before, after = (imbalance(loads_of(workloads, owners, ranks)) for owners in (source, assignment))
     print(f"partition of {ranks} x {samples:,}: {median * 1e3:.1f} ms (15), {before:.3f} -> {after:.4f}", end="; ")
     alone = counted(lambda: time.sleep(median * repeats))
     beside = counted(lambda: [partition(workloads, source, ranks) for _ in range(repeats)])
     print(f"meanwhile a Python thread counts at {beside / alone:.0%} of its speed alone")
-    spread = quartiles([1e3 * one for one in seconds])
+    spread = quartiles([1e3 * value for value in seconds])
     return at_most(f"partition of {ranks} x {samples} samples", 1e3 * median, PARTITION_LIMIT, spread, "ms")
 
 
@@ -234,7 +240,7 @@ def main() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (options.ranks, options, folder), nprocs=options.ranks)
-        figures += [Figure(**one) for one in json.loads(Path(folder, "figures").read_text(encoding="utf-8"))]
+        figures += [Figure(**figure) for figure in json.loads(Path(folder, "figures").read_text(encoding="utf-8"))]
     save(figures, options.json)
 
 

@@ -64,12 +64,12 @@ class Batch:
 class Model(nn.Module):
     """One table with a tower of dense layers."""
 
-    def __init__(self, store: Path, cache_rows: int, given: argparse.Namespace) -> None:
+    def __init__(self, store: Path, cache_rows: int, options: argparse.Namespace) -> None:
         super().__init__()
         torch.manual_seed(0)
-        table = DynamicTable(name="things", embedding_dim=given.dim, feature_names=["item"], cache_rows=cache_rows)
+        table = DynamicTable(name="things", embedding_dim=options.dim, feature_names=["item"], cache_rows=cache_rows)
         self.bags = DynamicEmbeddingBagCollection([table], store, seed=1, existing="keep")
-        widths = [given.dim, *[given.width] * given.dense]
+        widths = [options.dim, *[options.width] * options.dense]
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.tower = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
@@ -81,29 +81,29 @@ class Model(nn.Module):
 
 def main() -> None:
     """Run the requested part."""
-    options = argparse.ArgumentParser(description="dynamic tables over a store")
-    options.add_argument("--part", choices=("plans", "lookup"), default="plans")
-    options.add_argument("--rows", type=int, default=400_000, help="rows in the store")
-    options.add_argument("--dim", type=int, default=32)
-    options.add_argument("--batch", type=int, default=512, help="rows per batch")
-    options.add_argument("--bag", type=int, default=20, help="ids per bag")
-    options.add_argument("--zipf", type=float, default=1.05)
-    options.add_argument("--dense", type=int, default=4)
-    options.add_argument("--width", type=int, default=512)
-    options.add_argument("--latency", type=float, default=100e-6, help="waiting time of a record's read in seconds")
-    options.add_argument("--readers", type=int, default=16, help="records read in parallel")
-    options.add_argument("--block", type=int, default=12, help="batches per block")
-    options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG timeline of the prefetch plan")
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="dynamic tables over a store")
+    parser.add_argument("--part", choices=("plans", "lookup"), default="plans")
+    parser.add_argument("--rows", type=int, default=400_000, help="rows in the store")
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=512, help="rows per batch")
+    parser.add_argument("--bag", type=int, default=20, help="ids per bag")
+    parser.add_argument("--zipf", type=float, default=1.05)
+    parser.add_argument("--dense", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--latency", type=float, default=100e-6, help="waiting time of a record's read in seconds")
+    parser.add_argument("--readers", type=int, default=16, help="records read in parallel")
+    parser.add_argument("--block", type=int, default=12, help="batches per block")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG timeline of the prefetch plan")
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=0, world_size=1)
-        figures = (plans if given.part == "plans" else lookup)(Path(folder), given)
+        figures = (plans if options.part == "plans" else lookup)(Path(folder), options)
         dist.destroy_process_group()
-    save(figures, given.json)
+    save(figures, options.json)
 
 
 # ---------------------------------------------------------------------- plans
@@ -119,14 +119,14 @@ class Ids:
         self._rows = rows
 
     def draw(self, number: int) -> Tensor:
-        found = np.searchsorted(self._ends, self._draw.random(number)).clip(max=self._rows - 1)
-        return torch.from_numpy(found.astype(np.int64)) * SPREAD
+        indices = np.searchsorted(self._ends, self._draw.random(number)).clip(max=self._rows - 1)
+        return torch.from_numpy(indices.astype(np.int64)) * SPREAD
 
 
-def batch(ids: Ids, given: argparse.Namespace) -> Batch:
-    lengths = torch.full((given.batch,), given.bag)
-    features = KeyedJaggedTensor(["item"], ids.draw(given.batch * given.bag), lengths=lengths)
-    return Batch(features, torch.randint(0, 2, (given.batch,)).float())
+def batch(ids: Ids, options: argparse.Namespace) -> Batch:
+    lengths = torch.full((options.batch,), options.bag)
+    features = KeyedJaggedTensor(["item"], ids.draw(options.batch * options.bag), lengths=lengths)
+    return Batch(features, torch.randint(0, 2, (options.batch,)).float())
 
 
 def fill(sharded: ShardedModel, rows: int) -> None:
@@ -145,13 +145,13 @@ def fill(sharded: ShardedModel, rows: int) -> None:
 class Arm:
     """A model under a plan."""
 
-    def __init__(self, name: str, plan: str | Path, folder: Path, cache_rows: int, given: argparse.Namespace) -> None:
+    def __init__(self, name: str, plan: str | Path, folder: Path, cache_rows: int, options: argparse.Namespace) -> None:
         self.name = name
         world = dist.group.WORLD
         assert world is not None
-        model = Model(folder / name, cache_rows, given)
+        model = Model(folder / name, cache_rows, options)
         self.sharded = shard_model(model, device=CPU, group=world, sparse_optimizer=OPTIMIZER)
-        fill(self.sharded, given.rows)
+        fill(self.sharded, options.rows)
         dense = torch.optim.SGD([parameter for _, parameter in self.sharded.dense_parameters()], lr=0.01)
         self.pipeline = TrainPipeline(self.sharded, dense, CPU, plan, options={"rewrite": {"method": "direct"}})
         self.times: list[float] = []
@@ -170,16 +170,16 @@ class Arm:
         begin = time.perf_counter()
         for _ in range(len(batches) - AHEAD):
             self.pipeline.progress(data)
-        taken = (time.perf_counter() - begin) / (len(batches) - AHEAD)
+        seconds = (time.perf_counter() - begin) / (len(batches) - AHEAD)
         while True:
             try:
                 loss = self.pipeline.progress(data)
             except StopIteration:
                 self.losses.append(loss)
-                return taken
+                return seconds
 
 
-def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
+def plans(folder: Path, options: argparse.Namespace) -> list[Figure]:
     reads: list[float] = []
 
     def slow(*arguments: Any, **named: Any) -> Any:
@@ -188,36 +188,36 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
                 reads[0] += seconds
                 time.sleep(seconds)
 
-        return SlowStore(open_store(*arguments, **named), 0.0, given.latency / given.readers, wait)
+        return SlowStore(open_store(*arguments, **named), 0.0, options.latency / options.readers, wait)
 
     open_store = opening.open_store
-    small = given.rows // 20
+    small = options.rows // 20
     with mock.patch.object(opening, "open_store", slow):
         arms = [
-            Arm("base", "base", folder, small, given),
-            Arm("prefetch", "prefetch", folder, small, given),
-            Arm("early prefetch", "early_prefetch", folder, small, given),
-            Arm("two ahead", TWO_AHEAD, folder, small, given),
-            Arm("all in memory", "early_prefetch", folder, given.rows + small, given),
+            Arm("base", "base", folder, small, options),
+            Arm("prefetch", "prefetch", folder, small, options),
+            Arm("early prefetch", "early_prefetch", folder, small, options),
+            Arm("two ahead", TWO_AHEAD, folder, small, options),
+            Arm("all in memory", "early_prefetch", folder, options.rows + small, options),
         ]
-    ids = Ids(given.rows, given.zipf)
+    ids = Ids(options.rows, options.zipf)
     draw = random.Random(0)
     reads.append(0.0)
     before = [arm.cache.stats for arm in arms]
     waited: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    for turn in range(given.rounds + 1):
-        batches = [batch(ids, given) for _ in range(given.block)]
+    for turn in range(options.rounds + 1):
+        batches = [batch(ids, options) for _ in range(options.block)]
         for arm in draw.sample(arms, len(arms)):
             reads[0] = 0.0
-            taken = arm.turn(batches)
+            step_time = arm.turn(batches)
             if turn:
-                arm.times.append(taken)
-                waited[arm.name].append(reads[0] / (given.block + AHEAD))
+                arm.times.append(step_time)
+                waited[arm.name].append(reads[0] / (options.block + AHEAD))
     losses = [torch.stack(arm.losses) for arm in arms]
-    assert all(torch.equal(one, losses[0]) for one in losses), "the losses differ"
+    assert all(torch.equal(loss, losses[0]) for loss in losses), "the losses differ"
     print(
-        f"{given.rows} rows of {given.dim} numbers in the store, {small} in the cache, batches of {given.batch} x"
-        f" {given.bag} ids, Zipf {given.zipf}"
+        f"{options.rows} rows of {options.dim} numbers in the store, {small} in the cache, batches of {options.batch} x"
+        f" {options.bag} ids, Zipf {options.zipf}"
     )
     for arm, start in zip(arms, before, strict=True):
         stats = arm.cache.stats
@@ -228,7 +228,7 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
             f" {missing:.3f}; reads wait {statistics.median(waited[arm.name]) * 1e3:.1f} ms per batch"
         )
     figures = []
-    for name, other, aim in (
+    for name, reference, aim in (
         ("prefetch", "base", 0.70),
         ("prefetch", "all in memory", 1.15),
         ("early prefetch", "base", 0.70),
@@ -236,13 +236,15 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
         ("two ahead", "base", 0.70),
         ("two ahead", "all in memory", 1.15),
     ):
-        one, two = (next(arm.times for arm in arms if arm.name == wanted) for wanted in (name, other))
-        ratios = [a / b for a, b in zip(one, two, strict=True)]
+        times, reference_times = (
+            next(arm.times for arm in arms if arm.name == arm_name) for arm_name in (name, reference)
+        )
+        ratios = [a / b for a, b in zip(times, reference_times, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name} / {other}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
-        figures.append(at_most(f"dynamic tables: step, {name} / {other}", middle, aim, (low, high)))
-    if given.picture:
-        draw_turn(arms[1], [batch(ids, given) for _ in range(given.block)], given.picture)
+        print(f"{name} / {reference}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
+        figures.append(at_most(f"dynamic tables: step, {name} / {reference}", middle, aim, (low, high)))
+    if options.picture:
+        draw_turn(arms[1], [batch(ids, options) for _ in range(options.block)], options.picture)
     for arm in arms:
         arm.pipeline.close()
         arm.sharded.close()
@@ -265,22 +267,22 @@ def draw_turn(arm: Arm, batches: Sequence[Batch], path: Path) -> None:
 # ---------------------------------------------------------------------- lookup
 
 
-def lookup(folder: Path, given: argparse.Namespace) -> list[Figure]:
+def lookup(folder: Path, options: argparse.Namespace) -> list[Figure]:
     world = dist.group.WORLD
     assert world is not None
-    model = Model(folder / "rows", given.rows, given)
+    model = Model(folder / "rows", options.rows, options)
     sharded = shard_model(model, device=CPU, group=world, sparse_optimizer=OPTIMIZER)
-    fill(sharded, given.rows)
+    fill(sharded, options.rows)
     (tables,) = sharded.dynamic_rows.values()
     cache = tables.caches["things"]
-    plain = nn.EmbeddingBag(given.rows, given.dim, mode="sum")
-    ids = Ids(given.rows, given.zipf)
+    plain = nn.EmbeddingBag(options.rows, options.dim, mode="sum")
+    ids = Ids(options.rows, options.zipf)
     kernel: Any = next(iter(sharded.sharded_modules.values()))._lookups[0]
     times: dict[str, list[float]] = {"EmbeddingBag": [], "slots": [], "slots, training": [], "ids to slots": []}
-    count = given.batch * given.bag
-    offsets = torch.arange(0, count + 1, given.bag)
+    count = options.batch * options.bag
+    offsets = torch.arange(0, count + 1, options.bag)
 
-    for _ in range(given.rounds * 5):
+    for _ in range(options.rounds * 5):
         drawn = ids.draw(count)
         mixed = mix(drawn)
         begin = time.perf_counter()
@@ -296,14 +298,14 @@ def lookup(folder: Path, given: argparse.Namespace) -> list[Figure]:
             # Each arm looks up other rows, because rows that were just read are in the processor's cache.
             rows = cache.prefetch(mix(ids.draw(count)))
             lengths = offsets.diff()
-            features = KeyedJaggedTensor(["item"], rows.slots, offsets=offsets, lengths=lengths, stride=given.batch)
+            features = KeyedJaggedTensor(["item"], rows.slots, offsets=offsets, lengths=lengths, stride=options.batch)
             with torch.set_grad_enabled(name.endswith("training")):
                 begin = time.perf_counter()
                 steps[name](features)
                 times[name].append(time.perf_counter() - begin)
             cache.discard(rows)
-    for name, taken in times.items():
-        low, middle, high = statistics.quantiles(taken, n=4)
+    for name, seconds in times.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
         unit, scale = ("ns an id", 1.0) if name == "ids to slots" else ("us", 1e6)
         print(f"{name:16} {middle * scale:9.1f} {unit} ({low * scale:.1f} .. {high * scale:.1f})")
     ratios = [a / b for a, b in zip(times["slots"], times["EmbeddingBag"], strict=True)]

@@ -101,23 +101,23 @@ def compare(first: Callable[[], None], second: Callable[[], None], tasks: int) -
     """Microseconds per task of two functions that alternate in each round."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
-        for body, taken in zip((first, second), times, strict=True):
+        for body, samples in zip((first, second), times, strict=True):
             start = time.perf_counter()
             body()
-            taken.append((time.perf_counter() - start) / (PERIODS * tasks) * 1e6)
+            samples.append((time.perf_counter() - start) / (PERIODS * tasks) * 1e6)
     return times
 
 
 def main() -> int:
     """Print the table, and return the exit status."""
-    options = argparse.ArgumentParser(description="overhead of the engine per task")
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="overhead of the engine per task")
+    add_options(parser)
+    options = parser.parse_args()
     print(f"{'microseconds per task':48}{'engine':>9}{'bare':>9}{'added':>9}{'limit':>9}")
     figures: list[Figure] = []
 
     def show(name: str, measured: tuple[list[float], list[float]], limit: float) -> None:
-        added = [one - other for one, other in zip(*measured, strict=True)]
+        added = [first_time - second_time for first_time, second_time in zip(*measured, strict=True)]
         middle = statistics.median(added)
         figures.append(at_most(f"engine cost of a task, {name}", middle, limit, quartiles(added), "us"))
         engine_time, bare_time = map(statistics.median, measured)
@@ -136,8 +136,8 @@ def main() -> int:
             show(f"chain of {tasks} on one worker, {place}", compare(run, bare, tasks), WORKER_LIMIT)
             close()
             close_bare()
-    save(figures, given.json)
-    return 0 if given.json or all(figure.met for figure in figures) else 1
+    save(figures, options.json)
+    return 0 if options.json or all(figure.met for figure in figures) else 1
 
 
 if __name__ == "__main__":

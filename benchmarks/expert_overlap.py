@@ -83,10 +83,10 @@ class Waits:
         self.seconds = {"tokens": 0.0, "numbers": 0.0}
 
     @contextmanager
-    def counted(self, what: str) -> Iterator[None]:
+    def counted(self, kind: str) -> Iterator[None]:
         begun = time.perf_counter()
         yield
-        self.seconds[what] += time.perf_counter() - begun
+        self.seconds[kind] += time.perf_counter() - begun
 
     def watch(self) -> None:
         """Count the waits of this process."""
@@ -143,21 +143,21 @@ def _micro_batch(options: argparse.Namespace, generator: torch.Generator) -> Map
 
 
 def _report(options: argparse.Namespace, measured: Mapping[str, list[list[float]]]) -> None:
-    turns, apart = ([list(of) for of in zip(*measured[way], strict=True)] for way in WAYS)
+    turns, apart = ([list(values) for values in zip(*measured[way], strict=True)] for way in WAYS)
     for rows in (turns, apart):
-        rows.insert(0, [sum(of) for of in zip(rows[0], rows[1], strict=True)])
+        rows.insert(0, [sum(values) for values in zip(rows[0], rows[1], strict=True)])
     names = ("exposed share of the all-to-all", "of tokens alone", "of their numbers alone", "step in turns / apart")
-    what = f"experts over {options.rate}, DualPipeV on {options.pipeline} x 2 ranks"
-    ratios = [median_ratio(one, other) for one, other in zip(turns, apart, strict=True)]
-    figures = [at_most(f"{what}, {names[0]}", ratios[0][0], LIMIT, ratios[0][1])]
+    title = f"experts over {options.rate}, DualPipeV on {options.pipeline} x 2 ranks"
+    ratios = [median_ratio(overlapped, separate) for overlapped, separate in zip(turns, apart, strict=True)]
+    figures = [at_most(f"{title}, {names[0]}", ratios[0][0], LIMIT, ratios[0][1])]
     figures += [
-        Figure(f"{what}, {name}", value, "ratio", spread)
+        Figure(f"{title}, {name}", value, "ratio", spread)
         for name, (value, spread) in zip(names[1:], ratios[1:], strict=True)
     ]
-    shares = [one / step for one, step in zip(apart[0], apart[3], strict=True)]
-    figures.append(Figure(f"{what}, all-to-all / step apart", statistics.median(shares), "ratio", quartiles(shares)))
+    shares = [wait / step for wait, step in zip(apart[0], apart[3], strict=True)]
+    figures.append(Figure(f"{title}, all-to-all / step apart", statistics.median(shares), "ratio", quartiles(shares)))
     steps = [1e3 * step for step in apart[3]]
-    figures.append(Figure(f"{what}, step apart", statistics.median(steps), "ms", quartiles(steps)))
+    figures.append(Figure(f"{title}, step apart", statistics.median(steps), "ms", quartiles(steps)))
     for figure in figures:
         print(f"{figure.name:90} {figure.value:8.2f} {figure.unit:5} {figure.spread[0]:8.2f} .. {figure.spread[1]:.2f}")
     save(figures, options.json)

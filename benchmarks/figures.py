@@ -66,10 +66,12 @@ def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> tuple[
     return values[49], values[1949]
 
 
-def median_ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median over rounds of the ratio *ones* / *others* in the same round, and its 95 % interval."""
-    ratios = [one / other for one, other in zip(ones, others, strict=True)]
-    return statistics.median(ratios), interval(lambda of: statistics.median(ratios[each] for each in of), len(ratios))
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Median over rounds of the ratio *numerators* / *denominators* in the same round, and its 95 % interval."""
+    ratios = [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
+    return statistics.median(ratios), interval(
+        lambda indices: statistics.median(ratios[index] for index in indices), len(ratios)
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

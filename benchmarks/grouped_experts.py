@@ -29,23 +29,23 @@ LIMIT = 1.05
 
 def main() -> None:
     """Print the ratios, and save the figures."""
-    options = argparse.ArgumentParser(description="experts of a mixture")
-    options.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128, 256])
-    options.add_argument("--tokens", type=int, nargs="+", default=[256, 2048])
-    options.add_argument("--widths", nargs="+", default=["64:64", "128:256"])
-    options.add_argument("--rounds", type=int, default=9)
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="experts of a mixture")
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--widths", nargs="+", default=["64:64", "128:256"])
+    parser.add_argument("--rounds", type=int, default=9)
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     figures: list[Figure] = []
-    for widths, number, tokens in product(given.widths, given.experts, given.tokens):
+    for widths, number, tokens in product(options.widths, options.experts, options.tokens):
         dim, hidden = map(int, widths.split(":"))
         torch.manual_seed(0)
         experts = Experts(dim, hidden, number)
         counts = torch.randint(number, (tokens,)).bincount(minlength=number)
         ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grouped": experts, "loop": partial(in_a_loop, experts)}
         times: dict[str, list[float]] = {way: [] for way in ways}
-        for warm in [False] + [True] * given.rounds:
+        for warm in [False] + [True] * options.rounds:
             for way, run in ways.items():
                 took = step(experts, run, torch.randn(tokens, dim), counts)
                 times[way] += [took] if warm else []
@@ -57,13 +57,13 @@ def main() -> None:
                 f"{name}, loop",
                 statistics.median(times["loop"]) * 1e3,
                 "ms",
-                quartiles([1e3 * one for one in times["loop"]]),
+                quartiles([1e3 * value for value in times["loop"]]),
             )
         )
         print(
             f"{name:42} {ratio:6.2f} {spread[0]:6.2f} .. {spread[1]:.2f}  loop {figures[-1].value:8.2f} ms", flush=True
         )
-    save(figures, given.json)
+    save(figures, options.json)
 
 
 def step(experts: Experts, run: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> float:

@@ -105,15 +105,19 @@ class Series:
 
     def medians(self, rounds: Sequence[int] | None = None) -> list[float]:
         """Median of each size over the given rounds (default: all)."""
-        taken = (self.points[size] for size in self.sizes)
-        return [statistics.median(one if rounds is None else [one[each] for each in rounds]) for one in taken]
+        points = (self.points[size] for size in self.sizes)
+        return [
+            statistics.median(values if rounds is None else [values[index] for index in rounds]) for values in points
+        ]
 
     def worst(self, rounds: Sequence[int] | None = None) -> float:
         """Largest deviation of a point from the reference."""
-        found = self.medians(rounds)
-        wanted = self.expected(self.sizes, found)
-        pairs = zip(found, wanted, strict=True)
-        return max(abs(one - other) if self.share else abs(one / other - 1) for one, other in pairs)
+        medians = self.medians(rounds)
+        references = self.expected(self.sizes, medians)
+        pairs = zip(medians, references, strict=True)
+        return max(
+            abs(median - reference) if self.share else abs(median / reference - 1) for median, reference in pairs
+        )
 
     def exponent(self) -> float:
         """Exponent of the growth: the slope of the logarithms."""
@@ -123,50 +127,50 @@ class Series:
 # ------------------------------------------------------------------------------- curves
 
 
-def line(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
-    slope, start = np.polyfit(sizes, found, 1, w=1 / np.asarray(found))
+def line(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
+    slope, start = np.polyfit(sizes, values, 1, w=1 / np.asarray(values))
     return [float(start + slope * size) for size in sizes]
 
 
-def constant(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
-    return [statistics.mean(found)] * len(sizes)
+def constant(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
+    return [statistics.mean(values)] * len(sizes)
 
 
-def of_stages(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
+def of_stages(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
     cores, m = len(os.sched_getaffinity(0)), STAGES_MICRO_BATCHES
-    return [found[0] * max((m + ranks - 1) / (m * ranks), 1 / cores) for ranks in sizes]
+    return [values[0] * max((m + ranks - 1) / (m * ranks), 1 / cores) for ranks in sizes]
 
 
-def bubble(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
+def bubble(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
     return [1 / (m + 1) for m in sizes]
 
 
-def held_by_gpipe(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
-    return [found[0] * m / sizes[0] for m in sizes]
+def held_by_gpipe(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
+    return [values[0] * m / sizes[0] for m in sizes]
 
 
-def held_by_1f1b(sizes: Sequence[int], found: Sequence[float]) -> list[float]:
-    return [found[0] * min(m, 2) / min(sizes[0], 2) for m in sizes]
+def held_by_1f1b(sizes: Sequence[int], values: Sequence[float]) -> list[float]:
+    return [values[0] * min(m, 2) / min(sizes[0], 2) for m in sizes]
 
 
 def all_series() -> list[Series]:
     """All curves, without points."""
-    made = []
+    curves = []
     for name, across in (("recsys, batch size", "samples of a rank's batch"), ("recsys, tables", "tables")):
-        made.append(Series(name, "time of a step", "ms", across, line, "line"))
-        made.append(Series(name, "live bytes", "MiB", across, line, "line"))
-    made += [
+        curves.append(Series(name, "time of a step", "ms", across, line, "line"))
+        curves.append(Series(name, "live bytes", "MiB", across, line, "line"))
+    curves += [
         Series("recsys, ranks", "core time of a step", "ms", "ranks", line, "line"),
         Series("recsys, ranks", "live bytes", "MiB", "ranks", constant, "constant"),
         Series("LLM, stages", "time of a step", "ms", "stages", of_stages, "theory: bubble and cores"),
         Series("LLM, stages", "activations held", "MiB", "stages", constant, "constant"),
     ]
-    for name, held in (("gpipe", held_by_gpipe), ("1f1b", held_by_1f1b)):
+    for name, reference in (("gpipe", held_by_gpipe), ("1f1b", held_by_1f1b)):
         series = f"LLM, micro-batches, {name}"
-        made.append(Series(series, "bubble", "share", "micro-batches", bubble, "(P - 1) / (m + P - 1)", share=True))
-        of = "m micro-batches" if name == "gpipe" else "min(m, P) micro-batches"
-        made.append(Series(series, "activations held", "MiB", "micro-batches", held, of))
-    return made
+        curves.append(Series(series, "bubble", "share", "micro-batches", bubble, "(P - 1) / (m + P - 1)", share=True))
+        formula = "m micro-batches" if name == "gpipe" else "min(m, P) micro-batches"
+        curves.append(Series(series, "activations held", "MiB", "micro-batches", reference, formula))
+    return curves
 
 
 # ------------------------------------------------------------------------- recommenders
@@ -177,9 +181,9 @@ class Recommender:
 
     def __init__(self, options: argparse.Namespace, batch: int, tables: int) -> None:
         sizes = {"batch": batch, "tables": tables, "rows": 20_000, "width": 64, "pooling": 10, "dense": 16}
-        given = argparse.Namespace(**sizes, mlp=[256, 128])
-        sharded, optimizer = ours(given, CPU, None)
-        data = [Copied(one.dense, one.sparse, one.label) for one in batches(given, dist.get_rank(), False)]
+        model_options = argparse.Namespace(**sizes, mlp=[256, 128])
+        sharded, optimizer = ours(model_options, CPU, None)
+        data = [Copied(item.dense, item.sparse, item.label) for item in batches(model_options, dist.get_rank(), False)]
         self._feed: Iterator[Any] = cycle(data)
         self._steps = options.steps
         self._pipeline = TrainPipeline(sharded, optimizer, CPU, plan="base")
@@ -193,8 +197,8 @@ class Recommender:
             self._pipeline.progress(self._feed)
         used = time.process_time() - used
         dist.barrier()
-        taken = time.perf_counter() - start
-        return 1e3 * max(gather(taken)) / self._steps, 1e3 * sum(gather(used)) / self._steps
+        elapsed = time.perf_counter() - start
+        return 1e3 * max(gather(elapsed)) / self._steps, 1e3 * sum(gather(used)) / self._steps
 
     def bytes(self) -> float:
         """Peak MiB of the tensors that any rank created."""
@@ -202,7 +206,7 @@ class Recommender:
         with live.counting():
             for _ in range(4):  # train the batches in flight
                 self._pipeline.progress(self._feed)
-            live.peak = live.now
+            live.peak = live.current
             for _ in range(8):
                 self._pipeline.progress(self._feed)
         return max(gather(live.peak)) / MEBIBYTE
@@ -211,7 +215,7 @@ class Recommender:
         self._pipeline.close()
 
 
-def recommenders(found: Points, options: argparse.Namespace) -> None:
+def recommenders(points: Points, options: argparse.Namespace) -> None:
     """Measure the recommenders of this world."""
     if dist.get_world_size() == 2:
         kinds = [("recsys, batch size", size, size, 8) for size in BATCHES]
@@ -219,16 +223,16 @@ def recommenders(found: Points, options: argparse.Namespace) -> None:
     else:
         kinds = []
     kinds.append(("recsys, ranks", dist.get_world_size(), 512, 8))
-    made = [(series, size, Recommender(options, batch, tables)) for series, size, batch, tables in kinds]
+    arms = [(series, size, Recommender(options, batch, tables)) for series, size, batch, tables in kinds]
     for turn in range(options.rounds):
-        for series, size, one in made if turn % 2 else reversed(made):
-            taken, used = one.time()
+        for series, size, arm in arms if turn % 2 else reversed(arms):
+            step_time, used = arm.time()
             if series == "recsys, ranks":
-                found[Key(series, "core time of a step", size)].append(used)
-            found[Key(series, "time of a step", size)].append(taken)
-    for series, size, one in made:
-        found[Key(series, "live bytes", size)] += [one.bytes()] * options.rounds
-        one.close()
+                points[Key(series, "core time of a step", size)].append(used)
+            points[Key(series, "time of a step", size)].append(step_time)
+    for series, size, arm in arms:
+        points[Key(series, "live bytes", size)] += [arm.bytes()] * options.rounds
+        arm.close()
 
 
 # -------------------------------------------------------------------------- transformers
@@ -245,32 +249,32 @@ class Transformer:
 
     def time(self) -> tuple[float, float]:
         """Milliseconds per step, and the idle share of the ranks."""
-        taken, events = step(self._at_work, self._inputs, record=True)
-        return 1e3 * max(gather(taken)), measure_step(gather(events), self._actions).measured
+        seconds, events = step(self._at_work, self._inputs, record=True)
+        return 1e3 * max(gather(seconds)), measure_step(gather(events), self._actions).measured
 
     def bytes(self) -> float:
         """Peak MiB of activations on the first rank."""
         with ForwardBytes(self._at_work.stages) as live:
             self._at_work.runner.train(self._inputs, loss_of)
-        held: list[int] = gather(max(sum(one.values()) for one in live.after_forwards))
-        return held[0] / MEBIBYTE
+        peaks: list[int] = gather(max(sum(forward_bytes.values()) for forward_bytes in live.after_forwards))
+        return peaks[0] / MEBIBYTE
 
 
-def transformers(found: Points, options: argparse.Namespace) -> None:
+def transformers(points: Points, options: argparse.Namespace) -> None:
     """Measure the transformers of this world."""
     ranks = dist.get_world_size()
-    made = [("LLM, stages", ranks, Transformer(options, "1f1b", STAGES_MICRO_BATCHES))]
+    arms = [("LLM, stages", ranks, Transformer(options, "1f1b", STAGES_MICRO_BATCHES))]
     if ranks == 2:
         for name in ("gpipe", "1f1b"):
             series = f"LLM, micro-batches, {name}"
-            made += [(series, count, Transformer(options, name, count)) for count in MICRO_BATCHES]
+            arms += [(series, count, Transformer(options, name, count)) for count in MICRO_BATCHES]
     for turn in range(options.rounds):
-        for series, size, one in made if turn % 2 else reversed(made):
-            taken, idle = one.time()
-            found[Key(series, "time of a step", size)].append(taken)
-            found[Key(series, "bubble", size)].append(idle)
-    for series, size, one in made:
-        found[Key(series, "activations held", size)] += [one.bytes()] * options.rounds
+        for series, size, arm in arms if turn % 2 else reversed(arms):
+            step_time, idle = arm.time()
+            points[Key(series, "time of a step", size)].append(step_time)
+            points[Key(series, "bubble", size)].append(idle)
+    for series, size, arm in arms:
+        points[Key(series, "activations held", size)] += [arm.bytes()] * options.rounds
 
 
 # ------------------------------------------------------------------------------- worlds
@@ -281,12 +285,12 @@ def world(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> No
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    found: Points = defaultdict(list)
-    recommenders(found, options)
+    points: Points = defaultdict(list)
+    recommenders(points, options)
     pin()
-    transformers(found, options)
+    transformers(points, options)
     if rank == 0:
-        Path(folder, "found").write_bytes(pickle.dumps(dict(found)))
+        Path(folder, "found").write_bytes(pickle.dumps(dict(points)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -299,8 +303,8 @@ def measure(options: argparse.Namespace) -> Points:
             with tempfile.TemporaryDirectory() as folder:
                 # Forked, so that the modules are imported once for all ranks.
                 mp.start_processes(world, (ranks, options, folder), nprocs=ranks, start_method="fork")
-                found = pickle.loads(Path(folder, "found").read_bytes())
-            for key, values in found.items():
+                rank_points = pickle.loads(Path(folder, "found").read_bytes())
+            for key, values in rank_points.items():
                 points[key] += values
     return points
 
@@ -317,31 +321,34 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     points = measure(options)
-    figures, found = [], all_series()
-    for one in found:
-        one.points.update({key.size: values for key, values in points.items() if key[:2] == (one.series, one.quantity)})
-        figures.append(show(one))
+    figures, curves = [], all_series()
+    for series in curves:
+        series.points.update(
+            {key.size: values for key, values in points.items() if key[:2] == (series.series, series.quantity)}
+        )
+        figures.append(show(series))
     save(figures, options.json)
     from benchmarks.growth_picture import draw  # imported here because it needs Matplotlib
 
     options.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(found, options.picture)
+    draw(curves, options.picture)
     print(f"drawn to {options.picture}")
 
 
-def show(one: Series) -> Figure:
+def show(series: Series) -> Figure:
     """Print a curve and return its figure."""
-    rounds = len(one.points[one.sizes[0]])
-    worst, spread = one.worst(), interval(one.worst, rounds)
-    medians, wanted = one.medians(), one.expected(one.sizes, one.medians())
+    rounds = len(series.points[series.sizes[0]])
+    worst, spread = series.worst(), interval(series.worst, rounds)
+    medians, references = series.medians(), series.expected(series.sizes, series.medians())
     print(
-        f"\n{one.quantity} in {one.unit}, {one.series}; exponent {one.exponent():.2f}; {one.curve}: off by {worst:.3f}"
+        f"\n{series.quantity} in {series.unit}, {series.series}; exponent {series.exponent():.2f}; {series.curve}: off"
+        f" by {worst:.3f}"
     )
-    for head, row in (("", one.sizes), ("found", medians), ("curve", wanted)):
+    for head, row in (("", series.sizes), ("found", medians), ("curve", references)):
         print(f"{head:>8}" + "".join(f"{value:>10.4g}" for value in row))
-    what = "difference" if one.share else "deviation"
-    name = f"growth with {one.series}: {one.quantity}, worst {what} from {one.curve}"
-    return Figure(name, worst, "share" if one.share else "ratio", spread)
+    kind = "difference" if series.share else "deviation"
+    name = f"growth with {series.series}: {series.quantity}, worst {kind} from {series.curve}"
+    return Figure(name, worst, "share" if series.share else "ratio", spread)
 
 
 if __name__ == "__main__":

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 matplotlib.use("Agg")
 
-COLOURS = ("#0072b2", "#d55e00")  # palette of Okabe and Ito, safe for colour-blind readers
+COLORS = ("#0072b2", "#d55e00")  # palette of Okabe and Ito, safe for color-blind readers
 FEW = 32  # each size up to this has a tick
 COLUMNS = ("recsys, batch size", "recsys, tables", "recsys, ranks", "LLM, stages", "LLM, micro-batches")
 
 
-def draw(found: list[Series], path: Path) -> None:
+def draw(curves: list[Series], path: Path) -> None:
     """Write a PNG to *path*."""
     figure, charts = plt.subplots(2, len(COLUMNS), figsize=(20, 7.5), layout="constrained")
     figure.suptitle("Growth of the cost of a step: medians with quartiles, and the fitted or theoretical curve")
     for column, title in enumerate(COLUMNS):
-        ours = [one for one in found if one.series.startswith(title)]
+        column_curves = [curve for curve in curves if curve.series.startswith(title)]
         for row, memory in enumerate((False, True)):
             chart: Axes = charts[row, column]
-            shown = [one for one in ours if (one.unit == "MiB") is memory]
-            for one, colour in zip(shown, COLOURS, strict=False):
-                _add(chart, one, colour, one.series.removeprefix(title).strip(", "))
+            shown = [curve for curve in column_curves if (curve.unit == "MiB") is memory]
+            for series, color in zip(shown, COLORS, strict=False):
+                _add(chart, series, color, series.series.removeprefix(title).strip(", "))
             first = shown[0]
             chart.set_title(f"{title}: {first.quantity}", fontsize=11)
             chart.set_xlabel(first.across)
@@ -45,20 +45,20 @@ def draw(found: list[Series], path: Path) -> None:
     plt.close(figure)
 
 
-def _add(chart: Axes, one: Series, colour: str, label: str) -> None:
-    medians = one.medians()
-    ends = [_quartiles(one.points[size]) for size in one.sizes]
+def _add(chart: Axes, series: Series, color: str, label: str) -> None:
+    medians = series.medians()
+    ends = [_quartiles(series.points[size]) for size in series.sizes]
     errors = [
         [max(0.0, middle - low) for middle, (low, _) in zip(medians, ends, strict=True)],
         [max(0.0, high - middle) for middle, (_, high) in zip(medians, ends, strict=True)],
     ]
     marks: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3, "alpha": 0.8}
-    chart.errorbar(one.sizes, medians, errors, color=colour, label=f"{label} measured".strip(), **marks)
-    off = f"{one.worst():.2f}" if one.share else f"{one.worst():.1%}"
-    curve = one.expected(one.sizes, medians)
+    chart.errorbar(series.sizes, medians, errors, color=color, label=f"{label} measured".strip(), **marks)
+    off = f"{series.worst():.2f}" if series.share else f"{series.worst():.1%}"
+    curve = series.expected(series.sizes, medians)
     # Two series of a chart may have the same reference curve.
-    style = "--" if colour == COLOURS[0] else ":"
-    chart.plot(one.sizes, curve, style, color=colour, linewidth=2, label=f"{one.curve}: deviation at most {off}")
+    style = "--" if color == COLORS[0] else ":"
+    chart.plot(series.sizes, curve, style, color=color, linewidth=2, label=f"{series.curve}: deviation at most {off}")
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:

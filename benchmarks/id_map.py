@@ -41,21 +41,21 @@ LIMIT = 25.0  # ns an id
 
 def main() -> None:
     """Print a row for each size and distribution of batches, then one for each eviction policy."""
-    options = argparse.ArgumentParser(description="lookup of ids, and creation and eviction of rows")
-    options.add_argument("--rows", type=int, default=1 << 20)
-    options.add_argument("--width", type=int, default=64)
-    options.add_argument("--batches", type=int, default=24)
-    options.add_argument("--ids", type=int, nargs="+", default=[20_000, 60_000, 200_000])
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="lookup of ids, and creation and eviction of rows")
+    parser.add_argument("--rows", type=int, default=1 << 20)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--ids", type=int, nargs="+", default=[20_000, 60_000, 200_000])
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"the library is {'not ' if native.library() is None else ''}compiled; {given.rows} rows cached; ns per id")
+    print(f"the library is {'not ' if native.library() is None else ''}compiled; {options.rows} rows cached; ns per id")
     quiet = QuietRuns()
-    figures = known(given.rows, given.batches, given.ids, quiet)
-    coming(given.rows, given.width)
-    values(given.width, quiet)
+    figures = known(options.rows, options.batches, options.ids, quiet)
+    coming(options.rows, options.width)
+    values(options.width, quiet)
     print(f"{quiet.disturbed} runs were disturbed")
-    save(figures, given.json)
+    save(figures, options.json)
 
 
 def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[Figure]:
@@ -89,12 +89,14 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[F
                         _time(lambda: np.array([dictionary[key] for key in ids])),
                     ]
 
-                times.append([one / size for one in quiet.run(once)])
+                times.append([seconds / size for seconds in quiet.run(once)])
             columns = "".join(f"{_spread(column):>24}" for column in zip(*times, strict=True))
             print(f"{size:8} {kind:8}{columns}", flush=True)
-            taken = [prefetch for prefetch, *_ in times]
+            prefetch_times = [prefetch for prefetch, *_ in times]
             name = f"ids to rows of a cache, {kind}, {size} ids, {rows} rows cached"
-            figures.append(at_most(name, statistics.median(taken), LIMIT, quartiles(taken), "ns an id"))
+            figures.append(
+                at_most(name, statistics.median(prefetch_times), LIMIT, quartiles(prefetch_times), "ns an id")
+            )
     return figures
 
 
@@ -128,10 +130,10 @@ def coming(rows: int, width: int) -> None:
 def values(width: int, quiet: QuietRuns) -> None:
     """Measure the initial values of new rows."""
     keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 8192)
-    for one in (Uniform(-0.1, 0.1), Normal(0.0, 0.1)):
-        initial = InitialValues("table", width, one)
+    for initializer in (Uniform(-0.1, 0.1), Normal(0.0, 0.1)):
+        initial = InitialValues("table", width, initializer)
         times = [quiet.run(partial(_time, partial(initial, keys))) / keys.size / width for _ in range(12)]
-        print(f"{one}: {_spread(times)} ns per number", flush=True)
+        print(f"{initializer}: {_spread(times)} ns per number", flush=True)
 
 
 def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:

@@ -33,15 +33,15 @@ LIMIT = 10.0  # ms per million ids
 
 def main() -> None:
     """Print the time of each way per million ids, and save the figures."""
-    options = argparse.ArgumentParser(description="collation of ids")
-    options.add_argument("--ids", type=int, default=1_000_000)
-    options.add_argument("--columns", type=int, default=10)
-    options.add_argument("--rounds", type=int, default=12)
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="collation of ids")
+    parser.add_argument("--ids", type=int, default=1_000_000)
+    parser.add_argument("--columns", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=12)
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    names = [f"feature{index}" for index in range(given.columns)]
-    batch, rows = data(names, given.ids)
+    names = [f"feature{index}" for index in range(options.columns)]
+    batch, rows = data(names, options.ids)
     collate = JaggedCollator(names, ["dense"])
     ways: dict[str, Callable[[], Any]] = {
         "columns": lambda: collate(batch),
@@ -50,11 +50,13 @@ def main() -> None:
     }
     expected = in_a_loop(names, rows).sparse_features
     for way in ("columns", "rows"):
-        found = ways[way]().sparse_features
-        if not (torch.equal(found.values(), expected.values()) and torch.equal(found.lengths(), expected.lengths())):
+        features = ways[way]().sparse_features
+        if not (
+            torch.equal(features.values(), expected.values()) and torch.equal(features.lengths(), expected.lengths())
+        ):
             raise AssertionError(f"{way} gives other ids than the loop")
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         for way, run in ways.items():
             begun = time.perf_counter()
             run()
@@ -67,9 +69,11 @@ def main() -> None:
         Figure("collate a million ids, loop", values["loop"], "ms", quartiles(times["loop"])),
         Figure("collate a million ids, columns / loop", ratio, "ratio", spread),
     ]
-    for one in figures:
-        print(f"{one.name:42} {one.value:9.3f} {one.unit:6} {one.spread[0]:9.3f} .. {one.spread[1]:9.3f}")
-    save(figures, given.json)
+    for figure in figures:
+        print(
+            f"{figure.name:42} {figure.value:9.3f} {figure.unit:6} {figure.spread[0]:9.3f} .. {figure.spread[1]:9.3f}"
+        )
+    save(figures, options.json)
 
 
 def data(names: Sequence[str], ids: int) -> tuple[pa.RecordBatch, list[dict[str, Any]]]:

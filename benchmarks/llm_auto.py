@@ -2,7 +2,7 @@
 
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_auto`` runs the automatic strategy, and then trains with its choice and
 with every named schedule under a Trainer. The named schedules run with their default split, with the default number of
-micro-batches and with the chosen number. A step is timed from batch to batch, including the optimiser, in every round.
+micro-batches and with the chosen number. A step is timed from batch to batch, including the optimizer, in every round.
 The choice runs twice in each round, and the difference between the two is noise. Aim: the choice is not slower than the
 best named schedule by more than this noise.
 """
@@ -43,10 +43,10 @@ def fit(strategy: LLMPipelineStrategy, options: argparse.Namespace, steps: int) 
     data: Any = batches_of(options)[: steps + 1]
     batches: DataLoader[Any] = DataLoader(data, batch_size=None)
     pl.Trainer(strategy=strategy, devices=dist.get_world_size(), **QUIET).fit(module, batches)
-    taken = torch.tensor([later - earlier for earlier, later in pairwise(module.began[1:])])
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    found: list[float] = taken.tolist()
-    return found
+    seconds = torch.tensor([later - earlier for earlier, later in pairwise(module.began[1:])])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    step_times: list[float] = seconds.tolist()
+    return step_times
 
 
 def main() -> None:
@@ -95,19 +95,24 @@ def main() -> None:
 
 def report(seconds: dict[str, list[list[float]]]) -> Figure:
     """Print medians, fastest first, with their ratios to the choice, and return the choice over the best named one."""
-    medians = {name: statistics.median(one for row in rows for one in row) for name, rows in seconds.items()}
-    ours = statistics.median(one for name in ("auto", "auto again") for row in seconds[name] for one in row)
+    medians = {name: statistics.median(value for row in rows for value in row) for name, rows in seconds.items()}
+    auto_median = statistics.median(value for name in ("auto", "auto again") for row in seconds[name] for value in row)
     print(f"{'schedule, micro-batches':<30}{'ms per step':>11}{'/ auto':>9}   ms, by round")
     for name in sorted(medians, key=lambda name: medians[name]):
         rounds = "  ".join(f"{1e3 * statistics.median(row):.1f}" for row in seconds[name])
-        print(f"{name:<30}{1e3 * medians[name]:>11.1f}{medians[name] / ours:>9.3f}   {rounds}")
-    named = min(value for name, value in medians.items() if not name.startswith("auto"))
-    ends = sorted((medians["auto"] / named, medians["auto again"] / named))
-    apart = (ends[1] - ends[0]) * named / ours
-    print(f"\nauto / best named schedule: {ours / named:.3f}; difference of the two runs of auto: {100 * apart:.1f} %")
-    target = f"<= 1 within noise ({1 + apart:.3f})"
+        print(f"{name:<30}{1e3 * medians[name]:>11.1f}{medians[name] / auto_median:>9.3f}   {rounds}")
+    best_named = min(value for name, value in medians.items() if not name.startswith("auto"))
+    ends = sorted((medians["auto"] / best_named, medians["auto again"] / best_named))
+    difference = (ends[1] - ends[0]) * best_named / auto_median
+    print(
+        f"\nauto / best named schedule: {auto_median / best_named:.3f}; difference of the two runs of auto:"
+        f" {100 * difference:.1f} %"
+    )
+    target = f"<= 1 within noise ({1 + difference:.3f})"
     name = "LLM step, the schedule chosen / the best by name"
-    return Figure(name, ours / named, "ratio", (ends[0], ends[1]), target, ours / named <= 1 + apart)
+    return Figure(
+        name, auto_median / best_named, "ratio", (ends[0], ends[1]), target, auto_median / best_named <= 1 + difference
+    )
 
 
 if __name__ == "__main__":

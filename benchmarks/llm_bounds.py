@@ -4,7 +4,7 @@
 timed step, from a barrier to the end of the slowest rank, is followed by a step whose forwards and backwards are timed.
 The bound is the length of a simulated step whose actions take the median of these durations. The ratio is bound / step
 time: the median over the pairs, with the ratio of the medians over the whole run in parentheses. Without FSDP and an
-optimiser, all time of a step is either spent in actions or lost.
+optimizer, all time of a step is either spent in actions or lost.
 
 Each rank is pinned to a core (``--no-pin`` leaves the placement to the system). If all cores are computing, a message
 to a late receiver is sent by a Gloo thread that first has to wait for a core, which takes 3 ms instead of 0.5 ms.
@@ -46,16 +46,16 @@ class Schedule:
     bubbles: list[StepBubble] = field(default_factory=list)
 
 
-def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[Bar]]:
+def step(schedule: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[Bar]]:
     """Run one step after a barrier, and return this rank's seconds and recorded events."""
-    for stage in one.stages.values():
+    for stage in schedule.stages.values():
         stage.zero_grad()
-    one.runner.events.clear()
-    one.runner.record_events = record
+    schedule.runner.events.clear()
+    schedule.runner.record_events = record
     dist.barrier()
     start = time.perf_counter()
-    one.runner.train(inputs, loss_of)
-    return time.perf_counter() - start, list(one.runner.events)
+    schedule.runner.train(inputs, loss_of)
+    return time.perf_counter() - start, list(schedule.runner.events)
 
 
 def pin() -> None:
@@ -67,9 +67,9 @@ def pin() -> None:
 
 def gather(value: Any) -> list[Any]:
     """Values of all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def main() -> None:
@@ -93,14 +93,14 @@ def main() -> None:
     at_work = {name: Schedule(*make_runner(name, options.width, options.layers)) for name in options.schedules}
     actions = {name: actions_of(SCHEDULES[name], ranks, count) for name in at_work}
     for repetition in range(options.repetitions + 1):
-        for name, one in at_work.items():
-            taken, _ = step(one, inputs, record=False)
-            _, events = step(one, inputs, record=True)
-            times, noted = gather(taken), gather(events)
+        for name, schedule in at_work.items():
+            seconds, _ = step(schedule, inputs, record=False)
+            _, events = step(schedule, inputs, record=True)
+            times, noted = gather(seconds), gather(events)
             if repetition:  # the first one creates the schedules and touches memory
-                one.times.append(max(times))
-                one.events += [event for row in noted for event in row]
-                one.bubbles.append(measure_step(noted, actions[name]))
+                schedule.times.append(max(times))
+                schedule.events += [event for row in noted for event in row]
+                schedule.bubbles.append(measure_step(noted, actions[name]))
     figures: list[Figure] = []
     if dist.get_rank() == 0:
         print(
@@ -111,25 +111,28 @@ def main() -> None:
             f"{'schedule':<24}{'step':>9}{'bound':>9}{'ratio':>17}   {'forward':>8}{'bubble':>8}{'bound':>8}"
             "   rank: waits forward, waits backward, other, done"
         )
-        for name, one in at_work.items():
-            durations = median_durations(one.events)
+        for name, schedule in at_work.items():
+            durations = median_durations(schedule.events)
             bound = simulate(actions[name], durations)  # type: ignore[arg-type]
-            measured = statistics.median(one.times)
-            ratios = [(bubble.bound or 0) / taken for bubble, taken in zip(one.bubbles, one.times, strict=True)]
+            measured = statistics.median(schedule.times)
+            ratios = [
+                (bubble.bound or 0) / step_time
+                for bubble, step_time in zip(schedule.bubbles, schedule.times, strict=True)
+            ]
             ratio = statistics.median(ratios)
-            what = f"LLM bound of its own actions / step, {name}, m = {count}"
-            figures.append(at_least(what, ratio, TARGET, quartiles(ratios)))
-            forward = statistics.median(taken for (_, kind), taken in durations.items() if kind == "forward")
-            found = summarize(SCHEDULES[name], count, one.bubbles).medians
+            title = f"LLM bound of its own actions / step, {name}, m = {count}"
+            figures.append(at_least(title, ratio, TARGET, quartiles(ratios)))
+            forward = statistics.median(duration for (_, kind), duration in durations.items() if kind == "forward")
+            medians = summarize(SCHEDULES[name], count, schedule.bubbles).medians
             lost = "; ".join(
                 f"{rank}: "
                 + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.other, row.done))
-                for rank, row in enumerate(found.ranks)
+                for rank, row in enumerate(medians.ranks)
             )
             print(
                 f"{name:<24}{1e3 * measured:>9.1f}{1e3 * bound.makespan:>9.1f}{ratio:>9.3f}"
                 f" ({bound.makespan / measured:.3f}) {' <'[ratio < TARGET]}"
-                f" {1e3 * forward:>8.1f}{found.measured:>8.1%}{bound.bubble_fraction:>8.1%}   {lost}",
+                f" {1e3 * forward:>8.1f}{medians.measured:>8.1%}{bound.bubble_fraction:>8.1%}   {lost}",
                 flush=True,
             )
         print(f"\n<: below the target of {TARGET}")

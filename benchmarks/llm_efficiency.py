@@ -35,8 +35,8 @@ def alone(model: Decoder, inputs: list[StageInputs]) -> float:
     model.zero_grad()
     dist.barrier()
     start = time.perf_counter()
-    for one in inputs:
-        loss_of(model(*one.args), one.target).backward()
+    for stage_inputs in inputs:
+        loss_of(model(*stage_inputs.args), stage_inputs.target).backward()
     return time.perf_counter() - start
 
 
@@ -57,13 +57,13 @@ def main() -> None:
     ranks, count = dist.get_world_size(), options.micro_batches
     inputs = make_micro_batches(count, options.rows, options.length)
     torch.manual_seed(1)
-    whole = Decoder(options.width, options.layers)
+    unsplit_model = Decoder(options.width, options.layers)
     at_work = {name: Schedule(*make_runner(name, options.width, options.layers)) for name in options.schedules}
     times: dict[str, list[float]] = {name: [] for name in ("alone", *at_work)}
     for turn in range(options.rounds + 1):
         for name in list(times) if turn % 2 else reversed(times):
-            taken = alone(whole, inputs) if name == "alone" else step(at_work[name], inputs, record=False)[0]
-            longest = max(gather(taken))
+            seconds = alone(unsplit_model, inputs) if name == "alone" else step(at_work[name], inputs, record=False)[0]
+            longest = max(gather(seconds))
             if turn:  # the first round creates the schedules and touches memory
                 times[name].append(longest)
     if dist.get_rank() == 0:
@@ -74,25 +74,25 @@ def main() -> None:
 
 def show(times: dict[str, list[float]], ranks: int, options: argparse.Namespace) -> Figure:
     """Print a line for each schedule, and return the figure of the best one."""
-    ideal = [one / ranks for one in times.pop("alone")]
+    ideal = [value / ranks for value in times.pop("alone")]
     print(
         f"{ranks} ranks, {options.micro_batches} micro-batches of {options.rows} x {options.length} tokens,"
         f" {options.layers} layers of width {options.width}; alone / {ranks}: {1e3 * statistics.median(ideal):.1f} ms"
     )
-    found = {}
-    for name, taken in times.items():
-        ratios = [one / other for one, other in zip(ideal, taken, strict=True)]
-        found[name] = ratios
-        print(f"{name:<24}{1e3 * statistics.median(taken):>9.1f} ms{statistics.median(ratios):>8.3f}")
+    ratios_by_name = {}
+    for name, seconds in times.items():
+        ratios = [ideal_time / step_time for ideal_time, step_time in zip(ideal, seconds, strict=True)]
+        ratios_by_name[name] = ratios
+        print(f"{name:<24}{1e3 * statistics.median(seconds):>9.1f} ms{statistics.median(ratios):>8.3f}")
 
-    def best(of: range | list[int]) -> float:
-        return max(statistics.median(ratios[each] for each in of) for ratios in found.values())
+    def best(indices: range | list[int]) -> float:
+        return max(statistics.median(ratios[index] for index in indices) for ratios in ratios_by_name.values())
 
-    name = max(found, key=lambda one: statistics.median(found[one]))
+    name = max(ratios_by_name, key=lambda schedule: statistics.median(ratios_by_name[schedule]))
     rounds = range(len(ideal))
-    what = f"LLM two processes alone / {ranks} / step of the best schedule, m = {options.micro_batches}"
+    title = f"LLM two processes alone / {ranks} / step of the best schedule, m = {options.micro_batches}"
     print(f"best: {name}")
-    return at_least(what, best(rounds), TARGET, interval(lambda of: best(list(of)), len(rounds)))
+    return at_least(title, best(rounds), TARGET, interval(lambda indices: best(list(indices)), len(rounds)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_estimate`` trains a model like that of ``examples/llm_text`` for a few
 steps under each schedule, also with activation checkpointing, and counts the bytes of all tensors: those of parameters
-and optimiser states at the end, and the peak of all tensors. It prints them with the estimates, which are made without
+and optimizer states at the end, and the peak of all tensors. It prints them with the estimates, which are made without
 creating the model. Neither includes the scratch memory of operations.
 """
 
@@ -61,9 +61,9 @@ class Counting(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.live.__exit__(None, None, None)
-        self.parameters = sum(one.nbytes for one in module.parameters())
-        states = [one for opt in trainer.optimizers for state in opt.state.values() for one in state.values()]
-        self.states = sum(one.nbytes for one in states if isinstance(one, torch.Tensor))
+        self.parameters = sum(parameter.nbytes for parameter in module.parameters())
+        states = [value for opt in trainer.optimizers for state in opt.state.values() for value in state.values()]
+        self.states = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 
 
 def model(options: argparse.Namespace) -> HFCausalLM:
@@ -99,7 +99,7 @@ def main() -> None:
     tokens = torch.randint(
         256, (options.steps, options.rows, options.length), generator=torch.Generator().manual_seed(0)
     )
-    batches = [{"input_ids": one, "labels": one} for one in tokens]
+    batches = [{"input_ids": input_ids, "labels": input_ids} for input_ids in tokens]
     quiet: dict[str, Any] = {
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         "accelerator": "cpu",
@@ -115,24 +115,25 @@ def main() -> None:
     errors: list[float] = []
     for case in CASES:
         arguments = {**case, "num_microbatches": options.micro_batches}
-        found = estimate_stages(
+        estimate = estimate_stages(
             LLMPipelineStrategy(**arguments), model(options), batches[0], dist.get_world_size(), Precision()
         )
         counting = Counting()
         trainer = pl.Trainer(strategy=LLMPipelineStrategy(**arguments), callbacks=[counting], **quiet)
         module = model(options)
         trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        buffers = sum(one.nbytes for one in module.buffers())
-        own = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
+        local_bytes = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
         rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, own)
+        dist.all_gather_object(rows, local_bytes)
         name = " ".join([case["schedule"], *case.get("activation_checkpoint", {}).values()])
-        for rank, (measured, said) in enumerate(zip(rows, found.configured.memory, strict=True)):
-            expected = said.parameters, said.optimizer, said.total
+        for rank, (measured, estimated) in enumerate(zip(rows, estimate.configured.memory, strict=True)):
+            expected = estimated.parameters, estimated.optimizer, estimated.total
             columns = [
-                f"{one / MEBIBYTE:.2f} / {two / MEBIBYTE:.2f}" for one, two in zip(measured, expected, strict=True)
+                f"{actual / MEBIBYTE:.2f} / {predicted / MEBIBYTE:.2f}"
+                for actual, predicted in zip(measured, expected, strict=True)
             ]
-            errors.append(said.total / measured[-1] - 1)
+            errors.append(estimated.total / measured[-1] - 1)
             if dist.get_rank() == 0:
                 print(
                     f"{name if rank == 0 else '':<36}{rank:>5}{columns[0]:>15}{columns[1]:>15}{columns[2]:>17}"

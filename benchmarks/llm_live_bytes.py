@@ -36,9 +36,9 @@ def measure(name: str, options: argparse.Namespace) -> tuple[int, int, int, int]
     with ForwardBytes(stages) as live:
         runner.train(inputs, loss_of)
     output = 4 * options.rows * options.length * options.width
-    count = max(sum(size > output for size in one.values()) for one in live.after_forwards)
-    most = max(sum(one.values()) for one in live.after_forwards)
-    each = max(size for one in live.after_forwards for size in one.values())
+    count = max(sum(size > output for size in forward_bytes.values()) for forward_bytes in live.after_forwards)
+    most = max(sum(forward_bytes.values()) for forward_bytes in live.after_forwards)
+    each = max(size for forward_bytes in live.after_forwards for size in forward_bytes.values())
     return count, most, each, live.peak
 
 
@@ -62,16 +62,16 @@ def main() -> None:
         )
     figures = []
     for name in options.schedules:
-        found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, measure(name, options))
+        measurements: list[Any] = [None] * ranks
+        dist.all_gather_object(measurements, measure(name, options))
         actions = actions_of(SCHEDULES[name], ranks, options.micro_batches)
         even = {(action.stage_index, kind): 1.0 for row in actions.values() for action in row for kind in KINDS}
         timeline = simulate(actions, even)  # type: ignore[arg-type]
-        ratios = [count / timeline.peak_live(rank) for rank, (count, *_) in enumerate(found)]
-        what = f"LLM micro-batches held / simulated, {name}, m = {options.micro_batches}, worst rank"
-        figures.append(Figure(what, max(ratios), "ratio", (min(ratios), max(ratios))))
+        ratios = [count / timeline.peak_live(rank) for rank, (count, *_) in enumerate(measurements)]
+        title = f"LLM micro-batches held / simulated, {name}, m = {options.micro_batches}, worst rank"
+        figures.append(Figure(title, max(ratios), "ratio", (min(ratios), max(ratios))))
         if dist.get_rank() == 0:
-            for rank, (count, most, each, peak) in enumerate(found):
+            for rank, (count, most, each, peak) in enumerate(measurements):
                 print(
                     f"{name if rank == 0 else '':<24}{rank:>5}{count:>6}{timeline.peak_live(rank):>11}"
                     f"{most / MEBIBYTE:>13.2f}{most / each:>10.2f}{peak / MEBIBYTE:>8.2f}",

@@ -53,12 +53,12 @@ def documents_of(options: argparse.Namespace) -> list[list[int]]:
     """Bytes of the documentation, from random places, with log-normal lengths; the same on every rank."""
     choice = random.Random(options.seed)
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
-    found = []
+    documents = []
     for _ in range(options.documents):
         size = min(max(int(choice.lognormvariate(options.mean, options.deviation)), 2), options.length)
         start = choice.randrange(len(text) - size)
-        found.append(list(text[start : start + size]))
-    return found
+        documents.append(list(text[start : start + size]))
+    return documents
 
 
 def batches_of(way: str, options: argparse.Namespace) -> list[dict[str, Tensor]]:
@@ -68,7 +68,7 @@ def batches_of(way: str, options: argparse.Namespace) -> list[dict[str, Tensor]]
         return list(PackedDocuments(documents, options.length, options.rows, method=way))
     batches = []
     for start in range(0, len(documents), options.rows):
-        rows = [torch.tensor(one) for one in documents[start : start + options.rows]]
+        rows = [torch.tensor(document) for document in documents[start : start + options.rows]]
         labels = [torch.cat([row[1:], torch.tensor([-100])]) for row in rows]
         batches.append(
             {

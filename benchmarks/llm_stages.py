@@ -30,7 +30,8 @@ def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dic
     names = split_at(config, [layers // count] * count)
     fake, mode = fake_copy(model)
     shapes = StageShapes(
-        [make_stage(shallow_copy(fake), config, one, index, count) for index, one in enumerate(names)], mode
+        [make_stage(shallow_copy(fake), config, stage_names, index, count) for index, stage_names in enumerate(names)],
+        mode,
     )
     stages: dict[int, nn.Module] = {
         index: make_stage(shallow_copy(model), config, names[index], index, count)
@@ -44,7 +45,10 @@ def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dic
 def make_micro_batches(count: int, rows: int, length: int) -> list[StageInputs]:
     """Random micro-batches, the same on every rank."""
     tokens = torch.randint(VOCABULARY, (count, rows, length + 1), generator=torch.Generator().manual_seed(0))
-    return [StageInputs((one[:, :-1].contiguous(),), {}, {"labels": one[:, 1:].contiguous()}) for one in tokens]
+    return [
+        StageInputs((micro_batch[:, :-1].contiguous(),), {}, {"labels": micro_batch[:, 1:].contiguous()})
+        for micro_batch in tokens
+    ]
 
 
 def loss_of(output: Tensor, target: Mapping[str, Any]) -> Tensor:

@@ -3,7 +3,7 @@
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_step_time`` splits a small transformer into stages. For each schedule
 and number of micro-batches it prints the fastest and the median step time of both, and their ratios, with the 95 %
 interval of the median's ratio over rounds (aim: 1.03). The bare loop uses ``torch.distributed.pipelining`` directly:
-stages with known shapes, ``schedule.step``, and the optimiser. Both train the same model from the same seed on the same
+stages with known shapes, ``schedule.step``, and the optimizer. Both train the same model from the same seed on the same
 batches, and the benchmark fails if their losses differ.
 """
 
@@ -90,7 +90,7 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length + 1)
     tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(options.steps + 1)]
-    return [{"input_ids": one[:, :-1].contiguous(), "labels": one[:, 1:].contiguous()} for one in tokens]
+    return [{"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()} for batch in tokens]
 
 
 def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -119,12 +119,12 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
                 output_args=logits if index == count - 1 else hidden,
             )
         )
-    given: Any = stages[0] if spec.placement == "single" else stages
+    schedule_stages: Any = stages[0] if spec.placement == "single" else stages
     make: Any = spec.schedule_class
-    schedule = make(given, micro_batches, loss_fn=summed_cross_entropy, scale_grads=False)
-    parameters = [one for stage in stages for one in stage.submod.parameters()]
+    schedule = make(schedule_stages, micro_batches, loss_fn=summed_cross_entropy, scale_grads=False)
+    parameters = [weight for stage in stages for weight in stage.submod.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
-    times, found = [], []
+    times, step_losses = [], []
     for batch in batches_of(options):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -137,9 +137,9 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
             if parameter.grad is not None:
                 parameter.grad.mul_(1 / batch["labels"].numel())
         optimizer.step()
-        found.append(total.item() / batch["labels"].numel())
+        step_losses.append(total.item() / batch["labels"].numel())
         times.append(time.perf_counter() - start)
-    return times[1:], found
+    return times[1:], step_losses
 
 
 def trained(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:

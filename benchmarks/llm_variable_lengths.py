@@ -50,10 +50,10 @@ def paragraphs() -> list[bytes]:
 
 def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
     """Batches of rows padded to the longest, with labels for text only; the same on every rank."""
-    found, choice = paragraphs(), random.Random(options.seed)
+    corpus, choice = paragraphs(), random.Random(options.seed)
     batches = []
     for _ in range(options.steps + 1):
-        texts = [choice.choice(found)[: options.maximum + 1] for _ in range(options.rows)]
+        texts = [choice.choice(corpus)[: options.maximum + 1] for _ in range(options.rows)]
         rows = [torch.tensor(list(text)) for text in texts]
         batches.append(
             {
@@ -130,12 +130,12 @@ def main() -> None:
             flush=True,
         )
 
-        def part(of: Sequence[int]) -> float:
-            padded, short = (sum(sum(rounds[one]) for one in of) for rounds in times.values())
+        def part(indices: Sequence[int]) -> float:
+            padded, short = (sum(sum(rounds[index]) for index in indices) for rounds in times.values())
             return (1 - short / padded) / share
 
-        what = "LLM, lengths that vary: time saved / positions saved"
-        save([at_least(what, saved / share, 0.9, interval(part, options.rounds))], options.json)
+        title = "LLM, lengths that vary: time saved / positions saved"
+        save([at_least(title, saved / share, 0.9, interval(part, options.rounds))], options.json)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -103,32 +103,34 @@ def measure(logs: bool, limit: float, options: argparse.Namespace) -> Figure:
     for turn in range(options.rounds + 1):
         for name in list(WAYS) if turn % 2 else reversed(WAYS):
             module = Tiny(logs and name != "bare")
-            found = WAYS[name](module, data)
-            ended[name] = (module.losses, found)
+            logged = WAYS[name](module, data)
+            ended[name] = (module.losses, logged)
             if turn:
                 times[name].append(module.step_time())
     first = torch.stack(ended["bare"][0])
     assert all(torch.equal(torch.stack(losses), first) for losses, _ in ended.values()), "the losses differ"
     assert ended["Lightning"][1] == ended["this project"][1], "the logged values differ"
     costs = {
-        name: [one - base for one, base in zip(times[name], times["bare"], strict=True)]
+        name: [seconds - base for seconds, base in zip(times[name], times["bare"], strict=True)]
         for name in ("Lightning", "this project")
     }
 
-    def ratio(of: Any) -> float:
-        ours, theirs = (statistics.median(costs[name][each] for each in of) for name in ("this project", "Lightning"))
-        return ours / theirs
+    def ratio(indices: Any) -> float:
+        project_cost, lightning_cost = (
+            statistics.median(costs[name][index] for index in indices) for name in ("this project", "Lightning")
+        )
+        return project_cost / lightning_cost
 
     rounds = range(options.rounds)
     spread = interval(ratio, options.rounds)
-    what = "one log" if logs else "no log"
-    middle = {name: 1e3 * statistics.median(taken) for name, taken in costs.items()}
+    case = "one log" if logs else "no log"
+    middle = {name: 1e3 * statistics.median(seconds) for name, seconds in costs.items()}
     print(
-        f"{what}: over a bare loop ({1e3 * statistics.median(times['bare']):.3f} ms) Lightning"
+        f"{case}: over a bare loop ({1e3 * statistics.median(times['bare']):.3f} ms) Lightning"
         f" {middle['Lightning']:.3f} ms, this project {middle['this project']:.3f} ms; ratio {ratio(rounds):.3f}"
         f" ({spread[0]:.3f} .. {spread[1]:.3f}), aim at most {limit}"
     )
-    return at_most(f"framework cost of a step, {what} / that of Lightning's loop", ratio(rounds), limit, spread)
+    return at_most(f"framework cost of a step, {case} / that of Lightning's loop", ratio(rounds), limit, spread)
 
 
 def main() -> None:

@@ -30,42 +30,46 @@ LIMIT = 0.9
 
 def main() -> None:
     """Print a row for each way of training."""
-    options = argparse.ArgumentParser(description="speed-up of an in-process pipe on CPUs")
-    options.add_argument("--partitions", type=int, default=2)
-    options.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
-    options.add_argument("--rounds", type=int, default=12)
-    options.add_argument("--width", type=int, default=256)
-    options.add_argument("--length", type=int, default=64)
-    options.add_argument("--rows", type=int, default=32)
-    options.add_argument("--checkpoint", choices=("never", "always", "except_last"), default="never")
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="speed-up of an in-process pipe on CPUs")
+    parser.add_argument("--partitions", type=int, default=2)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--checkpoint", choices=("never", "always", "except_last"), default="never")
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     inputs, targets = (
-        torch.randn(given.rows, given.length, given.width),
-        torch.randn(given.rows, given.length, given.width),
+        torch.randn(options.rows, options.length, options.width),
+        torch.randn(options.rows, options.length, options.width),
     )
     heads = (
         f"{'way':8}{'chunks':>7}{'plain ms':>10}{'at once':>9}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
     )
     print(f"{heads}  quartiles of the last; median in each order")
     figures = []
-    for chunks in given.chunks:
-        plain, *others = (transformer(given.width, given.partitions) for _ in range(given.partitions))
-        pipe = Pipe(transformer(given.width, given.partitions), chunks, given.checkpoint, ["cpu"] * given.partitions)
-        ideal = given.partitions * chunks / (chunks + given.partitions - 1)
+    for chunks in options.chunks:
+        plain, *copies = (transformer(options.width, options.partitions) for _ in range(options.partitions))
+        pipe = Pipe(
+            transformer(options.width, options.partitions), chunks, options.checkpoint, ["cpu"] * options.partitions
+        )
+        ideal = options.partitions * chunks / (chunks + options.partitions - 1)
         for way, of_pipe, of_plain in (("forward", by_forward, whole), ("loss", by_loss, in_turns)):
             steps = [
                 partial(of_plain, plain, inputs, targets, chunks),
                 partial(of_pipe, pipe, inputs, targets),
-                partial(at_once, [partial(of_plain, module, inputs, targets, chunks) for module in (plain, *others)]),
+                partial(at_once, [partial(of_plain, module, inputs, targets, chunks) for module in (plain, *copies)]),
             ]
-            rounds = measure(steps, given.rounds)
-            for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{way}: the pipe has other gradients")
+            rounds = measure(steps, options.rounds)
+            for parameter, reference in zip(pipe.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, reference.grad, msg=f"{way}: the pipe has other gradients")
             ratios = [before / after / ideal for before, after, _ in rounds]
             low, high = quartiles(ratios)
-            name = f"in-process pipe, speed-up by {way} / ideal, {given.partitions} partitions, {chunks} micro-batches"
+            name = (
+                f"in-process pipe, speed-up by {way} / ideal, {options.partitions} partitions, {chunks} micro-batches"
+            )
             figures.append(at_least(name, statistics.median(ratios), LIMIT, (low, high)))
             slow, fast, _ = (statistics.median(column) for column in zip(*rounds, strict=True))
             together = statistics.median(all_of_them / alone for alone, _, all_of_them in rounds)
@@ -76,7 +80,7 @@ def main() -> None:
                 flush=True,
             )
         pipe.close()
-    save(figures, given.json)
+    save(figures, options.json)
 
 
 def transformer(width: int, partitions: int) -> nn.Sequential:
@@ -127,16 +131,16 @@ def measure(steps: Sequence[Callable[[], None]], rounds: int) -> list[list[float
     for step in steps:
         step()
         step()
-    found = []
+    measurements = []
     for number in range(rounds):
-        taken = [0.0] * len(steps)
+        seconds = [0.0] * len(steps)
         order = range(len(steps))
         for index in order if number % 2 == 0 else reversed(order):
             begin = time.perf_counter()
             steps[index]()
-            taken[index] = time.perf_counter() - begin
-        found.append(taken)
-    return found
+            seconds[index] = time.perf_counter() - begin
+        measurements.append(seconds)
+    return measurements
 
 
 if __name__ == "__main__":

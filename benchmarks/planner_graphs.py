@@ -35,45 +35,45 @@ HEADS = ("simulated", "measured", "error", "serial", "disturbed")
 
 def main() -> None:
     """Run the graphs and print the table."""
-    options = argparse.ArgumentParser(description="times of the planner's plans on random synthetic task graphs")
-    options.add_argument("--first", type=int, default=0, help="seed of the first graph")
-    options.add_argument("--graphs", type=int, default=30)
-    options.add_argument("--seconds", type=float, default=float("inf"), help="start no graph after this time")
-    options.add_argument("--rounds", type=int, default=6, help="at least 5; with fewer, no variant can be chosen")
-    options.add_argument("--iterations", type=int, default=8, help="iterations of a plan per round")
-    options.add_argument("--plans", action="store_true", help="also print every plan that was run")
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="times of the planner's plans on random synthetic task graphs")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first graph")
+    parser.add_argument("--graphs", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no graph after this time")
+    parser.add_argument("--rounds", type=int, default=6, help="at least 5; with fewer, no variant can be chosen")
+    parser.add_argument("--iterations", type=int, default=8, help="iterations of a plan per round")
+    parser.add_argument("--plans", action="store_true", help="also print every plan that was run")
+    add_options(parser)
+    options = parser.parse_args()
     kernel, quiet = Kernel(), QuietRuns()
     print("times are in milliseconds")
     print(f"{'graph':9}{'tasks':>6}{'cores':>6}{'depth':>6}" + "".join(f"{head:>11}" for head in HEADS))
     errors: list[float] = []
     begun = time.monotonic()
-    for seed in range(given.first, given.first + given.graphs):
-        if time.monotonic() - begun > given.seconds:
+    for seed in range(options.first, options.first + options.graphs):
+        if time.monotonic() - begun > options.seconds:
             break
-        errors += _run_graph(random_graph(seed, kernel=kernel), quiet, given)
+        errors += _run_graph(random_graph(seed, kernel=kernel), quiet, options)
     within = sum(error <= AIM for error in errors)
     print(
         f"error of the simulation, all plans that were run: within {AIM:.0%} {within} of {len(errors)},"
         f" median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
     )
-    what, spread = "simulator: error of a synthetic graph's iteration", quartiles(errors)
-    figures = [at_most(f"{what}, median", statistics.median(errors), AIM, spread)]
-    save([*figures, Figure(f"{what}, worst", max(errors), "ratio", spread)], given.json)
+    title, spread = "simulator: error of a synthetic graph's iteration", quartiles(errors)
+    figures = [at_most(f"{title}, median", statistics.median(errors), AIM, spread)]
+    save([*figures, Figure(f"{title}, worst", max(errors), "ratio", spread)], options.json)
 
 
-def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace) -> list[float]:
+def _run_graph(graph: Graph, quiet: QuietRuns, options: argparse.Namespace) -> list[float]:
     """Run a graph, print its row, and return the relative error of the simulation of each plan."""
-    every = [graph.serial_plan(), *graph.variants(keep=most_found(given.rounds))]
+    every = [graph.serial_plan(), *graph.variants(keep=most_found(options.rounds))]
     plans = {plan.name: plan for plan in every}
     disturbed_before = quiet.disturbed
     times: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         for name, plan in plans.items():
             with SWPipeline(plan) as pipeline:
-                times[name].append(quiet.run(partial(_seconds, pipeline, given.iterations)))
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
+                times[name].append(quiet.run(partial(_seconds, pipeline, options.iterations)))
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     simulated = {name: simulate(plan, graph.costs, graph.machine).seconds_per_iteration for name, plan in plans.items()}
     chosen = fastest(times, ["serial"])
     row = [f"{seconds * 1e3:.2f}" for seconds in (simulated[chosen], medians[chosen])]
@@ -81,11 +81,11 @@ def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace) -> lis
     row.append(str(quiet.disturbed - disturbed_before))
     start = f"{graph.name:9}{len(graph.tasks):6}{graph.machine.cores:6g}{graph.max_in_flight:6}"
     print(start + "".join(f"{cell:>11}" for cell in row), flush=True)
-    if given.plans:
+    if options.plans:
         for name, plan in plans.items():
-            what = f"  {name}: {len(plan.thread_groups)} threads, {plan.pipeline_depth} in flight"
+            label = f"  {name}: {len(plan.thread_groups)} threads, {plan.pipeline_depth} in flight"
             times_of = f"{simulated[name] * 1e3:11.2f}{medians[name] * 1e3:11.2f}"
-            print(f"{what:38}{times_of}{medians[name] / simulated[name] - 1:11.1%}", flush=True)
+            print(f"{label:38}{times_of}{medians[name] / simulated[name] - 1:11.1%}", flush=True)
     return [abs(medians[name] / simulated[name] - 1) for name in plans]
 
 

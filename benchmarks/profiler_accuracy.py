@@ -33,35 +33,35 @@ class Error(NamedTuple):
     part: float
     task: str
     true: float
-    found: float
+    measured: float
     low: float
     high: float
 
 
 def main() -> None:
     """Profile the graphs and print the table."""
-    options = argparse.ArgumentParser(description="TaskProfiler on random synthetic task graphs")
-    options.add_argument("--first", type=int, default=0, help="seed of the first graph")
-    options.add_argument("--graphs", type=int, default=30)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description="TaskProfiler on random synthetic task graphs")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first graph")
+    parser.add_argument("--graphs", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
         "--iterations", type=int, default=12, help="iterations of a pipelined plan; a serial plan runs a third"
     )
-    options.add_argument("--tasks", action="store_true", help="print every task")
-    add_options(options)
-    given = options.parse_args()
+    parser.add_argument("--tasks", action="store_true", help="print every task")
+    add_options(parser)
+    options = parser.parse_args()
     kernel, quiet = Kernel(), QuietRuns()
     print("times are in milliseconds")
     widths = f"{'graph':9}{'plan':9}{'tasks':>6}  {'furthest off':13}"
     print(widths + "".join(f"{head:>{17 if head == '95 %' else 10}}" for head in HEADS))
-    found: dict[str, list[list[Error]]] = {"serial": [], "auto_1": []}
-    for seed in range(given.first, given.first + given.graphs):
+    errors_by_plan: dict[str, list[list[Error]]] = {"serial": [], "auto_1": []}
+    for seed in range(options.first, options.first + options.graphs):
         graph = random_graph(seed, kernel=kernel)
         serial, (best,) = graph.serial_plan(), graph.variants(keep=1)
-        for plan, iterations in ((serial, max(1, given.iterations // 3)), (best, given.iterations)):
-            errors = _profile(graph, plan, quiet, given.rounds, iterations, given.tasks)
-            found[plan.name].append(errors)
-    for name, of_graphs in (*found.items(), ("both", [*found["serial"], *found["auto_1"]])):
+        for plan, iterations in ((serial, max(1, options.iterations // 3)), (best, options.iterations)):
+            errors = _profile(graph, plan, quiet, options.rounds, iterations, options.tasks)
+            errors_by_plan[plan.name].append(errors)
+    for name, of_graphs in (*errors_by_plan.items(), ("both", [*errors_by_plan["serial"], *errors_by_plan["auto_1"]])):
         parts = [abs(error.part) for errors in of_graphs for error in errors]
         good = sum(all(abs(error.part) <= AIM for error in errors) for errors in of_graphs)
         print(
@@ -70,8 +70,8 @@ def main() -> None:
             f" {max(parts):.1%}"
         )
     # `parts` is that of the last entry, both plans.
-    middle, what = statistics.median(parts), "profiler: error of a task's exposed time / iteration"
-    save([Figure(f"{what}, median", middle, "ratio", quartiles(parts), f"<= {AIM:g}", middle <= AIM)], given.json)
+    middle, title = statistics.median(parts), "profiler: error of a task's exposed time / iteration"
+    save([Figure(f"{title}, median", middle, "ratio", quartiles(parts), f"<= {AIM:g}", middle <= AIM)], options.json)
 
 
 def _profile(
@@ -87,14 +87,16 @@ def _profile(
         for name, true in truth.exposed.items():
             result = quiet.run(partial(profiler.profile_many, [name]))
             measured.append(result.seconds)
-            one = result.tasks[name]
-            assert one.exposed is not None and one.low is not None and one.high is not None
-            errors.append(Error((one.exposed - true) / seconds, name, true, one.exposed, one.low, one.high))
+            profile = result.tasks[name]
+            assert profile.exposed is not None and profile.low is not None and profile.high is not None
+            errors.append(
+                Error((profile.exposed - true) / seconds, name, true, profile.exposed, profile.low, profile.high)
+            )
     worst = max(errors, key=lambda error: abs(error.part))
     for error in errors if every else [worst]:
         row = f"{graph.name:9}{plan.name:9}{len(graph.tasks):6}  {error.task:13}"
         row += f"{seconds * 1e3:10.2f}{statistics.median(measured) * 1e3:10.2f}{error.part:10.1%}"
-        row += f"{error.true * 1e3:10.2f}{error.found * 1e3:10.2f}"
+        row += f"{error.true * 1e3:10.2f}{error.measured * 1e3:10.2f}"
         row += f"{error.low * 1e3:9.2f} ..{error.high * 1e3:5.2f}{quiet.disturbed - disturbed_before:10}"
         print(row, flush=True)
     return errors

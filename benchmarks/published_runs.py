@@ -50,25 +50,27 @@ class Run:
     @property
     def ranks(self) -> int:
         """Ranks that share all tensors of a stage."""
-        found: int = self.options.get("tp", 1) * self.options.get("cp", 1)
-        return found
+        ranks: int = self.options.get("tp", 1) * self.options.get("cp", 1)
+        return ranks
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
-        found: int = self.options["rows"] * self.options["length"]
-        return found
+        tokens: int = self.options["rows"] * self.options["length"]
+        return tokens
 
     @functools.cached_property
     def footprints(self) -> Pieces[Footprint]:
         """Footprints of a micro-batch, not shared with other ranks."""
-        return footprints(yaml.dump(self.model), *(self.options.get(one) for one in ("rows", "length", "recompute")))
+        return footprints(
+            yaml.dump(self.model), *(self.options.get(option) for option in ("rows", "length", "recompute"))
+        )
 
     @functools.cached_property
     def candidate(self) -> ScheduleCandidate:
         """Schedule, with the layers of its stages."""
         options = self.options
-        layers = [one for one, stages in options.get("layers", [[self.model["layers"], 1]]) for _ in range(stages)]
+        layers = [count for count, stages in options.get("layers", [[self.model["layers"], 1]]) for _ in range(stages)]
         per_rank = options.get("stages", 1)
         assert len(layers) == per_rank * options.get("pp", 1) and sum(layers) == self.model["layers"]
         spec = SCHEDULES["1f1b" if per_rank == 1 else "interleaved_1f1b"]
@@ -77,7 +79,7 @@ class Run:
     @functools.cached_property
     def prediction(self) -> SchedulePrediction:
         """Estimate of a step."""
-        none = Pieces.of(lambda one: 0, self.footprints)
+        none = Pieces.of(lambda piece: 0, self.footprints)
         pieces = replace(self.footprints, layers=tuple(map(self._slowed, self.footprints.layers)))
         return estimate(self.candidate, self.options.get("pp", 1), pieces, none)
 
@@ -94,18 +96,18 @@ class Run:
         """Bytes of the rank that needs most."""
         sizes, candidate = self.bytes_of, self.candidate
         assert sizes is not None
-        layers = Pieces.of(lambda one: self._share(one, sizes["compute"]), self.footprints)
-        ends = Pieces.of(lambda one: self._share(one, sizes["ends"]), self.footprints)
+        layers = Pieces.of(lambda piece: self._share(piece, sizes["compute"]), self.footprints)
+        ends = Pieces.of(lambda piece: self._share(piece, sizes["ends"]), self.footprints)
         size, keeps = self.options.get("pp", 1), sizes.get("messages", True)
-        found = estimate_memory(
+        rank_memories = estimate_memory(
             actions_of(candidate.spec, size, candidate.num_microbatches, candidate.stages_per_rank),
             candidate.layers_per_stage,
             Pieces(ends.empty, ends.input, layers.layers, ends.output),
-            Pieces.of(lambda one: self._states(one, sizes["compute"]), self.footprints),
+            Pieces.of(lambda piece: self._states(piece, sizes["compute"]), self.footprints),
             sharing=Sharing(shard=self.options.get("shard", 1)),
             keeps_messages=keeps,
         )
-        return max(one.total - (0 if keeps else one.messages) for one in found)
+        return max(rank_memory.total - (0 if keeps else rank_memory.messages) for rank_memory in rank_memories)
 
     def _share(self, piece: Footprint, compute: int) -> Footprint:
         """Footprint on one rank; tensors of all kinds are shared evenly, as with sequence parallelism."""
@@ -124,8 +126,8 @@ class Run:
         return each * self._parameters(piece)
 
     def _parameters(self, piece: Footprint) -> int:
-        found: int = piece.parameters // _WIDTH // self.options.get("tp", 1)
-        return found
+        parameters: int = piece.parameters // _WIDTH // self.options.get("tp", 1)
+        return parameters
 
     def predict(self, figure: str, source: Run | None) -> float:
         """Predicted figure.
@@ -144,7 +146,7 @@ class Run:
             return self.prediction.bubble
         if figure == "GFLOP/token":
             parts = [self.footprints.input, *self.footprints.layers, self.footprints.output]
-            return 3e-9 * sum(one.operations.forward for one in parts if one is not None) / self.tokens
+            return 3e-9 * sum(part.operations.forward for part in parts if part is not None) / self.tokens
         assert figure == "GiB"
         return self.memory / 2**30
 
@@ -156,8 +158,8 @@ class Run:
         if figure == "GFLOP/token":
             rate: float = self.options["TFLOP/s"] / self.options["tokens/s"]
             return 1000 * rate
-        found: float | None = self.options[figure]
-        return found
+        value: float | None = self.options[figure]
+        return value
 
     @property
     def _step(self) -> float:
@@ -199,11 +201,13 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
     settings = LLMPipelineStrategy("gpipe", num_microbatches=1, activation_checkpoint=checkpoint).settings(1)
     tokens = torch.zeros(rows, length, dtype=torch.long)
     item = {"input_ids": tokens, "labels": tokens}
-    found = profiled(measure_footprints, module, layers_of(module), settings, precision, item)
-    last = found.output.operations
+    measured = profiled(measure_footprints, module, layers_of(module), settings, precision, item)
+    last = measured.output.operations
     # The loss of HFCausalLM computes the head's product again in the backward; the published runs do not.
-    output = replace(found.output, operations=last._replace(backward=last.backward - last.forward))
-    return replace(found, layers=(*found.layers[:first], *found.layers[first:] * (count - first)), output=output)
+    output = replace(measured.output, operations=last._replace(backward=last.backward - last.forward))
+    return replace(
+        measured, layers=(*measured.layers[:first], *measured.layers[first:] * (count - first)), output=output
+    )
 
 
 def titles() -> list[str]:
@@ -224,17 +228,17 @@ def tables(only: str = "") -> Iterator[str]:
         runs = {name: replace(run, model=data["models"][run.options["model"]]) for name, run in runs.items()}
         yield f"### {table['title']}\n"
         yield "| run | figure | published | predicted | from | error |\n| --- | --- | --- | --- | --- | --- |"
-        for one in table["predictions"]:
-            options = {key: value for key, value in one.items() if key not in ("run", "figure", "from")}
+        for row in table["predictions"]:
+            options = {key: value for key, value in row.items() if key not in ("run", "figure", "from")}
             changed = {name: replace(run, options={**run.options, **options}) for name, run in runs.items()}
-            run, figure, source = changed[one["run"]], one["figure"], one.get("from")
-            found, said = run.predict(figure, changed.get(source)), run.published(figure)
-            error = "" if said is None else f"{100 * (found / said - 1):+.1f} %"
-            if figure == "bubble" and said is not None:
-                error = f"{100 * (found - said):+.1f} points"
-            told = "over 1.1" if said is None else _figure(said)
+            run, figure, source = changed[row["run"]], row["figure"], row.get("from")
+            predicted, published = run.predict(figure, changed.get(source)), run.published(figure)
+            error = "" if published is None else f"{100 * (predicted / published - 1):+.1f} %"
+            if figure == "bubble" and published is not None:
+                error = f"{100 * (predicted - published):+.1f} points"
+            cell = "over 1.1" if published is None else _figure(published)
             note = "".join(f", {key}: {value}" for key, value in options.items())
-            yield f"| {one['run']}{note} | {figure} | {told} | {_figure(found)} | {source or ''} | {error} |"
+            yield f"| {row['run']}{note} | {figure} | {cell} | {_figure(predicted)} | {source or ''} | {error} |"
         yield ""
 
 

@@ -66,7 +66,12 @@ class _Watch:
     """Use of the machine by other processes since this object was created, and the delay of this process by it."""
 
     def __init__(self) -> None:
-        self._begun, self._idle, self._own, self._waited = time.perf_counter(), _idle(), time.process_time(), _waited()
+        self._begun, self._idle, self._process_time, self._waited = (
+            time.perf_counter(),
+            _idle(),
+            time.process_time(),
+            _waited(),
+        )
 
     def disturbed(self) -> bool:
         return self.used_by_others() and self.waited() > _WAITED
@@ -76,11 +81,11 @@ class _Watch:
         return (_waited() - self._waited) / (time.perf_counter() - self._begun)
 
     def used_by_others(self) -> bool:
-        before, now = self._idle, _idle()
-        if before is None or now is None:
+        before, after = self._idle, _idle()
+        if before is None or after is None:
             return False
         available = (time.perf_counter() - self._begun) * (os.cpu_count() or 1)
-        used = available - (now - before) - (time.process_time() - self._own)
+        used = available - (after - before) - (time.process_time() - self._process_time)
         # The system counts in ticks, so a difference of one tick is not significant.
         return used > _SHARE * available + 1 / os.sysconf("SC_CLK_TCK")
 

@@ -288,21 +288,21 @@ def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:
     pooling = 30.0
     for _ in range(6):
         workload = pooled(round(pooling))
-        seconds, own = serial_times(workload, folder)
-        ids = sum(own[name] for name in EXCHANGE)
-        found = ids / (seconds - ids)
-        if abs(found / exchange - 1) < 0.2:
+        seconds, task_seconds = serial_times(workload, folder)
+        ids = sum(task_seconds[name] for name in EXCHANGE)
+        ratio = ids / (seconds - ids)
+        if abs(ratio / exchange - 1) < 0.2:
             break
         # More ids also lengthen the rest, and the exchange has a constant part.
-        pooling = min(500.0, max(1.0, pooling * min(3.0, max(0.3, exchange / found))))
-    return workload, f"{round(pooling)} ids per table and row: {1e3 * ids:.1f} ms exchange, {found:.2f} times the rest"
+        pooling = min(500.0, max(1.0, pooling * min(3.0, max(0.3, exchange / ratio))))
+    return workload, f"{round(pooling)} ids per table and row: {1e3 * ids:.1f} ms exchange, {ratio:.2f} times the rest"
 
 
 def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple[float, dict[str, float]]:
     """Seconds of a serial iteration and of each of its tasks, as means of the ranks' medians."""
     strategy = RecsysPipelineStrategy("serial", **workload.options)
     begun: list[float] = []
-    own: dict[str, float] = {}
+    task_seconds: dict[str, float] = {}
 
     def over() -> bool:
         begun.append(time.perf_counter())
@@ -317,38 +317,38 @@ def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple
         values = {name: statistics.median(of_task) for name, of_task in times.items()} | {"": statistics.median(steps)}
         ranks: list[dict[str, float]] = [{}, {}]
         dist.all_gather_object(ranks, values)
-        own.update({name: statistics.fmean(one[name] for one in ranks) for name in values})
+        task_seconds.update({name: statistics.fmean(rank_times[name] for rank_times in ranks) for name in values})
         return True
 
     workload.fit(strategy, over, folder)
-    return own.pop(""), own
+    return task_seconds.pop(""), task_seconds
 
 
 # ------------------------------------------------------------------ measuring and printing
 
 
-def compare(workload: Workload, what: str, options: argparse.Namespace, folder: str) -> None:
+def compare(workload: Workload, description: str, options: argparse.Namespace, folder: str) -> None:
     """Find a plan, measure it against the others, and print the result."""
     begun = time.perf_counter()
     choice = workload.choice(folder)
-    looked = time.perf_counter() - begun
+    search_seconds = time.perf_counter() - begun
     plans: dict[str, Any] = {"auto": choice.plan, "auto again": choice.plan, **{name: name for name in BY_HAND}}
     times = workload.times(plans, options.steps, options.rounds, folder)
     if dist.get_rank():
         return
     rounds = options.rounds
 
-    def median(name: str, of: Sequence[int]) -> float:
-        return statistics.median(times[name][each] for each in of)
+    def median(name: str, indices: Sequence[int]) -> float:
+        return statistics.median(times[name][index] for index in indices)
 
-    def ratio(of: Sequence[int]) -> float:
-        return median("auto", of) / min(median(name, of) for name in BY_HAND)
+    def ratio(indices: Sequence[int]) -> float:
+        return median("auto", indices) / min(median(name, indices) for name in BY_HAND)
 
-    def noise(of: Sequence[int]) -> float:
-        return median("auto", of) / median("auto again", of)
+    def noise(indices: Sequence[int]) -> float:
+        return median("auto", indices) / median("auto again", indices)
 
-    print(f"\n{what}")
-    print(f"plan auto chose {choice.plan.name}, after {looked:.0f} s")
+    print(f"\n{description}")
+    print(f"plan auto chose {choice.plan.name}, after {search_seconds:.0f} s")
     if choice.plan.name not in BY_HAND:
         print(choice.plan)
     best = min(median(name, range(rounds)) for name in BY_HAND)
@@ -375,8 +375,8 @@ def run_rank(options: argparse.Namespace) -> None:
             compare(movielens(), "MovieLens, two processes", options, folder)
         else:
             for exchange in options.exchange:
-                workload, what = calibrated(exchange, folder)
-                compare(workload, f"{options.rate} each way, {what}", options, folder)
+                workload, description = calibrated(exchange, folder)
+                compare(workload, f"{options.rate} each way, {description}", options, folder)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ The figure is the maximum of these ratios, with quartiles (aim: at most 1.1).
 
 The count includes the storages of tensors that operations return, on the main thread, on the pipeline's threads and in
 backward. A storage counts once, regardless of its views, from the end of the operation until its release. Messages in
-flight are tensors and are included. Existing tensors are not: parameters, optimiser states and the loader's batches,
+flight are tensors and are included. Existing tensors are not: parameters, optimizer states and the loader's batches,
 which are copied to the device (on a CPU they are cloned, so that the device's copy is counted). The bytes of a batch
 are those of its dense features, labels, ids and lengths, and of its ids and lengths on this rank after TorchRec's input
 dist, without derived tensors such as offsets, and without messages.
@@ -45,21 +45,21 @@ from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 PLANS = ("base", "prefetch", "early_prefetch", "fused_sparse_dist")
 LIMIT = 1.1
-WARM_UP = 4  # steps that resolve the model, fill the pipeline, and create gradients and optimiser states
+WARM_UP = 4  # steps that resolve the model, fill the pipeline, and create gradients and optimizer states
 
 
 class LiveStorages:
     """Bytes of the live storages that operations created.
 
     Attributes:
-        now: current bytes.
+        current: current bytes.
         peak: maximum of the bytes since this attribute was last set.
     """
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self._storage_ids: set[int] = set()
         self._lock = threading.RLock()  # a storage may be released while another is recorded
-        self.now = 0
+        self.current = 0
         self.peak = 0
 
     @contextmanager
@@ -74,23 +74,23 @@ class LiveStorages:
         with mock.patch.object(threading.Thread, "run", counted), _Mode(self):
             yield
 
-    def note(self, tensors: Iterable[Tensor], taken: Iterable[Tensor]) -> None:
-        """Record an operation's output *tensors*. Storages of its inputs *taken* are not new."""
-        old = {one.untyped_storage()._cdata for one in taken}
+    def note(self, tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+        """Record an operation's output *tensors*. Storages of its *inputs* are not new."""
+        input_storages = {leaf.untyped_storage()._cdata for leaf in inputs}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             with self._lock:
-                if storage._cdata in old or storage._cdata in self._known:
+                if storage._cdata in input_storages or storage._cdata in self._storage_ids:
                     continue
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
+                self._storage_ids.add(storage._cdata)
+                self.current += storage.nbytes()
+                self.peak = max(self.peak, self.current)
             weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
 
     def _gone(self, key: int, size: int) -> None:
         with self._lock:
-            self._known.remove(key)
-            self.now -= size
+            self._storage_ids.remove(key)
+            self.current -= size
 
 
 class _Mode(TorchDispatchMode):
@@ -102,10 +102,10 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given, taken = (
-            [one for one in tree_leaves(some) if isinstance(one, Tensor)] for some in (output, (args, kwargs))
+        outputs, inputs = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (output, (args, kwargs))
         )
-        self._storages.note(given, taken)
+        self._storages.note(outputs, inputs)
         return output
 
 
@@ -116,7 +116,7 @@ class Copied(Batch):
         """Copy of the batch on *device*."""
         ids = self.sparse
         copies = (ids.values(), ids.lengths(), self.dense, self.label)
-        values, lengths, dense, label = (one.to(device, non_blocking=non_blocking, copy=True) for one in copies)
+        values, lengths, dense, label = (tensor.to(device, non_blocking=non_blocking, copy=True) for tensor in copies)
         return Batch(dense, KeyedJaggedTensor(ids.keys(), values, lengths=lengths), label)
 
 
@@ -130,17 +130,17 @@ class Run:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Total bytes of the tensors' distinct storages."""
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def distributed_bytes(sharded: ShardedModel, data: list[Batch]) -> list[int]:
     """Bytes of the ids and lengths of each batch that TorchRec's input dist sends to this rank."""
     (module,) = sharded.sharded_modules.values()
-    found = []
+    sizes = []
     for batch in data:
         pieces: Any = module.input_dist(module.create_context(), batch.sparse).wait().wait()
-        found.append(bytes_of(tensor for piece in pieces for tensor in (piece.values(), piece.lengths())))
-    return found
+        sizes.append(bytes_of(tensor for piece in pieces for tensor in (piece.values(), piece.lengths())))
+    return sizes
 
 
 def trained(plan: str, data: list[Batch], options: argparse.Namespace, device: torch.device) -> tuple[Run, int]:
@@ -151,7 +151,7 @@ def trained(plan: str, data: list[Batch], options: argparse.Namespace, device: t
         pipeline = TrainPipeline(sharded, optimizer, device, plan=plan)
         feed = iter(data)
         while True:
-            live.peak = live.now
+            live.peak = live.current
             try:
                 loss = pipeline.progress(feed)[0]
             except StopIteration:
@@ -187,8 +187,8 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    made = batches(options, rank, on_gpu)
-    copied = [Copied(one.dense, one.sparse, one.label) for one in made]
+    originals = batches(options, rank, on_gpu)
+    copied = [Copied(batch.dense, batch.sparse, batch.label) for batch in originals]
     # More batches than measured steps, so that the last measured step has the batches that a plan works ahead.
     data = [copied[index % len(copied)] for index in range(WARM_UP + options.steps + 4)]
     sizes = batch_sizes(data, options, device)
@@ -213,14 +213,14 @@ def main() -> None:
 def batch_sizes(data: list[Batch], options: argparse.Namespace, device: torch.device) -> list[int]:
     """Bytes of each batch, including its part after the input dist."""
     sharded, _ = ours(options, device, None)
-    given = [batch.to(device) for batch in data]
-    itself = [bytes_of((one.dense, one.label, one.sparse.values(), one.sparse.lengths())) for one in given]
-    return [one + other for one, other in zip(itself, distributed_bytes(sharded, given), strict=True)]
+    moved = [batch.to(device) for batch in data]
+    itself = [bytes_of((batch.dense, batch.label, batch.sparse.values(), batch.sparse.lengths())) for batch in moved]
+    return [size + distributed for size, distributed in zip(itself, distributed_bytes(sharded, moved), strict=True)]
 
 
 def show(plan: str, ahead: int, everyone: list[Any], serial: float, on_gpu: bool) -> Figure:
     """Print a plan's line on rank 0, and return its figure."""
-    ratios = [one / other for more, behind in everyone for one, other in zip(more, behind, strict=True)]
+    ratios = [extra / allowed for more, behind in everyone for extra, allowed in zip(more, behind, strict=True)]
     low, high = quartiles(ratios)
     if dist.get_rank() == 0:
         more, behind = everyone[0]

@@ -85,7 +85,7 @@ def batches(options: argparse.Namespace, rank: int, pin: bool) -> list[Batch]:
     """A few batches, which every pipeline trains on repeatedly."""
     generator = torch.Generator().manual_seed(rank)
     keys = [f"feature{index}" for index in range(options.tables)]
-    made = []
+    data = []
     for _ in range(8):
         lengths = torch.randint(0, 2 * options.pooling + 1, (options.tables * options.batch,), generator=generator)
         values = torch.randint(0, options.rows, (int(lengths.sum()),), generator=generator)
@@ -94,8 +94,8 @@ def batches(options: argparse.Namespace, rank: int, pin: bool) -> list[Batch]:
             KeyedJaggedTensor(keys=keys, values=values, lengths=lengths),
             torch.randint(0, 2, (options.batch,), generator=generator).float(),
         )
-        made.append(batch.pin_memory() if pin else batch)
-    return made
+        data.append(batch.pin_memory() if pin else batch)
+    return data
 
 
 RATE, EPS = 0.05, 1e-8

@@ -60,7 +60,7 @@ BY_HAND: dict[str, str | Path] = {
     BEHIND_LOOKUP.stem: BEHIND_LOOKUP,
 }
 SHIPPED = (BEHIND_LOOKUP.stem, "base")
-THEIRS = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
+TORCHREC_PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
 AGAIN = f"{TrainPipelineSparseDist.__name__} again"
 # A pipeline that is slower than the fastest of its family by this factor in the first round is left out.
 BEHIND = 1.2
@@ -72,8 +72,8 @@ class OtherSize(Exception):
     """The measured X / (F+B) differs too much from the requested one for a figure."""
 
 
-def calibrate(parts: Parts, wanted: float) -> None:
-    """Set the number of ids in the batches so that X is about *wanted* times F+B.
+def calibrate(parts: Parts, exchange_ratio: float) -> None:
+    """Set the number of ids in the batches so that X is about *exchange_ratio* times F+B.
 
     Raises:
         OtherSize: no such number was found.
@@ -81,16 +81,17 @@ def calibrate(parts: Parts, wanted: float) -> None:
     tried: dict[int, float] = {}
     pooling = 16
     while len(tried) < 7 and pooling not in tried:
-        exchange, rest = parts.give(pooling)
-        found = tried[pooling] = exchange / rest
-        if abs(found / wanted - 1) < 0.04:
+        exchange, forward_backward = parts.give(pooling)
+        measured = tried[pooling] = exchange / forward_backward
+        if abs(measured / exchange_ratio - 1) < 0.04:
             return
         # The exchange has a constant part, and more ids also lengthen the rest.
-        pooling = max(1, round(pooling * min(4.0, max(0.25, wanted / found))))
-    pooling, found = min(tried.items(), key=lambda one: abs(math.log(one[1] / wanted)))
-    if abs(found / wanted - 1) > OFF:
+        pooling = max(1, round(pooling * min(4.0, max(0.25, exchange_ratio / measured))))
+    pooling, measured = min(tried.items(), key=lambda entry: abs(math.log(entry[1] / exchange_ratio)))
+    if abs(measured / exchange_ratio - 1) > OFF:
         raise OtherSize(
-            f"exchange {wanted:g} x the rest: the closest of the numbers of ids tried is {pooling}: {found:.2f}"
+            f"exchange {exchange_ratio:g} x the rest: the closest of the numbers of ids tried is {pooling}:"
+            f" {measured:.2f}"
         )
     parts.give(pooling)
 
@@ -101,17 +102,17 @@ class Result:
 
     Args:
         times: seconds per step of each arm, by round.
-        ours: names of this project's pipelines.
+        project: names of this project's pipelines.
         shipped: names of this project's pipelines as shipped.
-        theirs: names of TorchRec's pipelines.
+        torchrec: names of TorchRec's pipelines.
         fastest: fastest of this project's pipelines.
         serial: seconds per step of the serial plan in the discarded round.
     """
 
     times: dict[str, list[float]]
-    ours: list[str]
+    project: list[str]
     shipped: list[str]
-    theirs: list[str]
+    torchrec: list[str]
     fastest: Ours
     serial: float
 
@@ -119,29 +120,29 @@ class Result:
     def rounds(self) -> int:
         return len(self.times["X"])
 
-    def median(self, name: str, of: Sequence[int] | None = None) -> float:
+    def median(self, name: str, rounds: Sequence[int] | None = None) -> float:
         """Median time of an arm over the given rounds (default: all)."""
         times = self.times[name]
-        return statistics.median(times if of is None else [times[one] for one in of])
+        return statistics.median(times if rounds is None else [times[index] for index in rounds])
 
-    def best(self, names: Sequence[str], of: Sequence[int] | None = None) -> float:
-        return min(self.median(name, of) for name in names)
+    def best(self, names: Sequence[str], rounds: Sequence[int] | None = None) -> float:
+        return min(self.median(name, rounds) for name in names)
 
-    def bound(self, of: Sequence[int] | None = None) -> float:
+    def bound(self, rounds: Sequence[int] | None = None) -> float:
         """Lower bound on the time of a step."""
-        return max(self.median("X", of), self.median("F+B", of))
+        return max(self.median("X", rounds), self.median("F+B", rounds))
 
-    def over_bound(self, names: Sequence[str], of: Sequence[int] | None = None) -> float:
+    def over_bound(self, names: Sequence[str], rounds: Sequence[int] | None = None) -> float:
         """Excess over the bound of the fastest of *names*, as a share of the excess of TorchRec's fastest."""
-        left = self.best(self.theirs, of) - self.bound(of)
-        return (self.best(names, of) - self.bound(of)) / left if left > 0 else math.inf
+        excess = self.best(self.torchrec, rounds) - self.bound(rounds)
+        return (self.best(names, rounds) - self.bound(rounds)) / excess if excess > 0 else math.inf
 
-    def against(self, names: Sequence[str], of: Sequence[int] | None = None) -> float:
-        return self.best(names, of) / self.best(self.theirs, of)
+    def against(self, names: Sequence[str], rounds: Sequence[int] | None = None) -> float:
+        return self.best(names, rounds) / self.best(self.torchrec, rounds)
 
-    def noise(self, of: Sequence[int] | None = None) -> float:
+    def noise(self, rounds: Sequence[int] | None = None) -> float:
         """Ratio of one of TorchRec's pipelines to its second run."""
-        return self.median(AGAIN, of) / self.median(TrainPipelineSparseDist.__name__, of)
+        return self.median(AGAIN, rounds) / self.median(TrainPipelineSparseDist.__name__, rounds)
 
     def show(self) -> None:
         bound = self.bound()
@@ -164,57 +165,70 @@ class Race:
         self._parts = Parts(workload)
         self._by_hand = {name: workload.of_ours(plan) for name, plan in BY_HAND.items()}
         self._shipped = {f"{name} as shipped": workload.of_ours(BY_HAND[name], "auto") for name in SHIPPED}
-        self._theirs = {kind.__name__: workload.of_theirs(kind) for kind in THEIRS}
+        self._torchrec = {kind.__name__: workload.of_theirs(kind) for kind in TORCHREC_PIPELINES}
         self._again = workload.of_theirs(TrainPipelineSparseDist)
         self._draw = random.Random(0)  # the same on every rank
-        self._found: Ours | None = None
-        for one in (*self._by_hand.values(), *self._shipped.values(), *self._theirs.values(), self._again):
-            one.turn()  # the first step of a pipeline finds out the inputs of the tables
+        self._proposed: Ours | None = None
+        for arm in (*self._by_hand.values(), *self._shipped.values(), *self._torchrec.values(), self._again):
+            arm.turn()  # the first step of a pipeline finds out the inputs of the tables
 
-    def run(self, wanted: float, rounds: int) -> Result:
-        """Run all pipelines on batches whose exchange takes *wanted* times as long as the rest of a step.
+    def run(self, exchange_ratio: float, rounds: int) -> Result:
+        """Run all pipelines on batches whose exchange takes *exchange_ratio* times as long as the rest of a step.
 
         Args:
-            wanted: requested X / (F+B).
+            exchange_ratio: requested X / (F+B).
             rounds: number of rounds that count.
         """
-        calibrate(self._parts, wanted)
-        theirs, again, shipped = dict(self._theirs), {AGAIN: self._again}, dict(self._shipped)
-        trained: dict[str, Training] = {"F+B": self._parts.rest, **self._by_hand, **shipped, **theirs, **again}
-        for one in trained.values():
-            one.restart()
-        ours = dict(self._by_hand)
-        if self._found is not None:
-            self._found.pipeline.close()
-        if found := self._find():
-            found.turn()
-            found.restart()
-            ours["found"] = trained["found"] = found
-        self._found = found
+        calibrate(self._parts, exchange_ratio)
+        torchrec_arms, again, shipped = dict(self._torchrec), {AGAIN: self._again}, dict(self._shipped)
+        trained: dict[str, Training] = {
+            "F+B": self._parts.forward_backward,
+            **self._by_hand,
+            **shipped,
+            **torchrec_arms,
+            **again,
+        }
+        for training in trained.values():
+            training.restart()
+        project_arms = dict(self._by_hand)
+        if self._proposed is not None:
+            self._proposed.pipeline.close()
+        if proposed := self._find():
+            proposed.turn()
+            proposed.restart()
+            project_arms["found"] = trained["found"] = proposed
+        self._proposed = proposed
         self._turns(trained, 1)
         serial_step = self._by_hand["serial"].times[-1]
-        for family in (ours, shipped, theirs):
-            fastest = min(one.times[-1] for one in family.values())
-            for name in [name for name, one in family.items() if one.times[-1] > BEHIND * fastest]:
+        for family in (project_arms, shipped, torchrec_arms):
+            fastest = min(entry.times[-1] for entry in family.values())
+            for name in [name for name, entry in family.items() if entry.times[-1] > BEHIND * fastest]:
                 if name != TrainPipelineSparseDist.__name__:
                     del family[name]
         arms: dict[str, Arm] = {
             "X": self._parts.exchange,
-            "F+B": self._parts.rest,
-            **ours,
+            "F+B": self._parts.forward_backward,
+            **project_arms,
             **shipped,
-            **theirs,
+            **torchrec_arms,
             **again,
         }
         for arm in arms.values():
             arm.times.clear()
         self._turns(arms, rounds)
-        longest = max((one.losses for one in trained.values()), key=len)
-        for name, one in trained.items():
-            if one.losses != longest[: len(one.losses)]:
-                raise SystemExit(f"{name} has other losses: expected {longest}, got {one.losses}")
+        longest = max((entry.losses for entry in trained.values()), key=len)
+        for name, training in trained.items():
+            if training.losses != longest[: len(training.losses)]:
+                raise SystemExit(f"{name} has other losses: expected {longest}, got {training.losses}")
         times = {name: list(arm.times) for name, arm in arms.items()}
-        return Result(times, list(ours), list(shipped), list(theirs), min(ours.values(), key=Arm.median), serial_step)
+        return Result(
+            times,
+            list(project_arms),
+            list(shipped),
+            list(torchrec_arms),
+            min(project_arms.values(), key=Arm.median),
+            serial_step,
+        )
 
     def _turns(self, arms: Mapping[str, Arm], rounds: int) -> None:
         for _ in range(rounds):
@@ -224,48 +238,48 @@ class Race:
     def _find(self) -> Ours | None:
         """Variant of the handwritten plans that is predicted to be the fastest, or None without variants."""
         serial = self._by_hand["serial"]
-        own, beside = serial.own_times()
-        by_hand = [one.pipeline.pipeline.plan for one in self._by_hand.values()]
-        plans = propose_plans(by_hand, own, beside, max_in_flight=3, peers=True, device=CPU, keep=1)
+        task_seconds, beside = serial.own_times()
+        by_hand = [arm.pipeline.pipeline.plan for arm in self._by_hand.values()]
+        plans = propose_plans(by_hand, task_seconds, beside, max_in_flight=3, peers=True, device=CPU, keep=1)
         return self._workload.of_ours(plans[0]) if plans else None
 
 
-def measure(race: Race, wanted: float, options: argparse.Namespace) -> list[Figure]:
+def measure(race: Race, exchange_ratio: float, options: argparse.Namespace) -> list[Figure]:
     """Run, print on rank 0, and return the figures.
 
     Raises:
-        OtherSize: the measured X / (F+B) differs too much from *wanted*.
+        OtherSize: the measured X / (F+B) differs too much from *exchange_ratio*.
     """
-    result = race.run(wanted, options.rounds)
+    result = race.run(exchange_ratio, options.rounds)
     shown = dist.get_rank() == 0
-    exchange, rest = result.median("X"), result.median("F+B")
-    where = f"{options.rate}, exchange {wanted:g} x the rest"
+    exchange, forward_backward = result.median("X"), result.median("F+B")
+    where = f"{options.rate}, exchange {exchange_ratio:g} x the rest"
     if shown:
         ids = options.tables * options.batch * options.pooling
-        print(f"\n{where}: {ids} ids per rank and step, X / (F+B) = {exchange / rest:.2f}")
+        print(f"\n{where}: {ids} ids per rank and step, X / (F+B) = {exchange / forward_backward:.2f}")
         result.show()
         print(f"serial step less X: {1e3 * (result.serial - exchange):.2f}")
         plan = result.fastest.pipeline.pipeline.plan
         print(f"our fastest: {plan.name}, {' '.join(f'{name}+{plan.schedule[name].stage}' for name in plan.order)}")
         sys.stdout.flush()
-    if abs(exchange / rest / wanted - 1) > OFF:
-        raise OtherSize(f"{where}: it took {exchange / rest:.2f} x the rest")
+    if abs(exchange / forward_backward / exchange_ratio - 1) > OFF:
+        raise OtherSize(f"{where}: it took {exchange / forward_backward:.2f} x the rest")
     figures = []
-    for which, names in (("ours", result.ours), ("ours as shipped", result.shipped)):
-        if wanted < 1:
+    for label, names in (("ours", result.project), ("ours as shipped", result.shipped)):
+        if exchange_ratio < 1:
             low, high = interval(result.noise, result.rounds)
             limit = max(1.0, high, 1 / low)
             ratio, spread = result.against(names), interval(partial(result.against, names), result.rounds)
-            name = f"recsys step over {where}: {which} / TorchRec's best"
+            name = f"recsys step over {where}: {label} / TorchRec's best"
             figures.append(Figure(name, ratio, "ratio", spread, f"<= 1 within noise ({limit:.3f})", ratio <= limit))
         else:
-            name = f"recsys step over {where}: ({which} - bound) / (TorchRec's best - bound)"
+            name = f"recsys step over {where}: ({label} - bound) / (TorchRec's best - bound)"
             spread = interval(partial(result.over_bound, names), result.rounds)
             figures.append(at_most(name, result.over_bound(names), 0.3, spread))
     if shown:
-        for one in figures:
-            low, high = one.spread
-            print(f"{one.name}: {one.value:.3f} ({low:.3f} .. {high:.3f}), aim {one.target}")
+        for figure in figures:
+            low, high = figure.spread
+            print(f"{figure.name}: {figure.value:.3f} ({low:.3f} .. {high:.3f}), aim {figure.target}")
         sys.stdout.flush()
     return figures
 
@@ -281,9 +295,9 @@ def run_rank(options: argparse.Namespace) -> None:
     race = Race(workload)
     figures: list[Figure] = []
     left_out: list[str] = []
-    for wanted in options.exchange:
+    for exchange_ratio in options.exchange:
         try:
-            figures += measure(race, wanted, options)
+            figures += measure(race, exchange_ratio, options)
         except OtherSize as error:  # raised on both ranks, because both compare the same times
             left_out.append(str(error))
         if dist.get_rank() == 0:  # saved now, because a later size may fail

@@ -212,10 +212,10 @@ def measure(size: str, plan: str, framework: float, device: torch.device, option
     trainer.fit(module, DataLoader(Endless(data), batch_size=None))
     pipelines[OURS].close()
     first = torch.stack(losses[PEER])
-    for name, found in {**losses, TRAINER: module.losses}.items():
-        if not torch.equal(torch.stack(found), first):
+    for name, way_losses in {**losses, TRAINER: module.losses}.items():
+        if not torch.equal(torch.stack(way_losses), first):
             raise SystemExit(f"{size}, {plan} plan: the losses of {name!r} differ from those of the peer")
-    return _figures(size, plan, framework, {name: taken[1:] for name, taken in turns.times.items()}, on_gpu)
+    return _figures(size, plan, framework, {name: seconds[1:] for name, seconds in turns.times.items()}, on_gpu)
 
 
 def _step(
@@ -232,16 +232,16 @@ def _figures(size: str, plan: str, framework: float, times: dict[str, list[float
     times[TRAINER] = [seconds - framework for seconds in times[TRAINER]]
     labels = {AGAIN: f"{peer} again", OURS: "TrainPipeline", TRAINER: "Trainer less the framework's cost"}
     limit = median_ratio(times[AGAIN], times[PEER])[1][1]
-    found = []
-    middle = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+    figures = []
+    middle = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
     for name, label in labels.items():
         ratio, spread = median_ratio(times[name], times[PEER])
         target, met = None, None
         if name != AGAIN:
             target, met = f"upper bound <= {limit:.4f} (the peer against itself)", spread[1] <= limit
         device = " (cuda)" if on_gpu else ""
-        what = f"recsys step, {plan} plan, {size}: {label} / {peer}{device}"
-        found.append(Figure(what, ratio, "ratio", spread, target, met))
+        title = f"recsys step, {plan} plan, {size}: {label} / {peer}{device}"
+        figures.append(Figure(title, ratio, "ratio", spread, target, met))
         if not dist.get_rank():
             verdict = "" if met is None else f", {'met' if met else 'missed'}: {target}"
             print(
@@ -249,7 +249,7 @@ def _figures(size: str, plan: str, framework: float, times: dict[str, list[float
                 f" ({spread[0]:.4f} .. {spread[1]:.4f}){verdict}",
                 flush=True,
             )
-    return found
+    return figures
 
 
 # ------------------------------------------------------------------ framework cost
@@ -263,29 +263,29 @@ def framework_cost(steps: int, rounds: int) -> float:
     costs = []
     with _alone():
         for turn in range(rounds + 1):
-            taken = {}
+            step_times = {}
             for name in ways if turn % 2 else reversed(ways):
                 module = loop_cost.Tiny(logs=False)
                 ways[name](module, data)
-                taken[name] = module.step_time()
+                step_times[name] = module.step_time()
             if turn:
-                costs.append(taken["loop"] - taken["bare"])
+                costs.append(step_times["loop"] - step_times["bare"])
     return statistics.median(costs)
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Hide the variables of torchrun in the body, so that this process runs without the other ranks."""
-    theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if name.startswith(theirs)}
-    for name in kept:
+    prefixes = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    saved = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    for name in saved:
         del os.environ[name]
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 ROUNDS = {"tiny": 24, "small": 20, "medium": 12, "large": 10, "torchrec": 4}

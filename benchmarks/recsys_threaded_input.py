@@ -56,41 +56,43 @@ class SlowBatch(Batch):
 
 def measure(workload: Workload, milliseconds: float, options: argparse.Namespace) -> list[Figure]:
     """Train under each plan with copies of *milliseconds*, print on rank 0, and return the figures."""
-    workload.data[:] = [SlowBatch(one.dense, one.sparse, one.label, milliseconds / 1e3) for one in workload.data]
+    workload.data[:] = [
+        SlowBatch(batch.dense, batch.sparse, batch.label, milliseconds / 1e3) for batch in workload.data
+    ]
     arms: dict[str, Ours] = {name: workload.of_ours(name) for name in PLANS} | {AGAIN: workload.of_ours("base")}
     draw = random.Random(0)  # the same on every rank
-    for one in arms.values():
-        one.turn()  # the first step finds out the inputs of the tables
-        one.restart()
+    for arm in arms.values():
+        arm.turn()  # the first step finds out the inputs of the tables
+        arm.restart()
     for _ in range(options.rounds):
         for name in draw.sample(list(arms), len(arms)):
             arms[name].turn()
-    if len({tuple(one.losses) for one in arms.values()}) > 1:
-        raise SystemExit(f"the plans have different losses: { ({name: one.losses for name, one in arms.items()}) }")
+    if len({tuple(entry.losses) for entry in arms.values()}) > 1:
+        raise SystemExit(f"the plans have different losses: { ({name: entry.losses for name, entry in arms.items()}) }")
 
-    def ratio(name: str, other: str, rounds: Sequence[int] | None = None) -> float:
-        return arms[name].median(rounds) / arms[other].median(rounds)
+    def ratio(name: str, baseline: str, rounds: Sequence[int] | None = None) -> float:
+        return arms[name].median(rounds) / arms[baseline].median(rounds)
 
     where = f"{options.rate}, exchange {options.exchange:g} x the rest, copy {milliseconds:g} ms"
     figures = []
-    for other in ("base", "prefetch"):
-        compared = partial(ratio, "threaded_input", other)
+    for reference in ("base", "prefetch"):
+        compared = partial(ratio, "threaded_input", reference)
         spread = interval(compared, options.rounds)
         low, high = interval(partial(ratio, AGAIN, "base"), options.rounds)
         limit = max(1.0, high, 1 / low)
         if milliseconds:
-            limit = 1 - milliseconds / 2e3 / arms[other].median()
-        figures.append(at_most(f"recsys step, {where}: threaded_input / {other}", compared(), limit, spread))
+            limit = 1 - milliseconds / 2e3 / arms[reference].median()
+        figures.append(at_most(f"recsys step, {where}: threaded_input / {reference}", compared(), limit, spread))
     if dist.get_rank() == 0:
         print(f"\n{where}")
-        for name, one in arms.items():
-            print(f"{name:<16}{1e3 * one.median():>9.2f} ms per step")
+        for name, arm in arms.items():
+            print(f"{name:<16}{1e3 * arm.median():>9.2f} ms per step")
         for figure in figures:
             low, high = figure.spread
             print(f"{figure.name}: {figure.value:.3f} ({low:.3f} .. {high:.3f}), aim {figure.target}")
         sys.stdout.flush()
-    for one in arms.values():
-        one.pipeline.close()
+    for arm in arms.values():
+        arm.pipeline.close()
     return figures
 
 

@@ -58,7 +58,7 @@ class Arm:
 
     def median(self, rounds: Sequence[int] | None = None) -> float:
         """Median seconds per step over the given rounds (default: all)."""
-        return statistics.median(self.times if rounds is None else (self.times[one] for one in rounds))
+        return statistics.median(self.times if rounds is None else (self.times[index] for index in rounds))
 
 
 class Training(Arm):
@@ -88,7 +88,7 @@ class Training(Arm):
         self.model = model
         self.losses: list[float] = []
         self._progress, self._data, self._steps, self._reset = progress, data, steps, reset
-        # The dense optimiser has no state.
+        # The dense optimizer has no state.
         self._tensors = [*_local(model.state_dict()), *_local(model.fused_optimizer.state_dict()["state"])]
         self._values = [tensor.clone() for tensor in self._tensors]
 
@@ -118,8 +118,8 @@ class Training(Arm):
 def _local(value: Any) -> Iterator[Tensor]:
     """This rank's tensors in a nested value."""
     if isinstance(value, dict):
-        for one in value.values():
-            yield from _local(one)
+        for entry in value.values():
+            yield from _local(entry)
     elif hasattr(value, "local_shards"):
         for shard in value.local_shards():
             yield shard.tensor
@@ -154,11 +154,11 @@ class Ours(Training):
         times: dict[str, list[float]] = {name: [] for name in self.pipeline.pipeline.plan.tasks}
         for span in self.pipeline.pipeline.stop_trace():
             times[span.task].append(span.end - span.start)
-        found = {name: statistics.median(of_task) for name, of_task in times.items()}
+        medians = {name: statistics.median(of_task) for name, of_task in times.items()}
         ranks: list[dict[str, float]] = [{}, {}]
-        dist.all_gather_object(ranks, found)
-        own = {name: statistics.fmean(rank[name] for rank in ranks) for name in found}
-        return own, max(0.0, self.times[-1] - sum(own.values()))
+        dist.all_gather_object(ranks, medians)
+        task_seconds = {name: statistics.fmean(rank[name] for rank in ranks) for name in medians}
+        return task_seconds, max(0.0, self.times[-1] - sum(task_seconds.values()))
 
 
 class Deep(Model):
@@ -219,7 +219,7 @@ def add_workload_options(parser: argparse.ArgumentParser, *, times: int, rounds:
     parser.add_argument(
         "--ids", choices=("int64", "int32", "auto"), default="int64", help="type of ids that ours sends"
     )
-    for name, default, what in (
+    for name, default, help_text in (
         ("tables", 4, ""),
         ("rows", 2000, "rows per table"),
         ("width", 4, "width of the rows"),
@@ -229,7 +229,7 @@ def add_workload_options(parser: argparse.ArgumentParser, *, times: int, rounds:
         ("steps", 5, "timed steps per block"),
         ("rounds", rounds, "rounds that count"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
     parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="width of the MLP")
 
 
@@ -246,24 +246,26 @@ class Parts:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        one = workload.of_ours("serial")
-        one.turn()  # the first step finds out the inputs of the tables
-        one.restart()
-        self._tasks = one.pipeline.pipeline.plan.tasks
+        serial = workload.of_ours("serial")
+        serial.turn()  # the first step finds out the inputs of the tables
+        serial.restart()
+        self._tasks = serial.pipeline.pipeline.plan.tasks
         self._exchanged: dict[int, dict[str, Any]] = {}
         self.exchange = Arm(self._exchanges)
-        self.rest = Training(one.model, self._train_rest, workload.data, workload.options.steps)
+        self.forward_backward = Training(
+            serial.model, self._train_forward_backward, workload.data, workload.options.steps
+        )
 
     def give(self, pooling: int) -> tuple[float, float]:
         """Create new batches, and return the seconds of the exchange and of the rest with them."""
         self._workload.give(pooling)
         self._exchanged.clear()
         self.exchange.times.clear()
-        self.rest.times.clear()
+        self.forward_backward.times.clear()
         for _ in range(5):
             self.exchange.turn()
-            self.rest.turn()
-        return self.exchange.median(), self.rest.median()
+            self.forward_backward.turn()
+        return self.exchange.median(), self.forward_backward.median()
 
     def _exchange(self, batch: Batch) -> IterContext:
         ctx = IterContext(batch)
@@ -279,7 +281,7 @@ class Parts:
             self._exchange(batch)
         return (time.perf_counter() - begun) / self._workload.options.steps
 
-    def _train_rest(self, source: Iterator[Batch]) -> Any:
+    def _train_forward_backward(self, source: Iterator[Batch]) -> Any:
         batch = next(source)
         if id(batch) not in self._exchanged:
             self._exchanged[id(batch)] = dict(vars(self._exchange(batch)))

@@ -104,19 +104,19 @@ def pipeline(
 
 def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:
     """Nanoseconds per id of the conversions to int32 and back, for each repetition."""
-    found = []
+    measurements = []
     for run in (partial(narrowed, ids), narrowed(ids).long):
-        taken = []
+        nanoseconds = []
         for _ in range(repetitions):
             start = time.perf_counter()
             run()
-            taken.append((time.perf_counter() - start) / ids.numel() * 1e9)
-        found.append(taken)
-    return found
+            nanoseconds.append((time.perf_counter() - start) / ids.numel() * 1e9)
+        measurements.append(nanoseconds)
+    return measurements
 
 
-def _of(taken: list[float], plain: list[float]) -> tuple[float, str, tuple[float, float]]:
-    ratio, spread = median_ratio(taken, plain)
+def _ratio_fields(seconds: list[float], plain: list[float]) -> tuple[float, str, tuple[float, float]]:
+    ratio, spread = median_ratio(seconds, plain)
     return ratio, "ratio", spread
 
 
@@ -162,7 +162,7 @@ def main() -> None:
                     losses[name] = float(progress(endless)[0])
             if turn:  # the first round warms up and resolves the model
                 times[name].append((time.perf_counter() - start) / options.steps * 1000)
-                sent[name] = sum(one.bytes for one in traffic if one.kind == "all_to_all") / options.steps
+                sent[name] = sum(message.bytes for message in traffic if message.kind == "all_to_all") / options.steps
     # With each id sent once, gradients are added up in another order.
     exact = {losses[name] for name, (precision, _, dedup) in wires.items() if precision is None and not dedup}
     if len(exact) != 1:
@@ -173,8 +173,8 @@ def main() -> None:
         most, slowest = sent[plain], statistics.median(times[plain])
         print(f"{'':<18}{'MB/step':>10}{'ratio':>7}{'ms/step':>11}{'ratio':>7}{'loss':>10}")
         for name in runs:
-            taken = times[name]
-            middle = statistics.median(taken)
+            seconds = times[name]
+            middle = statistics.median(seconds)
             print(
                 f"{name:<18}{sent[name] / 1e6:>10.3f}{sent[name] / most:>7.3f}{middle:>11.2f}{middle / slowest:>7.3f}"
                 f"{losses[name]:>10.6f}"
@@ -182,7 +182,7 @@ def main() -> None:
             if name != plain:
                 ratio = sent[name] / most
                 figures.append(Figure(f"recsys{kind} bytes sent, {name} / {plain}", ratio, "ratio", (ratio, ratio)))
-                figures.append(Figure(f"recsys{kind} step, {name} / {plain}", *_of(taken, times[plain])))
+                figures.append(Figure(f"recsys{kind} step, {name} / {plain}", *_ratio_fields(seconds, times[plain])))
         for way, took in zip(("to int32", "back to int64"), conversion(data[0].sparse.values()), strict=True):
             print(f"conversion of an id {way}: {statistics.median(took):.2f} ns")
             figures.append(Figure(f"an id's way {way}", statistics.median(took), "ns an id", quartiles(took)))

@@ -31,37 +31,37 @@ PARTS = ("commit", "checkpoint")
 
 def main() -> None:
     """Measure the four saves."""
-    options = argparse.ArgumentParser(description="stand-still of training while rows are saved")
-    options.add_argument("--rows", type=int, default=1_000_000, help="rows in the store")
-    options.add_argument("--cache-rows", type=int, default=300_000)
-    options.add_argument("--changed", type=int, default=100_000, help="changed rows at a save")
-    options.add_argument("--dim", type=int, default=32)
-    options.add_argument("--batch", type=int, default=512, help="rows per batch")
-    options.add_argument("--bag", type=int, default=20, help="ids per bag")
-    options.add_argument("--zipf", type=float, default=0.6)
-    options.add_argument("--dense", type=int, default=2)
-    options.add_argument("--width", type=int, default=256)
-    options.add_argument("--rounds", type=int, default=5)
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="stand-still of training while rows are saved")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows in the store")
+    parser.add_argument("--cache-rows", type=int, default=300_000)
+    parser.add_argument("--changed", type=int, default=100_000, help="changed rows at a save")
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=512, help="rows per batch")
+    parser.add_argument("--bag", type=int, default=20, help="ids per bag")
+    parser.add_argument("--zipf", type=float, default=0.6)
+    parser.add_argument("--dense", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    add_options(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
         try:
-            figures = Run(Path(folder), given).figures()
+            figures = Run(Path(folder), options).figures()
         finally:
             dist.destroy_process_group()
-    save(figures, given.json)
+    save(figures, options.json)
 
 
 class Run:
     """A model under the prefetch plan, and the times of its saves."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
-        self.folder, self.given = folder, given
-        self.arm = Arm("saved", "prefetch", folder, given.cache_rows, given)
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options = folder, options
+        self.arm = Arm("saved", "prefetch", folder, options.cache_rows, options)
         (self.rows,) = self.arm.sharded.dynamic_rows.values()
-        self.ids = Ids(given.rows, given.zipf)
+        self.ids = Ids(options.rows, options.zipf)
         self.saves = BackgroundSave()
 
     def figures(self) -> list[Figure]:
@@ -69,7 +69,7 @@ class Run:
         still: dict[tuple[str, bool], list[float]] = {(part, behind): [] for part in PARTS for behind in (False, True)}
         slower: list[float] = []
         changed: list[int] = []
-        for number in range(self.given.rounds):
+        for number in range(self.options.rounds):
             order = list(still)
             random.Random(number).shuffle(order)
             for part, behind in order:
@@ -83,11 +83,11 @@ class Run:
                     if part == "checkpoint":
                         slower.append(during / self._steps_for(10))
                 shutil.rmtree(self.folder / "kept", ignore_errors=True)
-        print(f"{statistics.mean(changed):.0f} changed rows, {self.given.rows} rows in the store")
+        print(f"{statistics.mean(changed):.0f} changed rows, {self.options.rows} rows in the store")
         figures = []
         for part in PARTS:
             ahead, behind_times = still[part, False], still[part, True]
-            ratios = [own / statistics.median(ahead) for own in behind_times]
+            ratios = [pause / statistics.median(ahead) for pause in behind_times]
             print(
                 f"{part}: training stands still for {statistics.median(ahead) * 1e3:.0f} ms in the foreground,"
                 f" {statistics.median(behind_times) * 1e3:.1f} ms in the background"
@@ -100,23 +100,23 @@ class Run:
 
     def _change(self) -> int:
         """Train until enough rows differ from the store."""
-        while (found := int((self.arm.cache._headers.dirty != 0).sum())) < self.given.changed:
+        while (changed := int((self.arm.cache._headers.dirty != 0).sum())) < self.options.changed:
             self._steps_for(4)
-        return found
+        return changed
 
     def _steps_for(self, number: int) -> float:
-        batches = [batch(self.ids, self.given) for _ in range(number + AHEAD)]
+        batches = [batch(self.ids, self.options) for _ in range(number + AHEAD)]
         return self.arm.turn(batches)
 
     def _steps(self, go_on: Callable[[], bool]) -> float:
         """Median seconds of a step, over blocks of steps while a condition holds."""
-        found = [self._steps_for(4)]
+        step_times = [self._steps_for(4)]
         while go_on():
-            found.append(self._steps_for(4))
-        return statistics.median(found)
+            step_times.append(self._steps_for(4))
+        return statistics.median(step_times)
 
     def _done(self) -> bool:
-        return all(one.done() for one in self.saves._saving)
+        return all(pending.done() for pending in self.saves._saving)
 
     def _save(self, part: str, behind: bool) -> None:
         dumped = self.arm.sharded.dump_rows()

@@ -56,8 +56,8 @@ class Rocks:
         self._store.settle(self._store.state.committed)
 
     def read(self, keys: Keys) -> Records:
-        records, found = self._store.read(TABLE, keys)
-        assert found.all()
+        records, present = self._store.read(TABLE, keys)
+        assert present.all()
         return records
 
     def write(self, keys: Keys, records: Records) -> None:
@@ -131,11 +131,11 @@ class Workload:
 
     def misses(self, count: int) -> Keys:
         """*count* distinct ids that miss the cache."""
-        found = np.empty(0, np.int64)
-        while len(found) < count:
+        missing = np.empty(0, np.int64)
+        while len(missing) < count:
             drawn = np.searchsorted(self._sums, self._rng.random(2 * count)).clip(max=len(self._ids) - 1)
-            found = np.unique(np.concatenate([found, drawn]))
-        return self._ids[self._rng.permutation(found)[:count]]
+            missing = np.unique(np.concatenate([missing, drawn]))
+        return self._ids[self._rng.permutation(missing)[:count]]
 
     def records(self, count: int, width: int) -> Records:
         return self._rng.integers(0, 256, (count, width), dtype=np.uint8)
@@ -153,8 +153,8 @@ def drop(folder: Path) -> None:
 
 def size_on_disk(folder: Path) -> int:
     """Size of the files in bytes, in which hard links to the same file count once."""
-    found = {file.stat().st_ino: file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()}
-    return sum(found.values())
+    size_by_inode = {file.stat().st_ino: file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()}
+    return sum(size_by_inode.values())
 
 
 def beside(body: Callable[[], None], size: int, seconds: float) -> tuple[float, float]:
@@ -180,10 +180,10 @@ def beside(body: Callable[[], None], size: int, seconds: float) -> tuple[float, 
     while time.perf_counter() - begun < seconds:
         body()
         times += 1
-    taken = time.perf_counter() - begun
+    elapsed = time.perf_counter() - begun
     end.set()
     thread.join()
-    return max(done, 1) / taken, taken / max(times, 1)
+    return max(done, 1) / elapsed, elapsed / max(times, 1)
 
 
 def timed(body: Callable[..., object], *args: Any) -> float:
@@ -197,8 +197,8 @@ def one_round(
 ) -> None:
     """Measure all figures of one store once."""
 
-    def add(what: str, value: float) -> None:
-        into[what, name].append(value)
+    def add(metric: str, value: float) -> None:
+        into[metric, name].append(value)
 
     for batch in options.batches:
         drop(folder)  # the store was closed after the last measurement
@@ -272,16 +272,16 @@ def load(make: Callable[[], Contender], work: Workload, options: argparse.Namesp
 
 
 def show(figures: Figures, names: list[str]) -> None:
-    whats = list(dict.fromkeys(what for what, _ in figures))
+    metrics = list(dict.fromkeys(label for label, _ in figures))
     print(f"{'':<66}" + "".join(f"{name:>28}" for name in names))
-    for what in whats:
+    for metric in metrics:
         cells = []
         for name in names:
-            values = figures.get((what, name), [float("nan")])
+            values = figures.get((metric, name), [float("nan")])
             digits = 2 if max(values) < 10 else 0
             least, middle, most = min(values), statistics.median(values), max(values)
             cells.append(f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})")
-        print(f"{what:<66}" + "".join(f"{cell:>28}" for cell in cells))
+        print(f"{metric:<66}" + "".join(f"{cell:>28}" for cell in cells))
 
 
 if __name__ == "__main__":

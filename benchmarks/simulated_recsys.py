@@ -101,12 +101,12 @@ def run_rank(options: argparse.Namespace) -> None:
         where = f"a link of {options.link}" if options.link else "loopback"
         print(f"two ranks over {where}, {os.cpu_count()} cores; ms per step, medians over rounds")
         print(f"{'size':<8}{'plan':<10}{'predicted':>10}{'measured':>10}{'ratio':>8}{'quiet rounds':>16}", flush=True)
-    found = [measure_size(options, size, rank) for size in options.sizes]
-    apart = [one for of_size, _ in found for one in of_size]
+    results = [measure_size(options, size, rank) for size in options.sizes]
+    apart = [error for of_size, _ in results for error in of_size]
     if rank == 0:
-        within = sum(abs(one) <= 0.1 for one in apart)
+        within = sum(abs(error) <= 0.1 for error in apart)
         print(f"within 10 %: {within} of {len(apart)}; worst {max(map(abs, apart)):.1%}", flush=True)
-        save_figures([one for _, figures in found for one in figures], options.json)
+        save_figures([figure for _, figures in results for figure in figures], options.json)
     dist.barrier()
     os._exit(0)  # the pipelines still have batches in flight
 
@@ -131,39 +131,39 @@ def measure_size(options: argparse.Namespace, size: str, rank: int) -> tuple[lis
     sources = {name: forever(data) for name in plans}
     rounds = []
     for turn in range(3 * options.rounds + 1):
-        one, others = record(plans["serial"], sources["serial"], options.steps)
+        current, load = record(plans["serial"], sources["serial"], options.steps)
         for name, trained in plans.items():
             run(trained, sources[name], 4)  # fills the pipeline
-            one.seconds[name], busy = run(trained, sources[name], options.steps)
-            others = max(others, busy)
+            current.seconds[name], busy = run(trained, sources[name], options.steps)
+            load = max(load, busy)
         if turn:
-            rounds.append((others, turn, one))
-        if sum(others <= DISTURBED for others, _, _ in rounds) >= options.rounds:
+            rounds.append((load, turn, current))
+        if sum(other_load <= DISTURBED for other_load, _, _ in rounds) >= options.rounds:
             break
-    quiet = sum(others <= DISTURBED for others, _, _ in rounds)
-    kept = [one for _, _, one in sorted(rounds)[: options.rounds]]
-    costs, machine = costs_of(kept)
+    quiet = sum(other_load <= DISTURBED for other_load, _, _ in rounds)
+    best_rounds = [entry for _, _, entry in sorted(rounds)[: options.rounds]]
+    costs, machine = costs_of(best_rounds)
     apart = []
     for name, trained in plans.items():
         predicted = simulate(trained.pipeline.plan, costs, machine).seconds_per_iteration
-        measured = statistics.median(one.seconds[name] for one in kept)
+        measured = statistics.median(entry.seconds[name] for entry in best_rounds)
         apart.append(predicted / measured - 1)
         if rank == 0:
             row = f"{1e3 * predicted:>10.2f}{1e3 * measured:>10.2f}{1 + apart[-1]:>8.3f}{quiet:>10} of {len(rounds)}"
             print(f"{size if name == 'serial' else '':<8}{name:<10}{row}", flush=True)
     if rank == 0 and options.save:
-        save(options.save / f"{size}.yaml", kept)
+        save(options.save / f"{size}.yaml", best_rounds)
     dist.barrier()
     for trained in plans.values():
         trained.close()
     over = f"{size} over {options.link or 'loopback'}"
-    taken = {name: [one.seconds[name] for one in kept] for name in plans}
+    seconds_by_plan = {name: [entry.seconds[name] for entry in best_rounds] for name in plans}
     figures = [
         Figure(f"recsys step, {name} / serial, {over}", ratio, "ratio", spread)
         for name in ("base", "prefetch")
-        for ratio, spread in [median_ratio(taken[name], taken["serial"])]
+        for ratio, spread in [median_ratio(seconds_by_plan[name], seconds_by_plan["serial"])]
     ]
-    off = [abs(one) for one in apart]
+    off = [abs(error) for error in apart]
     return apart, [*figures, at_most(f"simulated step, worst error, {over}", max(off), 0.1, quartiles(off))]
 
 
@@ -190,52 +190,57 @@ def record(serial: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[Ro
     """Record the serial plan for a round, and return the share of the machine that other processes used."""
     with recorded_traffic() as exchanges:
         serial.pipeline.start_trace()
-        process, own = time.process_time(), time.thread_time()
-        seconds, others = run(serial, source, steps)
-        helpers = (time.process_time() - process - (time.thread_time() - own)) / steps
+        process, thread_seconds = time.process_time(), time.thread_time()
+        seconds, load = run(serial, source, steps)
+        helpers = (time.process_time() - process - (time.thread_time() - thread_seconds)) / steps
         spans = serial.pipeline.stop_trace()
     every: list[Any] = [None, None]
     dist.all_gather_object(every, (task_runs(spans, exchanges), helpers))
-    return Round([one[0] for one in every], statistics.fmean(one[1] for one in every), seconds, exchanges), others
+    return Round(
+        [rank_record[0] for rank_record in every],
+        statistics.fmean(rank_record[1] for rank_record in every),
+        seconds,
+        exchanges,
+    ), load
 
 
-def times_of(rounds: Sequence[Round], *, here: bool = True) -> tuple[SerialTimes, float]:
+def times_of(rounds: Sequence[Round], *, this_machine: bool = True) -> tuple[SerialTimes, float]:
     """Times of the tasks, and the time of an iteration outside all tasks.
 
     Args:
         rounds: recorded rounds.
-        here: True for this machine, whose cores also move the messages (default); False for a machine with a network
-            card.
+        this_machine: True for this machine, whose cores also move the messages (default); False for a machine with a
+            network card.
     """
     # The iteration numbers continue from round to round, equally on both ranks.
-    ranks = [[run for one in rounds for run in one.runs[rank]] for rank in (0, 1)]
+    ranks = [[run for entry in rounds for run in entry.runs[rank]] for rank in (0, 1)]
     spare = (os.cpu_count() or 1) >= 4  # a core for each rank's tasks, and one for the threads that move its messages
-    helpers = statistics.median(one.helpers for one in rounds) if here and not spare else 0.0
+    helpers = statistics.median(entry.helpers for entry in rounds) if this_machine and not spare else 0.0
     times = serial_times(ranks, helpers=helpers)
-    return times, max(0.0, statistics.median(one.recorded for one in rounds) - sum(times.own.values()))
+    return times, max(0.0, statistics.median(entry.recorded for entry in rounds) - sum(times.seconds.values()))
 
 
 def costs_of(rounds: Sequence[Round]) -> tuple[dict[str, TaskCost], Machine]:
     """Costs and machine for the simulator."""
     times, beside = times_of(rounds)
-    costs = recsys_costs(times.own, peers=True, device=CPU, waits=times.waits)
+    costs = recsys_costs(times.seconds, peers=True, device=CPU, waits=times.waits)
     return costs, Machine(cores=max(1.0, (os.cpu_count() or 1) / 2), between_periods=beside)
 
 
 def run(pipeline: TrainPipeline, source: Iterator[Any], steps: int) -> tuple[float, float]:
     """Run steps, and return seconds per step (mean of both ranks) and the share of the machine used by others."""
     dist.barrier()
-    used, own, begin = all_busy(), time.process_time(), time.perf_counter()
+    used, process_seconds, begin = all_busy(), time.process_time(), time.perf_counter()
     for _ in range(steps):
         pipeline.progress(source)
     seconds = time.perf_counter() - begin
-    own, used = time.process_time() - own, all_busy() - used
-    sums = torch.tensor([seconds, own, used], dtype=torch.float64)
+    process_seconds, used = time.process_time() - process_seconds, all_busy() - used
+    sums = torch.tensor([seconds, process_seconds, used], dtype=torch.float64)
     dist.all_reduce(sums)
     # The system counts in ticks, so a difference of one tick per core is not significant.
-    others = max(0.0, float(sums[2] / 2 - sums[1]) - (os.cpu_count() or 1) / os.sysconf("SC_CLK_TCK"))
+    other_seconds = max(0.0, float(sums[2] / 2 - sums[1]) - (os.cpu_count() or 1) / os.sysconf("SC_CLK_TCK"))
     # The sums are equal on all ranks, so that all run the same number of rounds.
-    return float(sums[0]) / 2 / steps, others / (float(sums[0]) / 2) / (os.cpu_count() or 1)
+    return float(sums[0]) / 2 / steps, other_seconds / (float(sums[0]) / 2) / (os.cpu_count() or 1)
 
 
 def all_busy() -> float:
@@ -256,16 +261,16 @@ def choose(costs: dict[str, TaskCost], machine: Machine) -> PipelinePlan:
 
 def save(path: Path, rounds: Sequence[Round]) -> None:
     """Write costs with message sizes, and a network model fitted to the smallest and the largest all-to-all."""
-    times, beside = times_of(rounds, here=False)
+    times, beside = times_of(rounds, this_machine=False)
     sizes: dict[int, list[float]] = {}
-    for exchange in (exchange for one in rounds for exchange in one.exchanges):
+    for exchange in (exchange for entry in rounds for exchange in entry.exchanges):
         if exchange.kind == "all_to_all" and exchange.waited:
             sizes.setdefault(exchange.bytes, []).append(exchange.waited[1] - exchange.submitted)
     # A low quantile, because most all-to-alls also wait for the other rank.
     small, large = min(sizes), max(sizes)
     least = {size: statistics.quantiles(sizes[size], n=10)[0] for size in (small, large)}
     latency, bandwidth = least[small], (large - small) / 2 / max(1e-9, least[large] - least[small])
-    costs = recsys_costs(times.own, peers=True, device=CPU, waits=times.waits, sent=times.sent)
+    costs = recsys_costs(times.seconds, peers=True, device=CPU, waits=times.waits, sent=times.sent)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump_costs(CostsFile(costs, beside, 1.0, False, latency, bandwidth)), encoding="utf-8")
 

@@ -77,36 +77,36 @@ class SlowLink:
             SystemExit: a rank failed or the time limit was exceeded. The remaining processes are then terminated.
         """
         with ExitStack() as stack:
-            other = stack.enter_context(tempfile.TemporaryFile())
+            output = stack.enter_context(tempfile.TemporaryFile())
             ranks: list[subprocess.Popen[bytes]] = []
             for rank, namespace in enumerate(self.namespaces):
                 ranks.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", namespace, *command],
                         env={**os.environ, **self.environment(rank), **(more or {})},
-                        stdout=other if rank else None,
+                        stdout=output if rank else None,
                         stderr=subprocess.STDOUT if rank else None,
                         start_new_session=True,
                     )
                 )
                 stack.callback(_end, ranks[-1])
             until = time.monotonic() + timeout
-            while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks):
+            while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
                 if time.monotonic() > until:
                     break
                 time.sleep(0.05)
-            codes = [one.poll() for one in ranks]
+            codes = [process.poll() for process in ranks]
             if codes == [0, 0]:
                 return
             # The first failure often causes that of the other rank, whose output may be more informative.
             until = time.monotonic() + 5
-            while any(one.poll() is None for one in ranks) and time.monotonic() < until:
+            while any(process.poll() is None for process in ranks) and time.monotonic() < until:
                 time.sleep(0.05)
-            other.seek(0)
-            print("\n---- rank 1 printed:", other.read().decode(errors="replace"), sep="\n", file=sys.stderr)
-            said = ["still running" if code is None else f"exit status {code}" for code in codes]
+            output.seek(0)
+            print("\n---- rank 1 printed:", output.read().decode(errors="replace"), sep="\n", file=sys.stderr)
+            states = ["still running" if code is None else f"exit status {code}" for code in codes]
             late = f" after {timeout:.0f} s" if codes.count(None) == 2 else ""
-            raise SystemExit(f"slow_link: rank 0: {said[0]}; rank 1: {said[1]}{late} ({' '.join(command)})")
+            raise SystemExit(f"slow_link: rank 0: {states[0]}; rank 1: {states[1]}{late} ({' '.join(command)})")
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def slow_link(rate: str = "200mbit") -> Iterator[SlowLink]:
     """
     bits = _bits(rate)
     _check_machine()
-    own = f"lp{os.getpid()}"
-    link = SlowLink((f"{own}a", f"{own}b"), (f"{own}-a", f"{own}-b"), ("10.77.0.1", "10.77.0.2"), bits)
+    prefix = f"lp{os.getpid()}"
+    link = SlowLink((f"{prefix}a", f"{prefix}b"), (f"{prefix}-a", f"{prefix}-b"), ("10.77.0.1", "10.77.0.2"), bits)
     # Maximum burst: a millisecond at the full rate, but at least two packets.
     burst = max(2 * _PACKET, int(bits / 8 / 1000))
     with ExitStack() as stack:
@@ -133,8 +133,22 @@ def slow_link(rate: str = "200mbit") -> Iterator[SlowLink]:
         for namespace in link.namespaces:
             stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
             _do("ip", "netns", "add", namespace)
-        (one, other), (device, its_peer) = link.namespaces, link.devices
-        _do("ip", "-n", one, "link", "add", device, "type", "veth", "peer", "name", its_peer, "netns", other)
+        (first_namespace, second_namespace), (device, its_peer) = link.namespaces, link.devices
+        _do(
+            "ip",
+            "-n",
+            first_namespace,
+            "link",
+            "add",
+            device,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            its_peer,
+            "netns",
+            second_namespace,
+        )
         for namespace, name, address in zip(link.namespaces, link.devices, link.addresses, strict=True):
             _do("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", name)
             _do("ip", "-n", namespace, "link", "set", name, "mtu", str(_PACKET))
@@ -198,8 +212,8 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     with slow_link(options.rate) as link:
-        what = [options.script] if options.script.endswith(".py") else ["-m", options.script]
-        link.run([sys.executable, *what, *options.arguments], options.timeout)
+        target = [options.script] if options.script.endswith(".py") else ["-m", options.script]
+        link.run([sys.executable, *target, *options.arguments], options.timeout)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.soak`` (or ``torchrun --nproc-per-node 2 -m benchmarks.soak``) prints the growth of each rank's
 resident memory after a warm-up: the slope of a least-squares line in bytes per iteration, and its standard error.
-Neighbouring measurements are correlated, so they are averaged for the standard error. A leak of one small tensor per
+Neighboring measurements are correlated, so they are averaged for the standard error. A leak of one small tensor per
 iteration has a slope of a few hundred bytes. The exit status is 1 if the slope is more than three standard errors above
 zero and more than ``--allowed`` bytes per iteration, or if the number of threads grew. It falls by one, because a
 thread of Lightning's launcher watches its processes only for the first five seconds.
@@ -109,20 +109,20 @@ class Measure(Callback):
 def _status(name: str) -> int:
     """Value of a line in ``/proc/self/status``. Sizes are in KiB."""
     with open("/proc/self/status", encoding="ascii") as lines:
-        found = next(line for line in lines if line.startswith(f"{name}:"))
-    return int(found.split()[1])
+        entry = next(line for line in lines if line.startswith(f"{name}:"))
+    return int(entry.split()[1])
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Least-squares slope of *y* over *x* and its standard error, from the averages of BLOCKS blocks of neighbours."""
+    """Least-squares slope of *y* over *x* and its standard error, from the averages of BLOCKS blocks of neighbors."""
     size = len(x) // BLOCKS
     xs = [sum(x[start : start + size]) / size for start in range(0, BLOCKS * size, size)]
     ys = [sum(y[start : start + size]) / size for start in range(0, BLOCKS * size, size)]
     x_mean, y_mean = sum(xs) / BLOCKS, sum(ys) / BLOCKS
-    spread = sum((one - x_mean) ** 2 for one in xs)
-    found = sum((a - x_mean) * (b - y_mean) for a, b in zip(xs, ys, strict=True)) / spread
-    rest = sum((b - y_mean - found * (a - x_mean)) ** 2 for a, b in zip(xs, ys, strict=True))
-    return found, math.sqrt(rest / (BLOCKS - 2) / spread)
+    spread = sum((value - x_mean) ** 2 for value in xs)
+    coefficient = sum((a - x_mean) * (b - y_mean) for a, b in zip(xs, ys, strict=True)) / spread
+    residual = sum((b - y_mean - coefficient * (a - x_mean)) ** 2 for a, b in zip(xs, ys, strict=True))
+    return coefficient, math.sqrt(residual / (BLOCKS - 2) / spread)
 
 
 def main() -> None:
@@ -162,12 +162,12 @@ def main() -> None:
     trainer.fit(Model(), DataLoader(Stream(), batch_size=None))
     seconds = time.perf_counter() - start
 
-    found, error = slope(measure.iterations, measure.resident)
+    growth, error = slope(measure.iterations, measure.resident)
     threads = sorted(set(measure.threads))
     line = (
         f"rank {trainer.global_rank}: {trainer.global_step} iterations in {seconds:.0f} s; resident memory"
         f" {measure.resident[0] / 2**20:.1f} MiB after {measure.iterations[0]} and {measure.resident[-1] / 2**20:.1f}"
-        f" MiB at the end: {found:+.1f} bytes per iteration, standard error {error:.1f}; threads:"
+        f" MiB at the end: {growth:+.1f} bytes per iteration, standard error {error:.1f}; threads:"
         f" {', '.join(map(str, threads))}"
     )
     lines: list[Any] = [line] * world_size
@@ -175,13 +175,14 @@ def main() -> None:
         dist.all_gather_object(lines, line)
     if trainer.global_rank == 0:
         print("\n".join(lines), flush=True)
-        ends = found - 2 * error, found + 2 * error
+        ends = growth - 2 * error, growth + 2 * error
         save(
-            [at_most("memory that grows", found, max(options.allowed, 3 * error), ends, "B an iteration")], options.json
+            [at_most("memory that grows", growth, max(options.allowed, 3 * error), ends, "B an iteration")],
+            options.json,
         )
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.exit(int(found > max(options.allowed, 3 * error) or threads[-1] > measure.threads[0]))
+    sys.exit(int(growth > max(options.allowed, 3 * error) or threads[-1] > measure.threads[0]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@
       this project under Lightning: from the call of ``Trainer.fit`` with ``RecsysPipelineStrategy`` under plan base to
       the first ``on_train_batch_end``. This includes all work of Lightning for a ``fit``.
 
-  Each of them plans its own sharding and initialises its tables. The batches, the process group, the Trainer and the
+  Each of them plans its own sharding and initializes its tables. The batches, the process group, the Trainer and the
   imports of a user's script exist in advance. The figures are the medians over rounds of *fit* / *torchrec* and
   *pipeline* / *torchrec* (aim of both: at most 1.1), for the slower rank. The processes are forked from one that has
   only imported the modules. To get equal losses, the tables are filled with the same values after sharding, which is
@@ -68,16 +68,16 @@ OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 
 
 def imports(rounds: int) -> Figure:
     """Measure the import, print the result and return the figure."""
-    taken: dict[str, list[float]] = {what: [] for what in IMPORTS}
+    times: dict[str, list[float]] = {key: [] for key in IMPORTS}
     for turn in range(rounds + 1):
-        for what in IMPORTS if turn % 2 else reversed(IMPORTS):
-            command = [sys.executable, "-c", TIMED_IMPORT.format(what)]
+        for statement in IMPORTS if turn % 2 else reversed(IMPORTS):
+            command = [sys.executable, "-c", TIMED_IMPORT.format(statement)]
             seconds = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
             if turn:  # the first round reads files from the disk, and may compile them
-                taken[what].append(seconds)
-    plain, with_ours = taken.values()
-    more = [one - other for one, other in zip(with_ours, plain, strict=True)]
-    spread = interval(lambda of: statistics.median(more[each] for each in of), rounds)
+                times[statement].append(seconds)
+    plain, with_ours = times.values()
+    more = [total - base for total, base in zip(with_ours, plain, strict=True)]
+    spread = interval(lambda indices: statistics.median(more[index] for index in indices), rounds)
     print(
         f"import lightning.pytorch {statistics.median(plain):.3f} s, with lightning_pipe"
         f" {statistics.median(with_ours):.3f} s; difference {statistics.median(more):.3f} s ({spread[0]:.3f} .."
@@ -198,17 +198,17 @@ def rank_of(rank: int, way: str, options: argparse.Namespace, folder: str) -> No
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
     torch.manual_seed(1)
     model, data = Model(options), batches(options, rank, False)
-    found: list[Any] = [None] * options.ranks
-    dist.all_gather_object(found, WAYS[way](model, data))
+    results: list[Any] = [None] * options.ranks
+    dist.all_gather_object(results, WAYS[way](model, data))
     if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found), encoding="utf-8")
+        Path(folder, "found").write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # the pipelines still have batches in flight and waiting threads
 
 
 def first_steps(options: argparse.Namespace) -> list[Figure]:
     """Measure the first steps, print the results and return the figures."""
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: Sequence[float] = ()
     for turn in range(options.rounds + 1):
         for way in list(WAYS) if turn % 2 else reversed(WAYS):
@@ -218,10 +218,10 @@ def first_steps(options: argparse.Namespace) -> list[Figure]:
             losses = losses or lost
             torch.testing.assert_close(lost, losses, rtol=0, atol=1e-5, msg=f"{way} has losses {lost}, others {losses}")
             if turn:
-                taken[way].append(max(seconds))
+                times[way].append(max(seconds))
     figures = []
-    for way, longest in taken.items():
-        ratio, spread = median_ratio(longest, taken["torchrec"])
+    for way, longest in times.items():
+        ratio, spread = median_ratio(longest, times["torchrec"])
         print(
             f"{way:<10}{statistics.median(longest):>7.3f} s to the end of the first step; / torchrec {ratio:.3f}"
             f" ({spread[0]:.3f} .. {spread[1]:.3f})",

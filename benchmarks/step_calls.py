@@ -130,11 +130,11 @@ def counts(size: str, plan: str) -> dict[str, Any]:
     sizes, device = argparse.Namespace(**SIZES[size]), torch.device("cpu")
     data = batches(sizes, dist.get_rank(), False)
     dmp, combined = theirs(sizes, device)
-    found: dict[str, Any] = {TORCHREC: in_a_loop(lambda: TrainPipelineSparseDist(dmp, combined, device), data)}
+    calls_by_way: dict[str, Any] = {TORCHREC: in_a_loop(lambda: TrainPipelineSparseDist(dmp, combined, device), data)}
     sharded, optimizer = ours(sizes, device, dmp.plan)
-    found[OURS] = in_a_loop(lambda: TrainPipeline(sharded, optimizer, device, plan=plan), data)
-    found[TRAINER], found["frames"] = under_a_trainer(plan, sizes, dmp.plan, data)
-    return found
+    calls_by_way[OURS] = in_a_loop(lambda: TrainPipeline(sharded, optimizer, device, plan=plan), data)
+    calls_by_way[TRAINER], calls_by_way["frames"] = under_a_trainer(plan, sizes, dmp.plan, data)
+    return calls_by_way
 
 
 def main() -> None:
@@ -149,12 +149,12 @@ def main() -> None:
         print(f"{'Python calls a step':32}" + "".join(f"{name:>15}" for name in columns))
     for size in options.sizes:
         for plan in options.plans:
-            found = counts(size, plan)
+            calls_by_way = counts(size, plan)
             if not dist.get_rank():
                 for way in (TORCHREC, OURS, TRAINER):
-                    numbers = "".join(f"{found[way].get(name, 0):15.1f}" for name in columns)
+                    numbers = "".join(f"{calls_by_way[way].get(name, 0):15.1f}" for name in columns)
                     print(f"{size:8}{plan:10}{way:14}{numbers}", flush=True)
-                print(f"{size:8}{plan:10}{found['frames']} frames of this project from fit to training_step")
+                print(f"{size:8}{plan:10}{calls_by_way['frames']} frames of this project from fit to training_step")
     dist.destroy_process_group()
 
 

@@ -148,24 +148,24 @@ REST: tuple[Run, ...] = (
 
 def main() -> int:
     """Run the benchmarks, print the table, and return the exit status."""
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    options.add_argument("--all", action="store_true", help="also run benchmarks that no page quotes")
-    options.add_argument("--only", default="", help="run all benchmarks whose titles contain this word")
-    options.add_argument("--limit", type=float, default=600.0, help="time limit of a benchmark in seconds")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--all", action="store_true", help="also run benchmarks that no page quotes")
+    parser.add_argument("--only", default="", help="run all benchmarks whose titles contain this word")
+    parser.add_argument("--limit", type=float, default=600.0, help="time limit of a benchmark in seconds")
+    options = parser.parse_args()
     console = Console(width=max(120, Console().width))
     figures: list[dict[str, object]] = []
     failed: list[str] = []
-    everything = given.all or given.only
+    everything = options.all or options.only
     started = time.monotonic()
     for run in (*QUOTED, *REST) if everything else QUOTED:
-        if given.only not in run.title:
+        if options.only not in run.title:
             continue
         if run.root and os.geteuid():
             failed.append(f"{run.title}: needs root to create network namespaces")
             continue
         begun = time.monotonic()
-        error = _run(run, given.limit, figures)
+        error = _run(run, options.limit, figures)
         console.print(f"{run.title}: {time.monotonic() - begun:.0f} s{'' if error is None else ', failed'}")
         if error is not None:
             failed.append(f"{run.title}: {error}")
@@ -198,13 +198,13 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
                 end(process, mark)
             output.seek(0)
             last = "\n".join(output.read().splitlines()[-15:])
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    figures.extend({**figure, "of": run.title} for figure in found)
+        new_figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    figures.extend({**figure, "of": run.title} for figure in new_figures)
     if code is None:
         return f"took more than {limit:g} s\n{last}"
     if code:
         return f"exit status {code}\n{last}"
-    return None if found else f"wrote no figures\n{last}"
+    return None if new_figures else f"wrote no figures\n{last}"
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -244,18 +244,18 @@ def _table(figures: list[dict[str, object]]) -> Table:
         name = str(figure["name"]).removesuffix(f" ({_device(figure)})")
         rows.setdefault((str(figure["of"]), name), {})[_device(figure)] = figure
     titled = ""
-    for (title, name), found in rows.items():
+    for (title, name), by_device in rows.items():
         if title != titled:
             table.add_section()
             table.add_row(f"[bold]{title}[/]")
             titled = title
-        one = next(iter(found.values()))
-        met = [figure["met"] for figure in found.values() if figure["met"] is not None]
+        sample = next(iter(by_device.values()))
+        met = [figure["met"] for figure in by_device.values() if figure["met"] is not None]
         table.add_row(
             name,
-            *(_cell(found.get(device)) for device in devices),
-            str(one["unit"]),
-            str(one["target"] or ""),
+            *(_cell(by_device.get(device)) for device in devices),
+            str(sample["unit"]),
+            str(sample["target"] or ""),
             "" if not met else "[green]yes[/]" if all(met) else "[red]no[/]",
         )
     return table

@@ -61,9 +61,9 @@ def measure(group: str) -> tuple[float, float, float]:
     pipelines = engine(group, Untraced), engine(group), engine(group)
     pipelines[2].start_trace(KEEP)
     data = repeat(None)
-    taken: tuple[list[float], ...] = ([], [], [])
+    samples: tuple[list[float], ...] = ([], [], [])
     for _ in range(ROUNDS):
-        for pipeline, times in zip(pipelines, taken, strict=True):
+        for pipeline, times in zip(pipelines, samples, strict=True):
             start = time.perf_counter()
             for _ in range(PERIODS):
                 pipeline.progress(data)
@@ -71,24 +71,24 @@ def measure(group: str) -> tuple[float, float, float]:
     assert len(pipelines[2].stop_trace()) == KEEP
     for pipeline in pipelines:
         pipeline.close()
-    return min(taken[0]), min(taken[1]), min(taken[2])
+    return min(samples[0]), min(samples[1]), min(samples[2])
 
 
 def main() -> int:
     """Print the table, and return the exit status."""
-    options = argparse.ArgumentParser(description="overhead of the trace per task")
-    add_options(options)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description="overhead of the trace per task")
+    add_options(parser)
+    options = parser.parse_args()
     figures = []
     print(f"{'microseconds per task':24}{'without':>9}{'off':>9}{'on':>9}{'off adds':>10}{'on adds':>9}")
     for group in ("main", "worker"):
         without, off, on = measure(group)
         print(f"{group:24}{without:9.2f}{off:9.2f}{on:9.2f}{off - without:10.2f}{on - off:9.2f}")
-        for what, added, limit in (("off", off - without, OFF_LIMIT), ("on", on - off, ON_LIMIT)):
-            figures.append(at_most(f"trace {what}, added to a task ({group})", added, limit, (added, added), "us"))
+        for state, added, limit in (("off", off - without, OFF_LIMIT), ("on", on - off, ON_LIMIT)):
+            figures.append(at_most(f"trace {state}, added to a task ({group})", added, limit, (added, added), "us"))
     print(f"{'limit':24}{'':27}{OFF_LIMIT:10.1f}{ON_LIMIT:9.1f}")
-    save(figures, given.json)
-    return 0 if given.json or all(figure.met for figure in figures) else 1
+    save(figures, options.json)
+    return 0 if options.json or all(figure.met for figure in figures) else 1
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
     Yields:
         The recorded collectives, in the order of submission. The list grows during the body.
     """
-    found: list[Exchange] = []
+    exchanges: list[Exchange] = []
 
     def noting(name: str) -> Callable[..., Any]:
         collective = getattr(dist, name)
@@ -69,7 +69,7 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             buffer: torch.Tensor = kwargs[argument] if argument in kwargs else args[position]
             exchange = Exchange(kind, buffer.nbytes, time.perf_counter())
-            found.append(exchange)
+            exchanges.append(exchange)
             work = collective(*args, **kwargs)
             if work is None:  # a synchronous call, which waits itself
                 exchange.waited = (exchange.submitted, time.perf_counter())
@@ -81,7 +81,7 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
     with ExitStack() as replaced:
         for name in _COLLECTIVES:
             replaced.enter_context(mock.patch.object(dist, name, noting(name)))
-        yield found
+        yield exchanges
 
 
 class _NotedWork(dist.Work):
@@ -111,15 +111,15 @@ class TaskRun:
     Args:
         task: name of the task.
         iteration: iteration of the run.
-        own: seconds from start to end.
-        wait: part of *own* in which the task waited for other ranks, in seconds.
+        seconds: seconds from start to end.
+        wait: part of *seconds* in which the task waited for other ranks, in seconds.
         kind: kind of the largest collective that the task submitted, or None without one.
         bytes: total bytes that the task submitted.
     """
 
     task: str
     iteration: int
-    own: float
+    seconds: float
     wait: float
     kind: CollectiveKind | None
     bytes: int
@@ -129,9 +129,13 @@ def task_runs(spans: Iterable[TaskSpan], exchanges: Sequence[Exchange]) -> list[
     """Waits and messages of each task in a serial run, in which one task runs at a time."""
     runs = []
     for span in spans:
-        sent = [one for one in exchanges if span.start <= one.submitted <= span.end]
-        waits = [one.waited for one in exchanges if one.waited and span.start <= one.waited[0] <= span.end]
-        largest = max(sent, key=lambda one: one.bytes, default=None)
+        sent = [exchange for exchange in exchanges if span.start <= exchange.submitted <= span.end]
+        waits = [
+            exchange.waited
+            for exchange in exchanges
+            if exchange.waited and span.start <= exchange.waited[0] <= span.end
+        ]
+        largest = max(sent, key=lambda exchange: exchange.bytes, default=None)
         runs.append(
             TaskRun(
                 span.task,
@@ -139,7 +143,7 @@ def task_runs(spans: Iterable[TaskSpan], exchanges: Sequence[Exchange]) -> list[
                 span.end - span.start,
                 sum(end - begin for begin, end in waits),
                 None if largest is None else largest.kind,
-                sum(one.bytes for one in sent),
+                sum(exchange.bytes for exchange in sent),
             )
         )
     return runs
@@ -150,12 +154,12 @@ class SerialTimes:
     """Times and messages of tasks that run one after the other, by task, in serial order.
 
     Args:
-        own: seconds from start to end.
-        waits: part of *own* in which messages were in flight, in seconds.
+        seconds: seconds from start to end.
+        waits: part of *seconds* in which messages were in flight, in seconds.
         sent: message that each task submits.
     """
 
-    own: Mapping[str, float]
+    seconds: Mapping[str, float]
     waits: Mapping[str, float]
     sent: Mapping[str, Message]
 
@@ -164,7 +168,7 @@ def serial_times(ranks: Sequence[Sequence[TaskRun]], *, helpers: float = 0.0) ->
     """Times of one rank, from the records of all ranks for the same iterations.
 
     Only the part of a wait that all ranks had counts as a wait. The last rank waits for the message alone; the others
-    also wait for that rank, which working ahead does not shorten. This additional time stays in *own* as if it were
+    also wait for that rank, which working ahead does not shorten. This additional time stays in *seconds* as if it were
     work.
 
     Args:
@@ -182,13 +186,13 @@ def serial_times(ranks: Sequence[Sequence[TaskRun]], *, helpers: float = 0.0) ->
     names = list(dict.fromkeys(task for task, _ in by_run))
     if not names:
         raise PlanError("no task was recorded; give the runs of some iterations of the serial plan")
-    own, waits, sent = {}, {}, {}
+    seconds, waits, sent = {}, {}, {}
     for name in names:
         every = [runs for (task, _), runs in by_run.items() if task == name]
-        own[name] = statistics.median(statistics.fmean(run.own for run in runs) for runs in every)
+        seconds[name] = statistics.median(statistics.fmean(run.seconds for run in runs) for runs in every)
         waits[name] = statistics.median(min(run.wait for run in runs) for runs in every)
         kind = every[0][0].kind
         if kind is not None:
             sent[name] = Message(kind, statistics.fmean(run.bytes for runs in every for run in runs))
     idle = max(0.0, 1 - helpers / sum(waits.values())) if any(waits.values()) else 1.0
-    return SerialTimes(own, {name: idle * wait for name, wait in waits.items()}, sent)
+    return SerialTimes(seconds, {name: idle * wait for name, wait in waits.items()}, sent)

@@ -29,31 +29,31 @@ class Fault(NamedTuple):
 
     Attributes:
         file: path below ``lightning_pipe/``.
-        old: code that occurs exactly once in the file.
-        new: faulty code that replaces it.
+        original: code that occurs exactly once in the file.
+        faulty: faulty code that replaces it.
         test: file or test below ``tests/`` that must fail.
     """
 
     file: str
-    old: str
-    new: str
+    original: str
+    faulty: str
     test: str
 
 
 FAULTS = [
     Fault(
         "pipe/gradients.py",
-        "elif key in self._own and known.layout",
-        "elif known.layout",
+        "elif key in self._unshared and total.layout",
+        "elif total.layout",
         "pipe/test_gradients.py::test_parameters_that_are_added_have_their_own_gradients_over_micro_batches",
     ),
     Fault(
         "pipe/gradients.py",
-        "elif key in self._own and known.layout",
-        "elif known.layout",
+        "elif key in self._unshared and total.layout",
+        "elif total.layout",
         "pipe/test_gradients.py::test_a_first_gradient_that_another_parameter_shares_stays_as_it_is",
     ),
-    Fault("pipe/gradients.py", "gradient + known if dense_last else ", "", "pipe/test_gradients.py"),
+    Fault("pipe/gradients.py", "gradient + total if dense_last else ", "", "pipe/test_gradients.py"),
     Fault(
         "engine/planning/shares.py",
         "if most_even else [-end, *ends]",
@@ -189,8 +189,8 @@ def main(words: Sequence[str]) -> int:
     """Try the faults of files whose names contain one of the words (default: all), and return the exit status."""
     faults = [fault for fault in FAULTS if not words or any(word in fault.file for word in words)]
     for fault in faults:
-        if (times := (ROOT / "lightning_pipe" / fault.file).read_text().count(fault.old)) != 1:
-            raise SystemExit(f"{fault.file} has {fault.old!r} {times} times, expected once. Change the entry")
+        if (times := (ROOT / "lightning_pipe" / fault.file).read_text().count(fault.original)) != 1:
+            raise SystemExit(f"{fault.file} has {fault.original!r} {times} times, expected once. Change the entry")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -202,12 +202,12 @@ def main(words: Sequence[str]) -> int:
         for fault in faults:
             path = tree / "lightning_pipe" / fault.file
             code = path.read_text()
-            path.write_text(code.replace(fault.old, fault.new))
+            path.write_text(code.replace(fault.original, fault.faulty))
             survived = _passes(tree, fault.test)
             path.write_text(code)
             failed += survived
             print(
-                f"{'SURVIVED' if survived else 'killed':9} {fault.file}: {fault.new.strip()!r}, by {fault.test}",
+                f"{'SURVIVED' if survived else 'killed':9} {fault.file}: {fault.faulty.strip()!r}, by {fault.test}",
                 flush=True,
             )
     print(f"{len(faults)} faults, {failed} failures")

@@ -36,9 +36,9 @@ def private_names(package: Path = PACKAGE) -> dict[str, Counter[str]]:
         file.relative_to(package).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
         for file in sorted(package.rglob("*.py"))
     }
-    own = {name for tree in trees.values() for name in _defined(tree)}
-    found = {path: Counter(_used(tree, own)) for path, tree in trees.items() if not path.startswith("_compat/")}
-    return {path: names for path, names in found.items() if names}
+    defined = {name for tree in trees.values() for name in _defined(tree)}
+    uses = {path: Counter(_used(tree, defined)) for path, tree in trees.items() if not path.startswith("_compat/")}
+    return {path: names for path, names in uses.items() if names}
 
 
 def _is_private(name: str) -> bool:
@@ -57,7 +57,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield from [node.attr] * (node.value.id in ("self", "cls"))
 
 
-def _used(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def _used(tree: ast.AST, defined: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from _imported(node.module, [alias.name for alias in node.names])
@@ -65,11 +65,11 @@ def _used(tree: ast.AST, own: set[str]) -> Iterator[str]:
             for alias in node.names:
                 yield from _imported(alias.name, [])
         elif isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if node.attr not in own or _is_super(node.value):
+            if node.attr not in defined or _is_super(node.value):
                 yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            names = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant)]
-            yield from (name for name in names if _is_private(name) and name not in own)  # type: ignore[misc, arg-type]
+            names = [argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+            yield from (name for name in names if _is_private(name) and name not in defined)  # type: ignore[misc, arg-type]
 
 
 def _imported(module: str, names: Iterable[str]) -> Iterator[str]:

@@ -104,9 +104,9 @@ def tune(plans: list[str], config: dict[str, Any], storage: str, workers: int = 
     """Train once under each plan, one run after the other. Ray needs a CPU more than for the workers."""
     if not ray.is_initialized():
         ray.init()
-    if (found := ray.cluster_resources().get("CPU", 0)) < workers + 1:  # Ray would wait for them for ever
+    if (available := ray.cluster_resources().get("CPU", 0)) < workers + 1:  # Ray would wait for them for ever
         raise SystemExit(
-            f"{workers} workers and a trial need {workers + 1} CPUs, but the cluster has {found:g}. Use fewer"
+            f"{workers} workers and a trial need {workers + 1} CPUs, but the cluster has {available:g}. Use fewer"
         )
 
     def trial(choice: dict[str, Any]) -> None:

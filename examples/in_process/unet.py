@@ -14,7 +14,7 @@ from lightning_pipe.pipe import Namespace, isolate, pipe_loss, pop, skippable, s
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
-    """Two convolutions with group normalisation, which works per image and so does not depend on micro-batches."""
+    """Two convolutions with group normalization, which works per image and so does not depend on micro-batches."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         layers += [
@@ -43,9 +43,9 @@ class Down(nn.Module):
 class Up(nn.Module):
     """A block of the up path: doubles the size, and concatenates the features that the down path stashed."""
 
-    def __init__(self, inputs: int, kept: int, outputs: int) -> None:
+    def __init__(self, inputs: int, stashed: int, outputs: int) -> None:
         super().__init__()
-        self.block = block(inputs + kept, outputs)
+        self.block = block(inputs + stashed, outputs)
 
     def forward(self, image: Tensor) -> Any:
         features = yield pop("features")
@@ -94,10 +94,10 @@ class UNet(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, classes = batch
-        found = self.model(images).argmax(dim=1)
-        self.log("val_accuracy", (found == classes).float().mean(), prog_bar=True, batch_size=len(images))
+        predicted = self.model(images).argmax(dim=1)
+        self.log("val_accuracy", (predicted == classes).float().mean(), prog_bar=True, batch_size=len(images))
         shapes = classes > 0
-        self.log("val_accuracy_of_shapes", (found == classes)[shapes].float().mean(), batch_size=int(shapes.sum()))
+        self.log("val_accuracy_of_shapes", (predicted == classes)[shapes].float().mean(), batch_size=int(shapes.sum()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)

@@ -22,7 +22,7 @@ class CompareWithBigrams(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        found = trainer.callback_metrics.get("val_loss")
-        if trainer.is_global_zero and found is not None:
+        val_loss = trainer.callback_metrics.get("val_loss")
+        if trainer.is_global_zero and val_loss is not None:
             bigrams = bigram_cross_entropy(data.training_text, data.validation_text)
-            print(f"Validation cross-entropy in nats per byte: model {found:.3f}, bigrams {bigrams:.3f}")
+            print(f"Validation cross-entropy in nats per byte: model {val_loss:.3f}, bigrams {bigrams:.3f}")

@@ -18,9 +18,9 @@ def documents() -> list[bytes]:
     """Documentation topics and top-level modules of the standard library, in a fixed order."""
     topics = [pydoc_data.topics.topics[name].encode() for name in sorted(pydoc_data.topics.topics)]
     sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
-    found = topics + sources
-    random.Random(0).shuffle(found)
-    return found
+    texts = topics + sources
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -65,9 +65,9 @@ class PythonText(pl.LightningDataModule):
         self.validation_rows = validation_rows
 
     def setup(self, stage: str) -> None:
-        found = documents()
-        self.validation_text = _joined(found[::10])
-        self.training_text = _joined([text for index, text in enumerate(found) if index % 10])
+        texts = documents()
+        self.validation_text = _joined(texts[::10])
+        self.training_text = _joined([text for index, text in enumerate(texts) if index % 10])
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.training_text, self.batch_size * self.steps, seed=1)

@@ -85,12 +85,12 @@ class CriteoData(pl.LightningDataModule):
         Raises:
             SetupError: the folder has no file of this part.
         """
-        found = sorted(self.folder.glob(f"{part}*.parquet"))
-        if not found:
+        files = sorted(self.folder.glob(f"{part}*.parquet"))
+        if not files:
             raise SetupError(
                 f"{self.folder.resolve()} has no file {part}*.parquet; examples.recsys_criteo.convert writes it"
             )
-        return found
+        return files
 
     def train_dataloader(self) -> StatefulDataLoader:
         return self._loader(TRAINING, self.workers)

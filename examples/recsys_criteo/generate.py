@@ -45,7 +45,7 @@ class Structure:
         self.factors = [source.normal(0, 0.35, (size, _FACTORS)) for size in self.sizes]
         # Pairs of columns in a chain, each column in at most one pair.
         order = source.permutation(CAT_FEATURE_COUNT)[:12].reshape(-1, 2)
-        self.pairs = [(int(one), int(other)) for one, other in order]
+        self.pairs = [(int(first), int(second)) for first, second in order]
 
     def rows(self, count: int, source: np.random.Generator) -> pa.Table:
         """Draw rows.
@@ -65,8 +65,8 @@ class Structure:
         log_odds = _BIAS + self.dense @ (np.log1p(dense) - 1.5)
         for column, values in enumerate(ids):
             log_odds += self.of_ids[column][values]
-        for one, other in self.pairs:
-            log_odds += (self.factors[one][ids[one]] * self.factors[other][ids[other]]).sum(axis=1)
+        for first, second in self.pairs:
+            log_odds += (self.factors[first][ids[first]] * self.factors[second][ids[second]]).sum(axis=1)
         probability = 1 / (1 + np.exp(-log_odds))
         label = (source.random(count) < probability).astype(np.int64)
         arrays = [

@@ -38,10 +38,10 @@ class ClickMetrics(nn.Module):
                 for kind in (NEMetric, CalibrationMetric)
             ]
         )
-        self._computations = [one for one in self.metrics.modules() if isinstance(one, Metric)]
-        for one in self._computations:
+        self._computations = [module for module in self.metrics.modules() if isinstance(module, Metric)]
+        for metric in self._computations:
             # A checkpoint has the state_dict of one rank, but the states differ between ranks.
-            one.persistent(False)
+            metric.persistent(False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the rows of a batch.
@@ -56,10 +56,10 @@ class ClickMetrics(nn.Module):
 
     def compute(self) -> dict[str, Tensor]:
         """Values over all ranks, such as ``lifetime_ne`` and ``window_calibration``. All ranks call this together."""
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for metric in self.metrics:
-            found |= {key.split("|")[1]: value.squeeze(0) for key, value in metric.compute().items()}  # type: ignore[operator]
-        return found
+            values |= {key.split("|")[1]: value.squeeze(0) for key, value in metric.compute().items()}  # type: ignore[operator]
+        return values
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -68,11 +68,11 @@ class ClickMetrics(nn.Module):
 
     def states_of_ranks(self) -> Tensor:
         """Sums of all rows since the last reset, [ranks, sums]. All ranks call this together."""
-        own = torch.cat([getattr(one, name) for one, name in self._sums()])
+        sums = torch.cat([getattr(metric, name) for metric, name in self._sums()])
         if not (dist.is_available() and dist.is_initialized()):
-            return own[None]
-        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, own)
+            return sums[None]
+        of_ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, sums)
         return torch.stack(of_ranks)
 
     def load_states_of_ranks(self, states: Tensor) -> None:
@@ -82,10 +82,15 @@ class ClickMetrics(nn.Module):
         """
         self.reset()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        own = states[rank] if len(states) == ranks else states.sum(0) * (rank == 0)
-        for place, (one, name) in enumerate(self._sums()):
-            getattr(one, name).copy_(own[place : place + 1])
-            one._update_count = 1  # torchmetrics warns of values without an update
+        sums = states[rank] if len(states) == ranks else states.sum(0) * (rank == 0)
+        for place, (metric, name) in enumerate(self._sums()):
+            getattr(metric, name).copy_(sums[place : place + 1])
+            metric._update_count = 1  # torchmetrics warns of values without an update
 
     def _sums(self) -> list[tuple[Metric, str]]:
-        return [(one, name) for one in self._computations for name in one._defaults if not name.startswith("window_")]
+        return [
+            (metric, name)
+            for metric in self._computations
+            for name in metric._defaults
+            if not name.startswith("window_")
+        ]

@@ -51,11 +51,11 @@ class ParquetBatches(IterableDataset[Any]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.groups))
-        own = order[self.rank * workers + number :: self.ranks * workers]
-        if not len(own):
+        row_groups = order[self.rank * workers + number :: self.ranks * workers]
+        if not len(row_groups):
             raise ValueError(f"{len(order)} row groups do not suffice for {self.ranks} ranks x {workers} workers")
-        while self.group < len(own):
-            file, group = self.groups[own[self.group]]
+        while self.group < len(row_groups):
+            file, group = self.groups[row_groups[self.group]]
             table = pq.ParquetFile(file).read_row_group(group, self.columns)
             starts = range(0, len(table), self.batch_size)
             while self.batch < len(starts):

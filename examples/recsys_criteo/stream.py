@@ -45,13 +45,13 @@ class StreamBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        own = range(self.rank * workers + number, len(self.offsets), self.ranks * workers)
-        if not own:
+        partitions = range(self.rank * workers + number, len(self.offsets), self.ranks * workers)
+        if not partitions:
             raise ValueError(
                 f"{len(self.offsets)} partitions do not suffice for {self.ranks} ranks x {workers} workers"
             )
         while True:
-            partition = own[self.turn % len(own)]
+            partition = partitions[self.turn % len(partitions)]
             rows = self.read(partition, self.offsets[partition], self.batch_size)
             if len(rows) < self.batch_size:
                 time.sleep(self.wait)

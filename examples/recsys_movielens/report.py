@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from lightning_pipe.callbacks import PipelineProfiler
 
-# Colours from the palette of Okabe and Ito, which is safe for colour-blind readers.
-_STEP, _MEAN, _TEST, _GREY = "#56B4E9", "#0072B2", "#D55E00", "#555555"
+# Colors from the palette of Okabe and Ito, which is safe for color-blind readers.
+_STEP, _MEAN, _TEST, _GRAY = "#56B4E9", "#0072B2", "#D55E00", "#555555"
 # Files that this callback and the other callbacks of the configurations write to the log folder.
 _FILES = {
     "losses.png": "loss curves",
@@ -75,9 +75,9 @@ class TrainingReport(pl.Callback):
                 print()
                 profile.print_report()
         print()
-        for name, what in _FILES.items():
+        for name, description in _FILES.items():
             if (folder / name).exists():
-                print(f"{folder / name}: {what}")
+                print(f"{folder / name}: {description}")
 
 
 def draw_losses(path: Path, curves: LossCurves) -> None:
@@ -114,7 +114,7 @@ def _draw_losses(axes: Axes, curves: LossCurves) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
     label = f"item mean on the test part, {curves.item_mean:.4f}"
-    axes.axhline(curves.item_mean, color=_GREY, linestyle="--", linewidth=1, label=label)
+    axes.axhline(curves.item_mean, color=_GRAY, linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="log loss (nats)", title="Loss")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)

@@ -24,7 +24,7 @@ class HistoryBatch(TypedDict, total=False):
 
     Keys:
         sparse: ids with the keys ``SPARSE_KEYS``. ``item`` and ``stars`` are as long as the history. In training, a
-            user's candidates are negatives. In evaluation, the concatenated candidates of all users are the catalogue.
+            user's candidates are negatives. In evaluation, the concatenated candidates of all users are the catalog.
         seconds: time of each rating, under the key ``seconds``.
         target: number of the next item, int64 [B]. Only in evaluation, like the keys that follow.
         seen: True for the items of the whole history, regardless of its length, bool [B, items].
@@ -61,8 +61,8 @@ class _Users(Dataset[HistoryBatch]):
         """Batch of the histories of *users*, with *counts* of the *candidates*, which are item numbers, per user."""
         histories = self._histories
         slices = [histories.rows(user, self._part, self._max_length) for user in users]
-        rows = torch.from_numpy(np.concatenate([np.arange(one.start, one.stop) for one in slices]))
-        lengths = torch.tensor([one.stop - one.start for one in slices])
+        rows = torch.from_numpy(np.concatenate([np.arange(span.start, span.stop) for span in slices]))
+        lengths = torch.tensor([span.stop - span.start for span in slices])
         item, stars, seconds, ids = map(
             torch.from_numpy, (histories.item, histories.stars, histories.seconds, histories.ids)
         )
@@ -97,7 +97,7 @@ class TrainingUsers(_Users):
 
 
 class EvaluationUsers(_Users):
-    """Histories with the next item as the target, and the whole catalogue as candidates.
+    """Histories with the next item as the target, and the whole catalog as candidates.
 
     Args:
         histories: histories of all users.

@@ -1,7 +1,7 @@
 """Layers of hierarchical sequential transduction units (HSTU).
 
 Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative
-Recommendations", ICML 2024, section 3. Attention is pointwise, without a softmax, so that normalisation does not remove
+Recommendations", ICML 2024, section 3. Attention is pointwise, without a softmax, so that normalization does not remove
 the number of occurrences of an item in a history. The output is gated by a projection of the input.
 """
 
@@ -74,7 +74,7 @@ class HSTULayer(nn.Module):
         """
         batch, length, width = x.shape
         u, v, q, k = silu(self.projection(self.input_norm(x))).chunk(4, dim=-1)
-        q, k, v = (one.view(batch, length, self.heads, -1).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (projection.view(batch, length, self.heads, -1).transpose(1, 2) for projection in (q, k, v))
         weights = silu(q @ k.transpose(2, 3) + bias[:, None]) * (causal / self.max_length)
         attended = (weights @ v).transpose(1, 2).reshape(batch, length, width)
         return x + self.output(self.dropout(u * self.output_norm(attended)))

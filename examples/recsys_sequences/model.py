@@ -99,15 +99,18 @@ class SequenceRanker(pl.LightningModule):
         tokens = TokenCount((lengths - 1).clamp(min=0).sum())  # its all-reduce overlaps the forward pass
         hidden, items, candidates = self._look(batch)
         ids = batch["sparse"]["item"].to_padded_dense()[:, 1:]
-        users, others = len(lengths), batch["sparse"]["candidate"].values().view(len(lengths), 1, -1)
+        users, candidate_ids = len(lengths), batch["sparse"]["candidate"].values().view(len(lengths), 1, -1)
         queries, nexts = hidden[:, :-1], items[:, 1:]
-        own = (queries * nexts).sum(-1, keepdim=True)
-        against = queries @ candidates.view(users, others.shape[2], -1).transpose(1, 2)
+        positives = (queries * nexts).sum(-1, keepdim=True)
+        negatives = queries @ candidates.view(users, candidate_ids.shape[2], -1).transpose(1, 2)
         # A candidate that equals the next item is not a negative.
-        against = against.masked_fill(others == ids[:, :, None], -torch.inf)
-        losses = torch.logsumexp(torch.cat([own, against], -1) / self.temperature, -1) - own[..., 0] / self.temperature
-        there = torch.arange(1, 1 + losses.shape[1], device=losses.device) < lengths[:, None]
-        loss = token_weighted_mean(losses[there].sum(), tokens)
+        negatives = negatives.masked_fill(candidate_ids == ids[:, :, None], -torch.inf)
+        losses = (
+            torch.logsumexp(torch.cat([positives, negatives], -1) / self.temperature, -1)
+            - positives[..., 0] / self.temperature
+        )
+        mask = torch.arange(1, 1 + losses.shape[1], device=losses.device) < lengths[:, None]
+        loss = token_weighted_mean(losses[mask].sum(), tokens)
         self.log("train/loss", loss, prog_bar=True, batch_size=users)
         return loss
 
@@ -130,18 +133,18 @@ class SequenceRanker(pl.LightningModule):
 
     def _look(self, batch: HistoryBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Unit vectors of hidden states and items, both [B, N, width], and of candidates, [C, width]."""
-        found = self.tables(batch["sparse"])
-        item, stars = found["item"].to_padded_dense(), found["stars"].to_padded_dense()
+        embeddings = self.tables(batch["sparse"])
+        item, stars = embeddings["item"].to_padded_dense(), embeddings["stars"].to_padded_dense()
         seconds = batch["seconds"]["seconds"].to_padded_dense()
         hidden = self.hstu(item + stars, seconds, batch["sparse"]["item"].lengths())
-        return normalize(hidden, dim=-1), normalize(item, dim=-1), normalize(found["candidate"].values(), dim=-1)
+        return normalize(hidden, dim=-1), normalize(item, dim=-1), normalize(embeddings["candidate"].values(), dim=-1)
 
     def _score(self, batch: HistoryBatch, part: Part) -> None:
-        hidden, _, catalogue = self._look(batch)
+        hidden, _, catalog = self._look(batch)
         last = batch["sparse"]["item"].lengths() - 1
         query = hidden[torch.arange(len(last), device=last.device), last]
         metrics = self.scores[part]
         assert isinstance(metrics, RankingMetrics)
-        metrics.update(query @ catalogue.T, batch["target"], batch["seen"], batch["weight"])
+        metrics.update(query @ catalog.T, batch["target"], batch["seen"], batch["weight"])
         self.log(f"{part}/hit_rate", metrics.hit_rate, prog_bar=part == "val", add_dataloader_idx=False)
         self.log(f"{part}/ndcg", metrics.ndcg, prog_bar=part == "val", add_dataloader_idx=False)

@@ -37,9 +37,9 @@ def gains(scores: torch.Tensor, target: torch.Tensor, excluded: torch.Tensor) ->
     Returns:
         Hits [B] and gains [B], float32.
     """
-    own = scores.gather(1, target[:, None])
-    above = ((scores > own) & ~excluded).sum(1)
-    places = ((scores == own) & ~excluded).sum(1)  # possible positions of the target, from `above` on
+    target_scores = scores.gather(1, target[:, None])
+    above = ((scores > target_scores) & ~excluded).sum(1)
+    places = ((scores == target_scores) & ~excluded).sum(1)  # possible positions of the target, from `above` on
     discounts = 1 / torch.log2(torch.arange(AT, dtype=torch.float64, device=scores.device) + 2)
     gained = torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
     first, last = above.clamp(max=AT), (above + places).clamp(max=AT)

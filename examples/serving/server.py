@@ -21,10 +21,10 @@ MOST_SAMPLES, MOST_BYTES = 1024, 4 << 20  # of a request
 
 
 def create_app(file: str) -> Flask:
-    """Application for a WSGI server. *file* is an artefact of `aoti`, `torch_export` or `quantized`."""
+    """Application for a WSGI server. *file* is an artifact of `aoti`, `torch_export` or `quantized`."""
     app, program, form = Flask(__name__), load(file), json.loads(Path(f"{file}.inputs.json").read_text())
     app.config["MAX_CONTENT_LENGTH"] = MOST_BYTES
-    if fixed := [one["name"] for one in form["inputs"] if not {"batch", "ids"} & set(one["shape"])]:
+    if fixed := [entry["name"] for entry in form["inputs"] if not {"batch", "ids"} & set(entry["shape"])]:
         raise ValueError(f"{file}: expected inputs with a row for each sample, got {fixed}. Make them buffers")
 
     @app.get("/health")
@@ -35,12 +35,12 @@ def create_app(file: str) -> Flask:
     @torch.inference_mode()
     def scores() -> dict[str, Any]:
         try:
-            given = tensors(form, json.loads(request.get_data()))
+            inputs = tensors(form, json.loads(request.get_data()))
         except (ValueError, RecursionError) as error:  # of json
             raise BadRequest(f"expected a body in JSON, got {error}") from error
-        if not (found := program(*given)).isfinite().all():
+        if not (result := program(*inputs)).isfinite().all():
             raise BadRequest("expected values whose scores are finite, got a score that is not")
-        return {"scores": found.tolist()}
+        return {"scores": result.tolist()}
 
     @app.errorhandler(HTTPException)
     def failed(error: HTTPException) -> tuple[dict[str, Any], int]:
@@ -60,21 +60,23 @@ def tensors(form: dict[str, Any], body: Any) -> list[torch.Tensor]:
     samples = body.get("samples") if isinstance(body, dict) else None
     if not isinstance(samples, list) or not 0 < len(samples) <= MOST_SAMPLES:
         raise BadRequest(f'expected {{"samples": [1 to {MOST_SAMPLES} objects]}}, got {body!r:.60}')
-    return [_tensor(form, samples, **one) for one in form["inputs"]]
+    return [_tensor(form, samples, **entry) for entry in form["inputs"]]
 
 
 def _tensor(form: dict[str, Any], samples: list[Any], name: str, type: str, shape: list[Any]) -> torch.Tensor:
-    many, dtype, rows = range(len(samples)), getattr(torch, type), form["rows"]
+    places, dtype, rows = range(len(samples)), getattr(torch, type), form["rows"]
     owner, _, part = name.rpartition(".")
     if owner not in form["keys"]:
-        return torch.tensor([_numbers(*_field(samples, one, name), shape[1:], dtype) for one in many], dtype=dtype)
-    cells = [(key, one) for key in form["keys"][owner] for one in many]  # ids are sorted by key, then by sample
-    lists = [_numbers(*_field(samples, one, owner, key), ["any"], torch.int64, rows.get(key)) for key, one in cells]
+        return torch.tensor(
+            [_numbers(*_field(samples, place, name), shape[1:], dtype) for place in places], dtype=dtype
+        )
+    cells = [(key, place) for key in form["keys"][owner] for place in places]  # ids are sorted by key, then by sample
+    lists = [_numbers(*_field(samples, place, owner, key), ["any"], torch.int64, rows.get(key)) for key, place in cells]
     if part == "lengths":
         return torch.tensor([len(ids) for ids in lists], dtype=dtype).view(-1, len(samples))
     if part == "weights":
         pairs = zip(cells, lists, strict=True)
-        lists = [_numbers(*_field(samples, one, name, key), [len(ids)], dtype) for (key, one), ids in pairs]
+        lists = [_numbers(*_field(samples, place, name, key), [len(ids)], dtype) for (key, place), ids in pairs]
     return torch.tensor([value for values in lists for value in values], dtype=dtype)
 
 
@@ -91,7 +93,7 @@ def _numbers(value: Any, where: str, shape: list[Any], dtype: torch.dtype, rows:
     if shape:
         if not isinstance(value, list) or shape[0] not in ("any", len(value)):
             raise BadRequest(f"{where}: expected a list of length {shape[0]}, got {value!r:.60}")
-        return [_numbers(one, where, shape[1:], dtype, rows) for one in value]
+        return [_numbers(item, where, shape[1:], dtype, rows) for item in value]
     kinds, limits = ((int, float), torch.finfo(dtype)) if dtype.is_floating_point else ((int,), torch.iinfo(dtype))
     low, high = (0, rows - 1) if rows else (limits.min, limits.max)
     if type(value) not in kinds or not low <= value <= high:

@@ -1,4 +1,4 @@
-"""``lightning-pipe export``: one artefact for a server from a checkpoint folder of sharded tables."""
+"""``lightning-pipe export``: one artifact for a server from a checkpoint folder of sharded tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_pipe.engine.common.whole_file import whole_file
 
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
-Make one artefact for a server from a checkpoint folder of a recsys strategy, on any number of ranks, local or a URL:
+Make one artifact for a server from a checkpoint folder of a recsys strategy, on any number of ranks, local or a URL:
 
   aoti          package that is compiled for this kind of machine, for Python and C++
   torch_export  program of torch.export
@@ -43,13 +43,13 @@ def export(arguments: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or its URL")
-    parser.add_argument("--to", required=True, choices=_KINDS, help="kind of artefact")
+    parser.add_argument("--to", required=True, choices=_KINDS, help="kind of artifact")
     parser.add_argument("--out", required=True, help="file to write, or folder for --to rows; must not exist")
     parser.add_argument("--config", action="append", default=[], help="configuration of the training")
     parser.add_argument(
         "--bits", type=int, default=8, help="bits of a value of a table, for --to quantized; default: 8"
     )
-    options, others = parser.parse_known_args(list(arguments))
+    options, remaining_args = parser.parse_known_args(list(arguments))
     if os.path.lexists(options.out):
         raise SetupError(f"--out must be new, but {options.out!r} exists. Give another name, or remove it")
     if options.to == "rows":
@@ -63,11 +63,12 @@ def export(arguments: Sequence[str]) -> None:
 
     if not options.config:
         raise SetupError(f"--to {options.to} needs the model: give --config FILE, the configuration of the training")
-    model, batch = _model_and_batch([f"--config={one}" for one in options.config] + others)
-    if found := [name for name, one in model.named_modules() if is_dynamic_type(type(one))]:
+    model, batch = _model_and_batch([f"--config={path}" for path in options.config] + remaining_args)
+    if dynamic_names := [name for name, module in model.named_modules() if is_dynamic_type(type(module))]:
         raise SetupError(
-            f"--to {options.to} needs tables of fixed size, but the model's {', '.join(found)} have dynamic tables,"
-            " whose rows are in no parameter. Export them with --to rows, and export a model that takes their vectors"
+            f"--to {options.to} needs tables of fixed size, but the model's {', '.join(dynamic_names)} have dynamic"
+            " tables, whose rows are in no parameter. Export them with --to rows, and export a model that takes their"
+            " vectors"
         )
     _load(model, options.checkpoint)
     out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")

@@ -57,17 +57,17 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
         help="number of rows of a pipeline's batch, over all its micro-batches; default: from the data",
     )
     estimate.add_argument("--length", type=count, help="sequence length in tokens; default: from the data")
-    options, others = parser.parse_known_args(arguments)
+    options, remaining_args = parser.parse_known_args(arguments)
     memory = None if options.memory is None else parse_size(options.memory)
-    made: list[_EstimateCLI] = []
+    instances: list[_EstimateCLI] = []
 
     def cli(**kwargs: Any) -> _EstimateCLI:
-        made.append(_EstimateCLI(**kwargs))
-        return made[-1]
+        instances.append(_EstimateCLI(**kwargs))
+        return instances[-1]
 
-    train(["fit", *others], cli)
-    found = made[0].estimate(options.rows, options.length, options.compare)
-    print_report(estimate_table(found, memory))
+    train(["fit", *remaining_args], cli)
+    result = instances[0].estimate(options.rows, options.length, options.compare)
+    print_report(estimate_table(result, memory))
 
 
 class _EstimateCLI(PipelineCLI):
@@ -110,85 +110,96 @@ class _EstimateCLI(PipelineCLI):
         return example_batch(module, data.train_dataloader(), rows)
 
 
-def _strategy(given: Any) -> LLMPipelineStrategy:
-    if isinstance(given, str) and given in StrategyRegistry:
-        given = StrategyRegistry.get(given)
-    if isinstance(given, AutoLLMPipelineStrategy):
+def _strategy(strategy: Any) -> LLMPipelineStrategy:
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        strategy = StrategyRegistry.get(strategy)
+    if isinstance(strategy, AutoLLMPipelineStrategy):
         raise SetupError(
             "llm_auto_pipeline cannot be estimated, because it chooses its schedule when training begins. Give a"
             " strategy with a schedule: --trainer.strategy llm_1f1b_pipeline --compare"
         )
-    if not isinstance(given, LLMPipelineStrategy):
+    if not isinstance(strategy, LLMPipelineStrategy):
         raise SetupError(
             "The strategy must be an LLMPipelineStrategy, got"
-            f" {given if isinstance(given, str) else type(given).__name__}. Give its class, or the name of an llm_*"
-            " strategy such as llm_1f1b_pipeline."
+            f" {strategy if isinstance(strategy, str) else type(strategy).__name__}. Give its class, or the name of an"
+            " llm_* strategy such as llm_1f1b_pipeline."
         )
-    return given
+    return strategy
 
 
 def _world_size(trainer: Any) -> int:
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, str) and devices not in ("auto", "-1"):
-        named = [one for one in devices.split(",") if one]
-        devices = named if "," in devices else int(devices) if devices.isdecimal() else devices
-    count = len(devices) if isinstance(devices, (list, tuple)) else devices
-    if not isinstance(count, int) or count < 1:
+        listed = [part for part in devices.split(",") if part]
+        devices = listed if "," in devices else int(devices) if devices.isdecimal() else devices
+    num_devices = len(devices) if isinstance(devices, (list, tuple)) else devices
+    if not isinstance(num_devices, int) or num_devices < 1:
         raise SetupError(
             f"trainer.devices must be a number, got {devices!r}, which is resolved only on the machine that trains."
             " Give the number of devices: --trainer.devices 8"
         )
-    return count * int(nodes)
+    return num_devices * int(nodes)
 
 
 # ---------------------------------------------------------------------- output
 
 
-def estimate_table(found: StageEstimate, memory: int | None) -> Group:
+def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
     """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
-    ours = found.configured
-    unit, factor = unit_of([ours.peak])
+    configured = estimate.configured
+    unit, factor = unit_of([configured.peak])
     ranks = _table("rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory)
-    for rank, one in enumerate(ours.memory):
-        parts = (one.parameters, one.gradients, one.optimizer, one.buffers, one.messages, one.activations, one.total)
-        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_share(one.total, memory))
-    title = f"{named(ours.candidate)}, each of {found.rows} x {found.length} tokens: {_verdict(ours, memory)}"
-    live = ", ".join(str(one.live) for one in ours.memory)
+    for rank, rank_memory in enumerate(configured.memory):
+        parts = (
+            rank_memory.parameters,
+            rank_memory.gradients,
+            rank_memory.optimizer,
+            rank_memory.buffers,
+            rank_memory.messages,
+            rank_memory.activations,
+            rank_memory.total,
+        )
+        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_share(rank_memory.total, memory))
+    title = (
+        f"{named(configured.candidate)}, each of {estimate.rows} x {estimate.length} tokens:"
+        f" {_verdict(configured, memory)}"
+    )
+    live = ", ".join(str(entry.live) for entry in configured.memory)
     lines = [
         Text(f"in {unit}; micro-batches with activations in memory at a time, by rank, counted once per stage: {live}"),
-        Text(f"bubble, from floating-point operations: {100 * ours.bubble:.1f} %"),
-        *(Text(note) for note in found.notes),
+        Text(f"bubble, from floating-point operations: {100 * configured.bubble:.1f} %"),
+        *(Text(note) for note in estimate.notes),
     ]
-    others = ["", _comparison(found, memory), *_refusals(found)] if found.others else []
-    return Group(Text(title, style="bold"), "", ranks, "", *lines, *others)
+    comparison = ["", _comparison(estimate, memory), *_refusals(estimate)] if estimate.others else []
+    return Group(Text(title, style="bold"), "", ranks, "", *lines, *comparison)
 
 
-def _comparison(found: StageEstimate, memory: int | None) -> FittedTable:
-    _, factor = unit_of([found.configured.peak])
+def _comparison(estimate: StageEstimate, memory: int | None) -> FittedTable:
+    _, factor = unit_of([estimate.configured.peak])
     table = _table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
-    for one in found.others:
-        if isinstance(one, Refused):
-            table.add_row(one.schedule, "-", style="dim")
+    for entry in estimate.others:
+        if isinstance(entry, Refused):
+            table.add_row(entry.schedule, "-", style="dim")
             continue
-        worst = max(one.memory, key=lambda rank: rank.total)
+        worst = max(entry.memory, key=lambda rank: rank.total)
         table.add_row(
-            one.candidate.spec.name,
-            "+".join(map(str, one.candidate.layers_per_stage)),
+            entry.candidate.spec.name,
+            "+".join(map(str, entry.candidate.layers_per_stage)),
             str(worst.live),
             f"{worst.activations / factor:.1f}",
             f"{worst.total / factor:.1f}",
             *_share(worst.total, memory),
-            f"{100 * one.bubble:.1f} %",
+            f"{100 * entry.bubble:.1f} %",
         )
     return table
 
 
-def _refusals(found: StageEstimate) -> list[str | Text]:
+def _refusals(estimate: StageEstimate) -> list[str | Text]:
     """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
-    for one in found.others:
-        if isinstance(one, Refused):
-            schedules.setdefault(one.reason, []).append(one.schedule)
+    for entry in estimate.others:
+        if isinstance(entry, Refused):
+            schedules.setdefault(entry.reason, []).append(entry.schedule)
     return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
@@ -201,8 +212,8 @@ def _share(total: int, memory: int | None) -> list[str]:
     return [] if memory is None else [f"{100 * total / memory:.0f} %{'' if total <= memory else ' !'}"]
 
 
-def _verdict(one: SchedulePrediction, memory: int | None) -> str:
+def _verdict(prediction: SchedulePrediction, memory: int | None) -> str:
     if memory is None:
-        return f"{size(one.peak)} on the rank that needs most"
-    missing = one.peak - memory
+        return f"{size(prediction.peak)} on the rank that needs most"
+    missing = prediction.peak - memory
     return f"fits {size(memory)}" if missing <= 0 else f"does not fit {size(memory)}: exceeds it by {size(missing)}"

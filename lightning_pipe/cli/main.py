@@ -100,30 +100,30 @@ class _BubbleCLI(PipelineCLI):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     _import_from_the_current_folder()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in _TRAINING and _VERBOSE in given:
-        given.remove(_VERBOSE)
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if args and args[0] in _TRAINING and _VERBOSE in args:
+        args.remove(_VERBOSE)
         if arguments is None:
             sys.argv.remove(_VERBOSE)  # Lightning reads sys.argv directly
         logging.getLogger("lightning.pytorch").setLevel(logging.DEBUG)
     try:
-        if given and given[0] in _TRAINING:
+        if args and args[0] in _TRAINING:
             # Lightning reads sys.argv directly, and warns if arguments are passed in addition.
-            _train(None if arguments is None else given)
-        elif given and given[0] == "bubble":
-            _bubble(given[1:])
-        elif given and given[0] == "llm":
+            _train(None if arguments is None else args)
+        elif args and args[0] == "bubble":
+            _bubble(args[1:])
+        elif args and args[0] == "llm":
             from lightning_pipe.cli.llm import main as llm  # lazy: requires a newer torch than the other commands
 
-            llm(given[1:], _train)
-        elif given and given[0] == "plan":
-            plan(given[1:])
-        elif given and given[0] == "export":
+            llm(args[1:], _train)
+        elif args and args[0] == "plan":
+            plan(args[1:])
+        elif args and args[0] == "export":
             from lightning_pipe.cli.export import export  # lazy: rarely needed
 
-            export(given[1:])
+            export(args[1:])
         else:
-            _look(given)
+            _look(args)
     except PipelineError as error:
         sys.stderr.write(_message(error))  # a single write, because other ranks write too
         _wait_for_the_first_process()
@@ -162,12 +162,12 @@ def _bubble(arguments: list[str]) -> None:
     )
     parser.add_argument("--steps", type=count, default=20, help="number of steps to measure; default: 20")
     parser.add_argument("--warmup", type=count, default=3, help="number of steps to train before; default: 3")
-    options, others = parser.parse_known_args(arguments)
+    options, remaining_args = parser.parse_known_args(arguments)
     from lightning_pipe.callbacks import BubbleMonitor  # lazy: requires a newer torch than the other commands
 
     monitor = BubbleMonitor(every_n_steps=1, warmup=options.warmup)
     # A checkpoint would restore its step count, which counts towards max_steps.
-    _train(["fit", *others, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
+    _train(["fit", *remaining_args, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
 
 
 def _message(error: PipelineError) -> str:
@@ -219,7 +219,7 @@ def _look(arguments: list[str]) -> None:
     export.add_argument("file", metavar="FILE", help="path of a new file; may exist if --force is given")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     commands.add_parser(
-        "export", help="make an artefact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
+        "export", help="make an artifact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
     )
     rows = commands.add_parser("rows", help="write changed rows: rows diff CHECKPOINT --since OLDER --out FOLDER")
     diff = rows.add_subparsers(metavar="diff", required=True).add_parser(

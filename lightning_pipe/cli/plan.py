@@ -112,26 +112,26 @@ def _same(batch: object, *_: object) -> object:
 def find_plan(name: str) -> PipelinePlan:
     """Find a plan by name. Its tasks are placeholders that cannot run."""
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
-    wanted = of_strategy.get(name, name)
+    plan_name = of_strategy.get(name, name)
     plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), *_pipe_plans())}
-    if wanted in plain:
-        return plain[wanted]
-    if wanted == "auto":
+    if plan_name in plain:
+        return plain[plan_name]
+    if plan_name == "auto":
         raise PlanError(
             f"{name!r} has no fixed plan, because it chooses its plan during training. Pass the file that its option"
             " save_plan writes."
         )
     recsys = [plan for plan in dict.fromkeys(of_strategy.values()) if plan not in (*plain, "auto")]
-    if wanted in recsys:
-        return _recsys_plan(wanted)
-    if not os.path.exists(wanted):
+    if plan_name in recsys:
+        return _recsys_plan(plan_name)
+    if not os.path.exists(plan_name):
         plans = [*plain, *recsys]
         close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
         raise PlanError(
             f"Unknown plan {name!r}. Expected a strategy ({', '.join(of_strategy)}), a plan ({', '.join(plans)}), or"
             f" the path of a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
-    with plan_file(wanted, [*plain, *recsys], "prefetch") as spec:
+    with plan_file(plan_name, [*plain, *recsys], "prefetch") as spec:
         for plan in plain.values():
             if spec.schedule.keys() == plan.tasks.keys():
                 return PipelinePlan.from_spec(spec, plan.tasks.values())
@@ -145,8 +145,10 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
     from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
     spec = PLANS[plan] if isinstance(plan, str) else plan
-    named = spec.schedule.keys()
-    return plan_of_spec(spec, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
+    task_names = spec.schedule.keys()
+    return plan_of_spec(
+        spec, recsys_tasks(balanced=not task_names.isdisjoint(BALANCING), replicated=AVERAGING in task_names)
+    )
 
 
 # ---------------------------------------------------------------------- costs
@@ -161,14 +163,14 @@ def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
 
 def _from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
     profile = ProfileResult.from_json(text)
-    own = profile.own
-    costs = {name: TaskCost(seconds) for name, seconds in own.items()}
+    task_seconds = profile.own
+    costs = {name: TaskCost(seconds) for name, seconds in task_seconds.items()}
     if "EmbInputDistWait" in tasks:
         import torch
 
         from lightning_pipe.recsys.tasks.auto_plan import recsys_costs
 
-        costs = recsys_costs(own, peers=True, device=torch.device("cpu"))
+        costs = recsys_costs(task_seconds, peers=True, device=torch.device("cpu"))
     note = ""
     if profile.plan != "serial":
         note = (
@@ -183,11 +185,12 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
     latency = costs.latency if options.latency is None else parse_duration(options.latency)
     bandwidth = costs.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     if not costs.has_messages:
-        given = [name for name in ("ranks", "latency", "bandwidth") if getattr(options, name) is not None]
-        if given:
+        network_options = [name for name in ("ranks", "latency", "bandwidth") if getattr(options, name) is not None]
+        if network_options:
             raise PlanError(
-                f"--{given[0]} has no effect, because the costs contain times of exchanges but not their sizes in"
-                " bytes. Give costs in YAML with sizes for all_to_all: or all_reduce:, as shown in docs/simulation.md."
+                f"--{network_options[0]} has no effect, because the costs contain times of exchanges but not their"
+                " sizes in bytes. Give costs in YAML with sizes for all_to_all: or all_reduce:, as shown in"
+                " docs/simulation.md."
             )
         return [None]
     if latency is None or bandwidth is None:
@@ -217,13 +220,13 @@ def _simulate(options: argparse.Namespace) -> None:
     breaks = [first_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1]
     most = {} if ranks else {plan.name: simulate(plan, costs.tasks, machines[0]).exposed for plan in plans}
     if options.format == "json":
-        found = {
-            "predictions": [asdict(one) for one in predictions],
-            "breaks": [asdict(one) for one in breaks],
+        content = {
+            "predictions": [asdict(prediction) for prediction in predictions],
+            "breaks": [asdict(scaling_break) for scaling_break in breaks],
             "assumed": assumed_cores(cores),
             "notes": [note] if note else [],
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(content, indent=1))
         return
     report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), note)
     print_report(report)

@@ -22,21 +22,25 @@ def simulation_report(
     *notes: str,
 ) -> Group:
     """Predictions as text, for a Rich console."""
-    resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
-    exposures = [f"exposed:\n{one}" for one in resources]
+    resources = [resource for resource in RESOURCES if any(resource in entry.busy for entry in predictions)]
+    exposures = [f"exposed:\n{resource}" for resource in resources]
     table = FittedTable.of_figures("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)
     before = None
-    for one in predictions:
-        if before not in (None, one.plan):
+    for prediction in predictions:
+        if before not in (None, prediction.plan):
             table.add_section()
-        cells = [_ms(one.exposed[resource]) if resource in one.exposed else "" for resource in resources]
-        busiest = "-" if one.busiest is None else f"{one.busiest} {100 * one.busy[one.busiest]:.0f} %"
-        name = "" if before == one.plan else one.plan
-        ranks = "-" if one.ranks is None else f"{one.ranks:,}"
-        table.add_row(name, ranks, _ms(one.seconds), *cells, f"{one.over_serial:.2f}", busiest)
-        before = one.plan
+        cells = [_ms(prediction.exposed[resource]) if resource in prediction.exposed else "" for resource in resources]
+        busiest = (
+            "-"
+            if prediction.busiest is None
+            else f"{prediction.busiest} {100 * prediction.busy[prediction.busiest]:.0f} %"
+        )
+        name = "" if before == prediction.plan else prediction.plan
+        ranks = "-" if prediction.ranks is None else f"{prediction.ranks:,}"
+        table.add_row(name, ranks, _ms(prediction.seconds), *cells, f"{prediction.over_serial:.2f}", busiest)
+        before = prediction.plan
     lines = [
-        *(Text(_break_in_words(one, predictions, costs)) for one in breaks),
+        *(Text(_break_in_words(scaling_break, predictions, costs)) for scaling_break in breaks),
         *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
         Text("ms: iteration time. exposed: time saved if all work on this resource took no time.", style="dim"),
     ]
@@ -54,16 +58,19 @@ def assumed_cores(cores: float) -> str:
     )
 
 
-def _break_in_words(one: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile) -> str:
-    ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == one.plan]
-    if one.ranks is None:
-        return f"{one.plan}: no task breaks scaling up to {max(ranks):,} ranks, {_ms(one.seconds)} ms"
-    message = costs.tasks[one.task].background
-    what = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
-    why = f", {100 * one.latency:.0f} % of it latency)" if what else ""
+def _break_in_words(scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile) -> str:
+    ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == scaling_break.plan]
+    if scaling_break.ranks is None:
+        return (
+            f"{scaling_break.plan}: no task breaks scaling up to {max(ranks):,} ranks, {_ms(scaling_break.seconds)} ms"
+        )
+    message = costs.tasks[scaling_break.task].background
+    message_text = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
+    latency_text = f", {100 * scaling_break.latency:.0f} % of it latency)" if message_text else ""
     return (
-        f"{one.plan}: scaling breaks at {one.ranks:,} ranks, because of {one.task}{what}{why}, which costs"
-        f" {_ms(one.grown)} ms more than with {min(ranks):,} ranks"
+        f"{scaling_break.plan}: scaling breaks at {scaling_break.ranks:,} ranks, because of"
+        f" {scaling_break.task}{message_text}{latency_text}, which costs {_ms(scaling_break.grown)} ms more than with"
+        f" {min(ranks):,} ranks"
     )
 
 

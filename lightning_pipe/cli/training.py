@@ -64,9 +64,9 @@ class PipelineCLI(LightningCLI):
 
     def _strategies_hint(self) -> str:
         hint = "\n'lightning-pipe strategies' lists this project's strategies."
-        given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
-        names = [one.name for one in STRATEGIES]
-        close = get_close_matches(given, names, n=1) if isinstance(given, str) else []
+        strategy = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
+        names = [entry.name for entry in STRATEGIES]
+        close = get_close_matches(strategy, names, n=1) if isinstance(strategy, str) else []
         return f"{hint} Did you mean {close[0]}?" if close else hint
 
 

@@ -34,12 +34,12 @@ class Column:
     lengths: Array
     width: int | None
 
-    def check(self, wrong: Array, found: str, fix: str) -> None:
+    def check(self, wrong: Array, problem: str, fix: str) -> None:
         """Raise an InputError for the first value for which *wrong*, of shape [V], is True."""
         if wrong.any():
             first = int(wrong.argmax())
             row = np.searchsorted(np.cumsum(self.lengths), first, side="right")
-            raise InputError(f"column {self.name!r}, row {row}: {found.format(self.values[first])}. {fix}")
+            raise InputError(f"column {self.name!r}, row {row}: {problem.format(self.values[first])}. {fix}")
 
 
 def columns_of(rows: Any) -> Mapping[str, Any]:
@@ -62,9 +62,9 @@ def columns_of(rows: Any) -> Mapping[str, Any]:
     )
 
 
-def read_column(name: str, given: Any, default: Default | None) -> Column:
+def read_column(name: str, data: Any, default: Default | None) -> Column:
     """Read a column. Missing are None, Arrow's nulls, and NaN."""
-    values, lengths, width, no_row = _flat(name, given, default)
+    values, lengths, width, no_row = _flat(name, data, default)
     column = Column(name, values, lengths, width)
     if no_row is not None and no_row.any():
         if default is None:
@@ -87,29 +87,29 @@ def _with_lists(column: Column, no_row: Array, filler: Array) -> Column:
     return Column(column.name, values, np.where(no_row, len(filler), column.lengths), None)
 
 
-def _flat(name: str, given: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+def _flat(name: str, data: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
     """Values, lengths, width, and rows whose list is missing (None: none). Missing values are NaN."""
-    if isinstance(given, JaggedTensor):
-        return given.values().numpy(), given.lengths().numpy(), None, None
-    if isinstance(given, torch.Tensor):
-        given = given.detach().float() if given.dtype == torch.bfloat16 else given.detach()
-        if given.is_nested:
-            nested: Any = given.contiguous()
-            if given.layout != torch.jagged:
+    if isinstance(data, JaggedTensor):
+        return data.values().numpy(), data.lengths().numpy(), None, None
+    if isinstance(data, torch.Tensor):
+        data = data.detach().float() if data.dtype == torch.bfloat16 else data.detach()
+        if data.is_nested:
+            nested: Any = data.contiguous()
+            if data.layout != torch.jagged:
                 raise InputError(f"column {name!r} is a strided nested tensor. Make it with layout=torch.jagged")
             return nested.values().numpy(), nested.offsets().diff().numpy(), None, None
-        given = given.numpy()
-    if isinstance(given, np.ndarray) and given.dtype != object:
-        if given.ndim not in (1, 2):
-            raise InputError(f"column {name!r} has the shape {given.shape}, expected one or two dimensions")
-        width = 1 if given.ndim == 1 else given.shape[1]
-        return given.reshape(-1), np.full(len(given), width), width, None
+        data = data.numpy()
+    if isinstance(data, np.ndarray) and data.dtype != object:
+        if data.ndim not in (1, 2):
+            raise InputError(f"column {name!r} has the shape {data.shape}, expected one or two dimensions")
+        width = 1 if data.ndim == 1 else data.shape[1]
+        return data.reshape(-1), np.full(len(data), width), width, None
     import pyarrow as pa
 
     try:
-        if isinstance(given, Sequence | np.ndarray):
-            given = pa.array([row.tolist() if hasattr(row, "tolist") else row for row in given])
-        return _of_arrow(given if isinstance(given, pa.Array | pa.ChunkedArray) else pa.chunked_array(given), default)
+        if isinstance(data, Sequence | np.ndarray):
+            data = pa.array([row.tolist() if hasattr(row, "tolist") else row for row in data])
+        return _of_arrow(data if isinstance(data, pa.Array | pa.ChunkedArray) else pa.chunked_array(data), default)
     except (TypeError, pa.ArrowException) as error:
         raise InputError(f"column {name!r} cannot be read, expected a number or a list in each row: {error}") from error
 

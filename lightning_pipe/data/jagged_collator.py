@@ -69,36 +69,40 @@ class JaggedCollator:
         columns = columns_of(rows)
         if absent := [name for name in self._named if name not in columns]:
             raise InputError(f"the data has no column {', '.join(absent)}, only {', '.join(map(str, columns))}")
-        found = {name: read_column(name, columns[name], self._defaults.get(name)) for name in self._named}
-        sizes = {name: len(column.lengths) for name, column in found.items()}
+        columns_by_name = {name: read_column(name, columns[name], self._defaults.get(name)) for name in self._named}
+        sizes = {name: len(column.lengths) for name, column in columns_by_name.items()}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise InputError(f"columns must have the same number of rows, 1 or more, got {sizes}")
-        labels = self._numbers(self._labels, found)
-        one = isinstance(self.labels, str) and labels.shape[1] == 1
-        return self._batch(self._numbers(self.dense, found), self._ids(found), labels[:, 0] if one else labels)
+        labels = self._numbers(self._labels, columns_by_name)
+        single_label = isinstance(self.labels, str) and labels.shape[1] == 1
+        return self._batch(
+            self._numbers(self.dense, columns_by_name),
+            self._ids(columns_by_name),
+            labels[:, 0] if single_label else labels,
+        )
 
-    def _ids(self, found: Mapping[str, Column]) -> KeyedJaggedTensor:
-        columns = [found[name] for name in self.sparse]
+    def _ids(self, columns_by_name: Mapping[str, Column]) -> KeyedJaggedTensor:
+        columns = [columns_by_name[name] for name in self.sparse]
         weights = None
         if self._weights:
-            pairs = [(one, found[self._weights[one.name]]) for one in columns]
+            pairs = [(column, columns_by_name[self._weights[column.name]]) for column in columns]
             weights = _joined([_same_lengths(*pair).values for pair in pairs], np.float32)
         return KeyedJaggedTensor(
             keys=self.sparse,
-            values=_joined([_checked(one) for one in columns], np.int64),
-            lengths=_joined([one.lengths for one in columns], np.int32),
+            values=_joined([_checked(column) for column in columns], np.int64),
+            lengths=_joined([column.lengths for column in columns], np.int32),
             weights=weights,
         )
 
     @staticmethod
-    def _numbers(names: Sequence[str], found: Mapping[str, Column]) -> Tensor:
-        size = len(next(iter(found.values())).lengths)
+    def _numbers(names: Sequence[str], columns_by_name: Mapping[str, Column]) -> Tensor:
+        size = len(next(iter(columns_by_name.values())).lengths)
         parts = []
-        for column in (found[name] for name in names):
+        for column in (columns_by_name[name] for name in names):
             width = int(column.lengths[0]) if column.width is None else column.width
-            other = column.lengths != width
-            if other.any():
-                row = int(other.argmax())
+            mismatched = column.lengths != width
+            if mismatched.any():
+                row = int(mismatched.argmax())
                 raise InputError(
                     f"column {column.name!r}, row {row}: {column.lengths[row]} numbers, but row 0 has {width}. Dense"
                     " features and labels need the same number in each row"

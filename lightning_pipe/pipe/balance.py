@@ -83,7 +83,7 @@ def balance_by_memory(
     Args:
         module: see :func:`balance_by_time`, also for *partitions*, *sample* and *device*.
         chunks: number of micro-batches whose activations are held at the same time (default 1).
-        parameter_scale: bytes per byte of parameters, including the gradient and the optimiser states (default 4, for
+        parameter_scale: bytes per byte of parameters, including the gradient and the optimizer states (default 4, for
             Adam). Use 3 for SGD with momentum and 2 for SGD.
 
     Returns:
@@ -106,30 +106,30 @@ def _measure(
         devices = sorted({*devices, torch.device(device).index or 0})
     try:
         with torch.random.fork_rng(devices), torch.enable_grad(), using(_KeptSkips()):
-            found, value = [], sample
+            measurements, value = [], sample
             for layer in module:
                 with _moved(layer, device):
                     value = value if device is None else to_device(value, device)
-                    seconds, kept, value = _measure_layer(layer, value, repeats)
-                found.append((seconds, kept))
-            return found
+                    seconds, saved_bytes, value = _measure_layer(layer, value, repeats)
+                measurements.append((seconds, saved_bytes))
+            return measurements
     finally:
         with torch.no_grad():
-            for buffer, was in buffers:
-                buffer.copy_(was)
+            for buffer, original in buffers:
+                buffer.copy_(original)
 
 
 def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, int, Any]:
     parameters: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
-    own = {p.data_ptr() for p in layer.parameters()}
+    parameter_pointers = {p.data_ptr() for p in layer.parameters()}
     times = []
     for _ in range(repeats):
-        kept: dict[int, int] = {}
+        bytes_by_storage: dict[int, int] = {}
 
-        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+        def keep(tensor: Tensor, bytes_by_storage: dict[int, int] = bytes_by_storage) -> Tensor:
             storage = tensor.untyped_storage()
-            if tensor.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
+            if tensor.data_ptr() not in parameter_pointers:
+                bytes_by_storage[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         inputs = _leaves(value)
@@ -138,13 +138,13 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
             begin = time.perf_counter()
             # Copies, which layers may change in place.
             output = layer(pytree.tree_map_only(Tensor, Tensor.clone, inputs))
-        ends = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-        starts = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.requires_grad]
+        ends = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        starts = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if ends and starts + parameters:
-            torch.autograd.grad(ends, starts + parameters, [torch.ones_like(one) for one in ends], allow_unused=True)
+            torch.autograd.grad(ends, starts + parameters, [torch.ones_like(end) for end in ends], allow_unused=True)
         _wait(output)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times), sum(kept.values()), _leaves(output)
+    return statistics.median(times), sum(bytes_by_storage.values()), _leaves(output)
 
 
 @contextmanager
@@ -169,19 +169,19 @@ class _KeptSkips(Skips):
         self.values[key] = _leaves(value)
 
     def take(self, key: SkipKey) -> Any:
-        self.values[key] = taken = super().take(key)
-        return taken
+        self.values[key] = value = super().take(key)
+        return value
 
 
 def _leaves(value: Any) -> Any:
     """Detach all tensors, and let them require gradients if their dtype allows one."""
     return pytree.tree_map_only(
-        Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point() or one.is_complex()), value
+        Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()), value
     )
 
 
 def _wait(value: Any) -> None:
-    """Synchronise the GPUs of the tensors."""
+    """Synchronize the GPUs of the tensors."""
     for device in {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

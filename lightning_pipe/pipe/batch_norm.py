@@ -1,4 +1,4 @@
-"""Batch normalisation with running statistics of the whole mini-batch instead of its micro-batches."""
+"""Batch normalization with running statistics of the whole mini-batch instead of its micro-batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_pipe.pipe.position import Position, position
 
 
 class DeferredBatchNorm(BatchNorm):
-    """Normalises each micro-batch by its own mean and variance, and updates running statistics once per mini-batch.
+    """Normalizes each micro-batch by its own mean and variance, and updates running statistics once per mini-batch.
 
     The mean and the unbiased variance over all rows of the mini-batch are accumulated over its micro-batches (Chan,
     Golub and LeVeque, 1979), in double precision. After the last micro-batch they update the running statistics, and
     ``num_batches_tracked`` is incremented by one. Outside of a pipe, the layer behaves like PyTorch's batch
-    normalisation. State dict and arguments equal those of ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` and
+    normalization. State dict and arguments equal those of ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` and
     ``nn.BatchNorm3d``. Unlike these, it accepts inputs with any number of dimensions from two, (rows, channels, ...).
 
     Raises:
@@ -32,7 +32,7 @@ class DeferredBatchNorm(BatchNorm):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._now: tuple[object, int] | None = None  # mini-batch and micro-batch of the last forward
+        self._last_forward: tuple[object, int] | None = None  # mini-batch and micro-batch of the last forward
         self._call = 0  # number of earlier forwards of that micro-batch
         self._gathered: list[_Moments] = []  # moments of the mini-batch, for each of these forwards
 
@@ -51,12 +51,12 @@ class DeferredBatchNorm(BatchNorm):
 
     def _take(self, input: Tensor, where: Position) -> None:
         """Add a micro-batch to the moments of its mini-batch, and the last one to the running statistics."""
-        if self._now == (where.mini_batch, where.micro_batch):
+        if self._last_forward == (where.mini_batch, where.micro_batch):
             self._call += 1  # the layer appears several times in the Sequential
         else:
-            if self._now is None or self._now[0] is not where.mini_batch:
+            if self._last_forward is None or self._last_forward[0] is not where.mini_batch:
                 self._gathered = []  # discards moments of a mini-batch that ended with an error
-            self._now, self._call = (where.mini_batch, where.micro_batch), 0
+            self._last_forward, self._call = (where.mini_batch, where.micro_batch), 0
         if self._call == len(self._gathered):
             self._gathered.append(_Moments())
         moments = self._gathered[self._call]
@@ -92,46 +92,46 @@ class _Moments:
             self.count, self.mean, self.squares = count, mean, variance * count
             return
         total = self.count + count
-        apart = mean - self.mean
-        self.squares = self.squares + variance * count + apart.square() * (self.count * count / total)
-        self.mean = self.mean + apart * (count / total)
+        delta = mean - self.mean
+        self.squares = self.squares + variance * count + delta.square() * (self.count * count / total)
+        self.mean = self.mean + delta * (count / total)
         self.count = total
 
 
 def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Replace every batch normalisation of *module* by a :class:`DeferredBatchNorm` on the same tensors."""
-    known: dict[nn.Module, nn.Module] = {}
-    changed = _deferred(module, known)
+    """Replace every batch normalization of *module* by a :class:`DeferredBatchNorm` on the same tensors."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    changed = _deferred(module, replacements)
     if replaced is not None:
-        replaced.update({new: old for old, new in known.items() if new is not old})
+        replaced.update({deferred: original for original, deferred in replacements.items() if deferred is not original})
     return changed
 
 
 def undefer_batch_norm(module: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Restore the batch normalisations that :func:`defer_batch_norm` has replaced."""
+    """Restore the batch normalizations that :func:`defer_batch_norm` has replaced."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in layers:
-                before = layers[child]
-                before.training = child.training
-                parent._modules[name] = before
+                original = layers[child]
+                original.training = child.training
+                parent._modules[name] = original
 
 
-def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in known:
-        return known[module]
-    known[module] = module
+def _deferred(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in replacements:
+        return replacements[module]
+    replacements[module] = module
     if isinstance(module, BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
         if type(module).forward is not BatchNorm.forward:
             raise SetupError(
-                f"a {type(module).__name__} overrides forward, which a deferred batch normalisation would not run. Use"
+                f"a {type(module).__name__} overrides forward, which a deferred batch normalization would not run. Use"
                 " nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, or pass deferred_batch_norm=False"
             )
-        known[module] = _defer(module)
-        return known[module]
+        replacements[module] = _defer(module)
+        return replacements[module]
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _deferred(child, known)
+            module._modules[name] = _deferred(child, replacements)
     return module
 
 

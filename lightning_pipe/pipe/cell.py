@@ -58,16 +58,16 @@ class Cell:
     def __init__(
         self,
         partition: Partition,
-        of: MiniBatch,
+        mini_batch: MiniBatch,
         micro_batch: int,
         *,
         checkpointed: bool = False,
         loss: MicroLoss | None = None,
     ) -> None:
         self.partition = partition
-        self._of = of
+        self._mini_batch = mini_batch
         self._micro_batch = micro_batch
-        self.checkpointed = checkpointed and of.grad  # keeps only inputs, and recomputes before backward
+        self.checkpointed = checkpointed and mini_batch.grad  # keeps only inputs, and recomputes before backward
         self._loss = loss
         self._inputs: _Flat | None = None  # leaves of the graph
         self._outputs: _Flat | None = None  # outputs with their graph
@@ -77,20 +77,22 @@ class Cell:
 
     def forward(self, passed: Passed) -> Passed:
         """Run the layers and return their outputs, detached from the graph."""
-        leaves = _Flat.of(passed).map(self._leaf)
+        leaves = _Flat.flatten(passed).map(self._leaf)
         if not self.checkpointed:
             outputs = self._run(leaves, recomputing=False)
-            if self._of.grad:
+            if self._mini_batch.grad:
                 self._inputs, self._outputs = leaves, outputs
             return outputs.map(_cut).passed()
-        self._buffers = self.partition.snapshot(self._of.training[self.partition.index])
+        self._buffers = self.partition.snapshot(self._mini_batch.training[self.partition.index])
         with torch.no_grad():
             outputs = self._run(leaves, recomputing=False)
         self._inputs = leaves
         self._versions = [_version(tensor) for tensor in leaves.tensors()]
-        self._parameters = [_version(one) for one in self._of.parameters[self.partition.index]]
+        self._parameters = [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]]
         # Without a graph it is unknown which outputs will require gradients, so all that can require them do.
-        trains = bool(self._of.parameters[self.partition.index]) or any(leaf.requires_grad for leaf in leaves.tensors())
+        trains = bool(self._mini_batch.parameters[self.partition.index]) or any(
+            leaf.requires_grad for leaf in leaves.tensors()
+        )
         return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
 
     def recompute(self) -> None:
@@ -99,21 +101,22 @@ class Cell:
         assert leaves is not None
         changed = {
             "the input": _changed(leaves, self._versions),
-            "the training mode": self.partition.training != self._of.training[self.partition.index],
-            "a parameter": self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]],
+            "the training mode": self.partition.training != self._mini_batch.training[self.partition.index],
+            "a parameter": self._parameters
+            != [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]],
         }
         if any(changed.values()):
             raise SetupError(
-                f"{' and '.join(what for what in changed if changed[what])} of {self.partition.name} changed after its"
+                f"{' and '.join(name for name in changed if changed[name])} of {self.partition.name} changed after its"
                 " forward, but the recomputation needs the original. Change it after backward, or use"
                 " checkpoint='never' if a layer changes it in its forward, such as an embedding with max_norm"
             )
-        now, then = capture(), self._of.state
-        autocast = now._replace(
+        current, original = capture(), self._mini_batch.state
+        autocast = current._replace(
             grad=True,
-            autocast_cpu=then.autocast_cpu,
-            autocast_cuda=then.autocast_cuda,
-            autocast_cache=then.autocast_cache,
+            autocast_cpu=original.autocast_cpu,
+            autocast_cuda=original.autocast_cuda,
+            autocast_cache=original.autocast_cache,
         )
         with entered(autocast):
             self._outputs = self._run(leaves, recomputing=True)
@@ -124,69 +127,73 @@ class Cell:
         leaves, outputs = self._inputs, self._outputs
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None
-        ends, given = [], []
+        ends, output_gradients = [], []
         # Autograd adds gradients of several uses with the latest use first. Within one partition the order is unknown
         # here, and the use of the skip is assumed to be later than the use of the value.
         for key, tensors in sorted(
             outputs.parts.items(), key=lambda part: (-self.partition.target(part[0]), not part[0])
         ):
-            known = gradients.get(key)
+            part_gradients = gradients.get(key)
             for place, tensor in enumerate(tensors):
-                gradient = None if known is None else known[place]
+                gradient = None if part_gradients is None else part_gradients[place]
                 if isinstance(tensor, Tensor) and tensor.requires_grad and (gradient is not None or self._loss):
                     ends.append(tensor)
-                    given.append(gradient)
+                    output_gradients.append(gradient)
         starts = list({id(tensor): tensor for tensor in leaves.tensors() if tensor.requires_grad}.values())
-        parameters = self._of.parameters[self.partition.index]
-        found: list[Tensor | None] = [None] * (len(starts) + len(parameters))
-        if ends and found:
-            found = list(torch.autograd.grad(ends, [*starts, *parameters], given, allow_unused=True))
-        for parameter, gradient in zip(parameters, found[len(starts) :], strict=True):
+        parameters = self._mini_batch.parameters[self.partition.index]
+        leaf_gradients: list[Tensor | None] = [None] * (len(starts) + len(parameters))
+        if ends and leaf_gradients:
+            leaf_gradients = list(
+                torch.autograd.grad(ends, [*starts, *parameters], output_gradients, allow_unused=True)
+            )
+        for parameter, gradient in zip(parameters, leaf_gradients[len(starts) :], strict=True):
             if gradient is not None:
                 add(parameter, gradient)
-        of_leaf = dict(zip(map(id, starts), found, strict=False))
+        of_leaf = dict(zip(map(id, starts), leaf_gradients, strict=False))
         # A tensor that was passed in several times has one gradient, which is returned once.
-        return {key: [of_leaf.pop(id(one), None) for one in part] for key, part in leaves.parts.items()}
+        return {key: [of_leaf.pop(id(leaf), None) for leaf in part] for key, part in leaves.parts.items()}
 
     def _run(self, leaves: _Flat, *, recomputing: bool) -> _Flat:
-        partition, of = self.partition, self._of
-        training = of.training[partition.index]
+        partition, mini_batch = self.partition, self._mini_batch
+        training = mini_batch.training[partition.index]
         in_place = partition.changes_input.get(training)
         # The layers get a copy of the input if they change it in place, or if that is not known yet.
-        given = leaves.map(Tensor.clone) if in_place is not False else leaves
-        versions = [_version(tensor) for tensor in given.tensors()]
-        passed = given.passed()
+        inputs = leaves.map(Tensor.clone) if in_place is not False else leaves
+        versions = [_version(tensor) for tensor in inputs.tensors()]
+        passed = inputs.passed()
         skips = Skips(passed.skips)
-        where = Position(self._micro_batch, of.micro_batches, recomputing, of.token)
-        value = partition.run(passed.value, skips, where, of.seed, training, self._buffers if recomputing else None)
+        where = Position(self._micro_batch, mini_batch.micro_batches, recomputing, mini_batch.token)
+        value = partition.run(
+            passed.value, skips, where, mini_batch.seed, training, self._buffers if recomputing else None
+        )
         if in_place is None and not torch.is_inference_mode_enabled():
-            partition.changes_input[training] = _changed(given, versions)
-        elif in_place is False and _changed(given, versions):
+            partition.changes_input[training] = _changed(inputs, versions)
+        elif in_place is False and _changed(inputs, versions):
             raise SetupError(
                 f"{partition.name} changes its input in place, but did not do so for the first micro-batch. Use"
                 " out-of-place operations in its first layer"
             )
         if self._loss is not None:
-            value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, of.seed)
-        outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.targets}))
+            value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, mini_batch.seed)
+        outputs = _Flat.flatten(Passed(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
             self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
         return outputs
 
-    def _check_graph(self, leaves: _Flat, outputs: _Flat, known: Any) -> None:
+    def _check_graph(self, leaves: _Flat, outputs: _Flat, key: Any) -> None:
         """Refuse tensors that require gradients and are neither inputs nor parameters: they would get no gradient."""
         partition = self.partition
-        if known in partition.known_graphs:
+        if key in partition.known_graphs:
             return
-        mine = {id(one) for one in (*leaves.tensors(), *self._of.parameters[partition.index])}
-        seen, todo = set(), [one.grad_fn for one in outputs.tensors() if one.grad_fn is not None]
+        allowed_ids = {id(tensor) for tensor in (*leaves.tensors(), *self._mini_batch.parameters[partition.index])}
+        seen, todo = set(), [tensor.grad_fn for tensor in outputs.tensors() if tensor.grad_fn is not None]
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
             variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in mine:
+            if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in allowed_ids:
                 raise SetupError(
                     f"a tensor of shape {tuple(variable.shape)} in {partition.name}, or in the loss after it, requires"
                     " a gradient but is not a parameter of a layer, so it would get no gradient. Make it a parameter of"
@@ -194,10 +201,10 @@ class Cell:
                     " pipe(x) outside the pipe"
                 )
             todo += [following for following, _ in node.next_functions if following is not None]
-        partition.known_graphs.add(known)
+        partition.known_graphs.add(key)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(self._of.grad and tensor.requires_grad)
+        return tensor.detach().requires_grad_(self._mini_batch.grad and tensor.requires_grad)
 
 
 class _Flat:
@@ -208,12 +215,12 @@ class _Flat:
         self._specs = specs
 
     @classmethod
-    def of(cls, passed: Passed) -> _Flat:
+    def flatten(cls, passed: Passed) -> _Flat:
         flat = {key: pytree.tree_flatten(value) for key, value in [(None, passed.value), *passed.skips.items()]}
         for leaves, _ in flat.values():
             for leaf in leaves:
                 if not isinstance(leaf, Tensor | nn.Module) and any(
-                    isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
+                    isinstance(attribute, Tensor) for attribute in getattr(leaf, "__dict__", {}).values()
                 ):
                     raise InputError(
                         f"a {type(leaf).__name__} that contains tensors is passed between layers, or to a pipe, which"
@@ -228,9 +235,9 @@ class _Flat:
         """Replace each tensor by ``change(tensor)``, called once for a tensor that a value contains several times."""
 
         def changed(part: list[Any]) -> list[Any]:
-            known = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
-            new = {number: change(tensor) for number, tensor in known.items()}
-            return [new.get(id(leaf), leaf) for leaf in part]
+            tensors = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
+            replacements = {number: change(tensor) for number, tensor in tensors.items()}
+            return [replacements.get(id(leaf), leaf) for leaf in part]
 
         return _Flat({key: changed(part) for key, part in self.parts.items()}, self._specs)
 
@@ -245,8 +252,8 @@ def _cut(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad and _differentiable(tensor))
 
 
-def _changed(given: _Flat, versions: Sequence[int]) -> bool:
-    return any(_version(tensor) != version for tensor, version in zip(given.tensors(), versions, strict=True))
+def _changed(inputs: _Flat, versions: Sequence[int]) -> bool:
+    return any(_version(tensor) != version for tensor, version in zip(inputs.tensors(), versions, strict=True))
 
 
 def _differentiable(tensor: Tensor) -> bool:

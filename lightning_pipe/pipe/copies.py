@@ -25,7 +25,7 @@ class Sent:
 class Copier:
     """Copies between the partitions' devices.
 
-    Synchronisation on a GPU, as in torchgpipe::
+    Synchronization on a GPU, as in torchgpipe::
 
         compute of the source   ... makes x │                         (1) the copy waits for what made x
         copy streams                        │ (1) y = x.to(target) │  (2) the receiver waits for the copy
@@ -39,33 +39,33 @@ class Copier:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._streams: dict[tuple[int, int], Any] = {}  # by partition and micro-batch
-        self._making = threading.Lock()
+        self._streams_lock = threading.Lock()
 
     def send(self, value: Any, source: int, target: int, chunk: int) -> Sent:
         """Start a copy of *value*, which the calling thread's streams have computed or will compute."""
-        here, there = self._devices[source], self._devices[target]
-        if here == there:
+        source_device, target_device = self._devices[source], self._devices[target]
+        if source_device == target_device:
             return Sent(value)
         leaves, spec = pytree.tree_flatten(value)
-        ends = [self._stream(partition, chunk) for partition in (source, target) if self._on_gpu(partition)]
-        for stream in ends:
+        streams = [self._stream(partition, chunk) for partition in (source, target) if self._on_gpu(partition)]
+        for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))  # (1)
         with ExitStack() as stack:
-            for stream in ends:
+            for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            moved = [leaf.to(there, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            events = [stream.record_event() for stream in ends]
+            moved = [leaf.to(target_device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            events = [stream.record_event() for stream in streams]
         if self._on_gpu(source):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    leaf.record_stream(ends[0])
+                    leaf.record_stream(streams[0])
         return Sent(pytree.tree_unflatten(moved, spec), tuple(events))
 
     def receive(self, sent: Sent, partition: int) -> Any:
         """Return the value that was sent to *partition*, ready for the calling thread's current stream there."""
-        there = self._devices[partition]
-        if there.type == "cuda":
-            stream = torch.cuda.current_stream(there)
+        device = self._devices[partition]
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
             for event in sent.events:
                 stream.wait_event(event)  # (2)
             if sent.events:
@@ -81,7 +81,7 @@ class Copier:
         return self._devices[partition].type == "cuda"
 
     def _stream(self, partition: int, chunk: int) -> Any:
-        with self._making:  # threads of neighbouring partitions use the same streams
+        with self._streams_lock:  # threads of neighboring partitions use the same streams
             stream = self._streams.get((partition, chunk))
             if stream is None:
                 stream = self._streams[partition, chunk] = torch.cuda.Stream(self._devices[partition])

@@ -29,22 +29,22 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
-        self._own: set[int] = set()
+        self._unshared: set[int] = set()
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient of *parameter*."""
         key = id(parameter)
-        known = self._sums.get(key)
-        if known is None:
+        total = self._sums.get(key)
+        if total is None:
             self._sums[key] = gradient
-        elif key in self._own and known.layout == gradient.layout:
-            known.add_(gradient)
+        elif key in self._unshared and total.layout == gradient.layout:
+            total.add_(gradient)
         else:
             # Out of place, because the first gradient may be shared: autograd passes tensors through if it can.
             # PyTorch supports dense + sparse, but not sparse + dense.
-            dense_last = known.is_sparse and not gradient.is_sparse
-            self._sums[key] = gradient + known if dense_last else known + gradient
-            self._own.add(key)
+            dense_last = total.is_sparse and not gradient.is_sparse
+            self._sums[key] = gradient + total if dense_last else total + gradient
+            self._unshared.add(key)
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """Return the sum of *parameter*; None without a gradient."""
@@ -62,7 +62,7 @@ def attach_loss(
     loss: Tensor, upstream: Sequence[Tensor], gradients: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
     """Return a loss whose gradients have already been computed."""
-    pending = _Pending(lambda given: gradients(given[0] if given[0] is not None else torch.ones_like(loss)))
+    pending = _Pending(lambda grads: gradients(grads[0] if grads[0] is not None else torch.ones_like(loss)))
     token = _RunPending.apply(pending, *upstream)
     attached: Tensor = _Result.apply(pending, token, loss)[0]
     return attached
@@ -73,7 +73,7 @@ class _Pending:
 
     def __init__(self, backward: Backward) -> None:
         self._backward: Backward | None = backward
-        self.given: list[Tensor | None] = []
+        self.output_gradients: list[Tensor | None] = []
 
     def __call__(self) -> Sequence[Tensor | None]:
         backward, self._backward = self._backward, None
@@ -82,8 +82,8 @@ class _Pending:
                 "backward was called a second time for the same forward of a pipe, whose graph is freed. Call the pipe"
                 " again, or add the losses and call backward once (retain_graph has no effect on a pipe)"
             )
-        given, self.given = self.given, []
-        return backward(given)
+        output_gradients, self.output_gradients = self.output_gradients, []
+        return backward(output_gradients)
 
 
 class _RunPending(torch.autograd.Function):
@@ -112,5 +112,5 @@ class _Result(torch.autograd.Function):
                 "backward through a pipe was called with create_graph=True, but a pipe does not support second"
                 " derivatives. Use the Sequential without a pipe"
             )
-        ctx.pending.given = list(gradients)
+        ctx.pending.output_gradients = list(gradients)
         return (None, torch.empty(0, device="cpu"), *(None for _ in gradients))

@@ -1,4 +1,4 @@
-"""Loss of a mini-batch as a sum over its micro-batches, normalised over the whole mini-batch.
+"""Loss of a mini-batch as a sum over its micro-batches, normalized over the whole mini-batch.
 
 A mean over rows is the mean of the micro-batches' means, weighted by their rows. A cross entropy that ignores targets
 or weights classes divides by the total weight of the counted targets. For the whole mini-batch, this weight is computed
@@ -32,20 +32,21 @@ _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss
 class MiniBatchLoss:
     """Builds the loss functions of a mini-batch's micro-batches."""
 
-    def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known: set[Any]) -> None:
+    def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known_means: set[Any]) -> None:
         loss_fn = _FUNCTIONS[loss_fn]() if _is_known(loss_fn) else loss_fn  # type: ignore[index]
-        told: Any = reduction
-        if told is None:
-            told = getattr(loss_fn, "reduction", None) or getattr(loss_fn, "keywords", {}).get("reduction")
-        if told is not None and told not in _REDUCTIONS:
+        declared: Any = reduction
+        if declared is None:
+            declared = getattr(loss_fn, "reduction", None) or getattr(loss_fn, "keywords", {}).get("reduction")
+        if declared is not None and declared not in _REDUCTIONS:
             raise InputError(
-                f"loss_fn has the reduction {told!r}; expected 'mean' or 'sum', which give a scalar for a micro-batch"
+                f"loss_fn has the reduction {declared!r}; expected 'mean' or 'sum', which give a scalar for a"
+                " micro-batch"
             )
         self.loss_fn = loss_fn
-        self.reduction: Reduction = "mean" if told is None else _REDUCTIONS[told]
-        self._known = known
+        self.reduction: Reduction = "mean" if declared is None else _REDUCTIONS[declared]
+        self._known_means = known_means
         self._kind = _kind_of(loss_fn)
-        self._to_try = told is None and self._kind not in known
+        self._to_try = declared is None and self._kind not in known_means
 
     def of_micro_batches(self, targets: Any, count: int, scale: float) -> list[MicroLoss]:
         """Return the loss functions of *count* micro-batches."""
@@ -65,23 +66,23 @@ class MiniBatchLoss:
 
     def check(self, first: MicroLoss) -> None:
         """Check that a function without a ``reduction`` returns a mean over rows, after the first micro-batch."""
-        if first.kept is None:
+        if first.sample is None:
             return
-        output, target, whole, dtype = first.kept
-        first.kept = None
+        output, target, loss, dtype = first.sample
+        first.sample = None
         parts = _on_halves(self.loss_fn, output, target)
         if parts is None:
             return
         (a, rows_a), (b, rows_b) = parts
-        near = _rounding(output, dtype) * (abs(a) + abs(b) + abs(whole)) + 1e-12
-        if abs(whole - (a * rows_a + b * rows_b) / (rows_a + rows_b)) <= near:
-            self._known.add(self._kind)
+        near = _rounding(output, dtype) * (abs(a) + abs(b) + abs(loss)) + 1e-12
+        if abs(loss - (a * rows_a + b * rows_b) / (rows_a + rows_b)) <= near:
+            self._known_means.add(self._kind)
             return
-        found = f"{whole:.6g} for {rows_a + rows_b} rows, {a:.6g} for the first {rows_a} and {b:.6g} for the rest"
-        is_sum = abs(whole - a - b) <= near
+        description = f"{loss:.6g} for {rows_a + rows_b} rows, {a:.6g} for the first {rows_a} and {b:.6g} for the rest"
+        is_sum = abs(loss - a - b) <= near
         raise InputError(
-            f"loss_fn returns {found}, which is {'a sum' if is_sum else 'neither a mean nor a sum'} over rows; expected"
-            " a mean. If it returns a sum, pass reduction='sum'. For ignored targets or class weights, pass"
+            f"loss_fn returns {description}, which is {'a sum' if is_sum else 'neither a mean nor a sum'} over rows;"
+            " expected a mean. If it returns a sum, pass reduction='sum'. For ignored targets or class weights, pass"
             " nn.CrossEntropyLoss, or return a sum and divide the result of pipe.loss. To average the micro-batches'"
             " losses anyway, pass reduction='mean'"
         )
@@ -97,18 +98,18 @@ class MicroLoss:
         self._keep = keep
         self.kind = _kind_of(loss_fn)
         self.value: Tensor = torch.empty(())  # summand without the scale
-        self.kept: tuple[Any, Any, float, torch.dtype] | None = None  # output, target, loss and its dtype
+        self.sample: tuple[Any, Any, float, torch.dtype] | None = None  # output, target, loss and its dtype
 
     def __call__(self, output: Any) -> Tensor:
         loss = self._loss_fn(output, self._target)
         if not isinstance(loss, Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            returned = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
-                f"loss_fn returned {found}; expected a tensor without dimensions. Return a mean or a sum over rows"
+                f"loss_fn returned {returned}; expected a tensor without dimensions. Return a mean or a sum over rows"
             )
         if self._keep:
             detached = pytree.tree_map_only(Tensor, Tensor.detach, output)
-            self.kept = detached, self._target, float(loss.detach()), loss.dtype
+            self.sample = detached, self._target, float(loss.detach()), loss.dtype
         if self._total is not None:
             loss = loss / self._total
         if self._weight != 1.0:
@@ -138,7 +139,7 @@ def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
     assert isinstance(loss_fn, _CROSS_ENTROPIES)
     counts = targets != loss_fn.ignore_index
     if loss_fn.weight is None:
-        # On a GPU this synchronises the host once per mini-batch. If all targets count, means stay bitwise the same.
+        # On a GPU this synchronizes the host once per mini-batch. If all targets count, means stay bitwise the same.
         return None if bool(counts.all()) else counts.sum()
     weights: Tensor = loss_fn.weight.to(targets.device)
     return weights[targets[counts]].sum()
@@ -151,10 +152,10 @@ def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[fl
         before = torch.get_rng_state()
         try:
             pieces = zip(scatter(output, 2), scatter(target, 2), strict=True)
-            found = [(float(loss_fn(*piece)), rows_of(piece[1])) for piece in pieces]
+            losses = [(float(loss_fn(*piece)), rows_of(piece[1])) for piece in pieces]
         except Exception:
             return None  # the function cannot be computed on a part of a micro-batch
-        return found if torch.equal(before, torch.get_rng_state()) else None
+        return losses if torch.equal(before, torch.get_rng_state()) else None
 
 
 def _rounding(output: Any, dtype: torch.dtype) -> float:
@@ -165,10 +166,10 @@ def _rounding(output: Any, dtype: torch.dtype) -> float:
     of different signs that cancel. Integers are exact.
     """
     epsilon = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    count = max((one.numel() for one in pytree.tree_leaves(output) if isinstance(one, Tensor)), default=1)
+    count = max((leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), default=1)
     return float(2 * epsilon + 16 * min(epsilon, torch.finfo(torch.float32).eps) * count**0.5)
 
 
 def total_of(losses: Sequence[MicroLoss]) -> Tensor:
     """Return the loss of the mini-batch."""
-    return sum((one.value for one in losses[1:]), losses[0].value)
+    return sum((loss.value for loss in losses[1:]), losses[0].value)

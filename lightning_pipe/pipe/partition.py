@@ -66,8 +66,8 @@ class Partition:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients."""
-        own = dict.fromkeys(parameter for layer in self.layers for parameter in layer.parameters())
-        return [parameter for parameter in own if parameter.requires_grad]
+        parameters = dict.fromkeys(parameter for layer in self.layers for parameter in layer.parameters())
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def compile(self, **options: Any) -> None:
         """Compile the layers in their next run, unless they draw random numbers."""
@@ -80,8 +80,8 @@ class Partition:
             # Each partition has its own code object: torch.compile limits how often it compiles the same one.
             shared = Partition._run_layers
             code = shared.__code__.replace(co_name=f"partition{self.index}")
-            own = FunctionType(code, shared.__globals__, code.co_name, shared.__defaults__, shared.__closure__)
-            self._compiled = torch.compile(own.__get__(self), **self._compile_options)
+            function = FunctionType(code, shared.__globals__, code.co_name, shared.__defaults__, shared.__closure__)
+            self._compiled = torch.compile(function.__get__(self), **self._compile_options)
         return self._compiled
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class Partition:
         draws = None if self.watched else self.draws.get(training)
         if draws is None and self._compile_options is not None and not self.watched:
             draws = self._try_draws(inputs, skips, where, seed, training)
-        kept = self._changes_seen(training) if buffers is None else self._buffers_are(buffers)
-        with at(where), using(skips), kept:
+        buffer_context = self._changes_seen(training) if buffers is None else self._buffers_are(buffers)
+        with at(where), using(skips), buffer_context:
             if draws is False:
                 return (self.compiled or self._run_layers)(inputs)
             with LayerGenerators(seed, where.micro_batch) as generators:
@@ -119,10 +119,10 @@ class Partition:
             return loss(output)
         with LayerGenerators(seed, where.micro_batch) as generators:
             generators.enter_layer(self.first + len(self.layers))
-            found = loss(output)
+            result = loss(output)
         if not self.watched:
             self.loss_draws[kind] = generators.drew
-        return found
+        return result
 
     def _try_draws(
         self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes
@@ -132,7 +132,7 @@ class Partition:
         The first micro-batch itself must run compiled: later compiled micro-batches may change tensors that an
         uncompiled one has saved for its backward.
         """
-        given = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
+        input_copies = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
         with (
             torch.no_grad(),
             at(where._replace(recomputing=True)),
@@ -140,7 +140,7 @@ class Partition:
             self._buffers_are(self.snapshot(None)),
             LayerGenerators(seed, where.micro_batch) as generators,
         ):
-            self._run_layers(given, generators.enter_layer)
+            self._run_layers(input_copies, generators.enter_layer)
         self.draws[training] = generators.drew
         if generators.drew:
             warnings.warn(
@@ -199,12 +199,12 @@ class Partition:
         ]
 
     @contextmanager
-    def _buffers_are(self, others: Sequence[NamedBuffer]) -> Iterator[None]:
-        """Context in which *others* replace the buffers, which the first forward has already updated."""
+    def _buffers_are(self, replacements: Sequence[NamedBuffer]) -> Iterator[None]:
+        """Context in which *replacements* replace the buffers, which the first forward has already updated."""
         # Replaced, not overwritten and restored: the graphs of earlier micro-batches hold the original tensors.
-        before = [(module, name, module._buffers[name]) for module, name, _ in others]
-        for module, name, other in others:
-            module._buffers[name] = other
+        before = [(module, name, module._buffers[name]) for module, name, _ in replacements]
+        for module, name, replacement in replacements:
+            module._buffers[name] = replacement
         try:
             yield
         finally:

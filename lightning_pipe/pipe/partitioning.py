@@ -31,17 +31,17 @@ def check_sequential(module: Any) -> None:
             f"{type(module).__name__} overrides forward, which partitions would not run; expected a plain"
             " nn.Sequential. Move the code of its forward into layers"
         )
-    lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise SetupError(
-            f"{lazy[0]!r} of the Sequential has no shape yet; expected initialised parameters and buffers. Run the"
+            f"{lazy[0]!r} of the Sequential has no shape yet; expected initialized parameters and buffers. Run the"
             " Sequential once on a batch before building the pipe"
         )
-    own = [*module._parameters, *module._buffers]
-    if own:
+    direct_names = [*module._parameters, *module._buffers]
+    if direct_names:
         raise SetupError(
-            f"the Sequential has {', '.join(map(repr, own))} in addition to its layers; expected parameters and buffers"
-            " in layers only. Move them into the layer that uses them"
+            f"the Sequential has {', '.join(map(repr, direct_names))} in addition to its layers; expected parameters"
+            " and buffers in layers only. Move them into the layer that uses them"
         )
 
 
@@ -83,22 +83,22 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
         return [torch.device("cpu")] * (1 if balance is None else len(balance))
     if isinstance(devices, str | torch.device | int):
         raise PlanError(f"devices is the single device {devices!r}; expected a list. Give one device per partition")
-    found = []
-    for one in devices:
-        if isinstance(one, bool):
+    parsed = []
+    for entry in devices:
+        if isinstance(entry, bool):
             raise SetupError(
-                f"devices contains {one!r}, which is not a device; expected for example 'cpu', 'cuda:0' or 0"
+                f"devices contains {entry!r}, which is not a device; expected for example 'cpu', 'cuda:0' or 0"
             )
         try:
-            device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+            device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
         except (RuntimeError, TypeError) as error:
             raise SetupError(
-                f"devices contains {one!r}, which is not a device ({str(error).splitlines()[0]}); expected for example"
-                " 'cpu', 'cuda:0' or 0 (the index of a GPU)"
+                f"devices contains {entry!r}, which is not a device ({str(error).splitlines()[0]}); expected for"
+                " example 'cpu', 'cuda:0' or 0 (the index of a GPU)"
             ) from error
         if device.type == "meta":
             raise SetupError(
-                f"devices contains {one!r}, which cannot run layers; expected for example 'cpu', 'cuda:0' or 0"
+                f"devices contains {entry!r}, which cannot run layers; expected for example 'cpu', 'cuda:0' or 0"
             )
         if device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same device
@@ -115,10 +115,10 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
                     f"devices contains {device}, but this machine has {torch.cuda.device_count()} GPUs. Use a smaller"
                     " index"
                 )
-        found.append(device)
-    if not found:
+        parsed.append(device)
+    if not parsed:
         raise PlanError("devices is empty; expected at least one device. Give one device per partition")
-    return found
+    return parsed
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
@@ -139,11 +139,11 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:
                 ("parameter", *named) for named in layer.named_parameters(remove_duplicate=False)
             ]
             tensors += [("buffer", *named) for named in layer.named_buffers(remove_duplicate=False)]
-            for what, name, tensor in tensors:
+            for kind, name, tensor in tensors:
                 first = owner.setdefault(id(tensor), partition)
                 if first != partition:
                     raise SetupError(
-                        f"the {what} {name!r} of a {type(layer).__name__} is shared by partitions {first} and"
-                        f" {partition}; expected each {what} in one partition. Put the layers that share it into one"
+                        f"the {kind} {name!r} of a {type(layer).__name__} is shared by partitions {first} and"
+                        f" {partition}; expected each {kind} in one partition. Put the layers that share it into one"
                         " partition with balance, or copy it"
                     )

@@ -29,10 +29,10 @@ class Pipe(nn.Module):
     while one partition processes a micro-batch, the previous partition processes the next micro-batch. Forward,
     backward and recomputation run in parallel, on CPUs too. Outputs, gradients and parameters equal those of the
     Sequential on the same micro-batches, bit for bit. Layers that compute statistics over a batch, such as batch
-    normalisation, compute them over each micro-batch.
+    normalization, compute them over each micro-batch.
 
     The layers are the Sequential's own modules, with their hooks. They are moved to the devices of their partitions,
-    and the state dict has the Sequential's keys. Gradients and optimiser states are on the devices of their parameters.
+    and the state dict has the Sequential's keys. Gradients and optimizer states are on the devices of their parameters.
 
     The design is GPipe (Huang et al., 2019) as implemented by torchgpipe (Kim et al., 2020); :meth:`loss` runs 1F1B
     (Narayanan et al., 2019).
@@ -50,7 +50,7 @@ class Pipe(nn.Module):
             once for each entry of *balance*).
         balance: number of layers of each partition (default: balanced by the number of parameters). Use
             ``balance_by_time`` or ``balance_by_memory`` to balance by measurements.
-        deferred_batch_norm: True to update the running statistics of batch normalisations once per mini-batch, from
+        deferred_batch_norm: True to update the running statistics of batch normalizations once per mini-batch, from
             all of its rows (default False). Replaces these layers by :class:`~lightning_pipe.pipe.DeferredBatchNorm`.
 
     Raises:
@@ -79,7 +79,7 @@ class Pipe(nn.Module):
         self._loss_scale: Callable[[], float] | None = None
         self._known_losses: set[Any] = set()  # kinds of functions that are known to return means
         self._deferred: dict[nn.Module, nn.Module] = {}  # from each new layer to the replaced layer
-        if any(isinstance(one, Pipe) for layer in module for one in layer.modules()):
+        if any(isinstance(submodule, Pipe) for layer in module for submodule in layer.modules()):
             raise SetupError(
                 "a layer of the Sequential contains a Pipe; expected layers without a Pipe. Build one Pipe over all"
                 " layers"
@@ -111,7 +111,7 @@ class Pipe(nn.Module):
 
     @property
     def deferred(self) -> dict[nn.Module, nn.Module]:
-        """Original batch normalisations, keyed by the layers that *deferred_batch_norm* has replaced them with."""
+        """Original batch normalizations, keyed by the layers that *deferred_batch_norm* has replaced them with."""
         return self._deferred
 
     @property
@@ -177,10 +177,10 @@ class Pipe(nn.Module):
         places = [
             place
             for place in range(len(gathered))
-            if any(isinstance(one[place], Tensor) and one[place].requires_grad for one in leaves)
+            if any(isinstance(chunk[place], Tensor) and chunk[place].requires_grad for chunk in leaves)
         ]
         if places:
-            sizes = {place: [len(one[place]) for one in leaves] for place in places}
+            sizes = {place: [len(chunk[place]) for chunk in leaves] for place in places}
 
             # Captures the count, not the outputs: they hold this function, and the cycle would keep both alive.
             count = len(gathered)
@@ -228,7 +228,7 @@ class Pipe(nn.Module):
             InputError: inputs and targets have different numbers of rows, the loss is not a scalar, or it is neither a
                 mean over rows nor declared to be a sum.
         """
-        of_all = MiniBatchLoss(loss_fn, reduction, self._known_losses)
+        mini_batch_loss = MiniBatchLoss(loss_fn, reduction, self._known_losses)
         run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
         if not 0 < run.rows == rows_of(targets):
@@ -237,7 +237,7 @@ class Pipe(nn.Module):
                 " least 1. Give one target for each row, and skip empty batches"
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
-        losses = of_all.of_micro_batches(targets, run.count, scale)
+        losses = mini_batch_loss.of_micro_batches(targets, run.count, scale)
         micro_batches = run.micro_batches(losses)
         plan = "1f1b" if run.grad else "gpipe_forward"
 
@@ -248,15 +248,18 @@ class Pipe(nn.Module):
         with run.parameters_alone():
             first_gradients = self._schedule.run(plan, micro_batches, first_gradients_of)
         run.check_generators()
-        of_all.check(losses[0])
+        mini_batch_loss.check(losses[0])
         total = total_of(losses)
         if not run.grad or not run.upstream:
             return total
-        known = run.collect(first_gradients)
+        collected = run.collect(first_gradients)
 
-        def gradients(given: Tensor) -> Sequence[Tensor | None]:
-            factor = given / scale
-            return [None if one is None else one * factor.to(one.device, one.dtype) for one in known]
+        def gradients(loss_gradient: Tensor) -> Sequence[Tensor | None]:
+            factor = loss_gradient / scale
+            return [
+                None if gradient is None else gradient * factor.to(gradient.device, gradient.dtype)
+                for gradient in collected
+            ]
 
         return attach_loss(total, run.upstream, gradients)
 
@@ -321,7 +324,7 @@ class Pipe(nn.Module):
             SetupError: a device is given, and not all layers are on it.
         """
         device = device_of_to(*args, **kwargs)
-        if device is not None and any(one != device for one in self.devices):
+        if device is not None and any(partition_device != device for partition_device in self.devices):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)
 

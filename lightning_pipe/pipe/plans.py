@@ -87,8 +87,8 @@ def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipe
 
 def work_of(task: str) -> tuple[str, int]:
     """Return kind and partition of a task: ``("Forward", 0)``, ``("Recompute", 2)`` or ``("Backward", 1)``."""
-    what = task.rstrip("0123456789")
-    return what, int(task.removeprefix(what))
+    kind = task.rstrip("0123456789")
+    return kind, int(task.removeprefix(kind))
 
 
 def value_field(partition: int) -> str:

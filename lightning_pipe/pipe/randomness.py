@@ -35,7 +35,7 @@ class MiniBatchSeed:
         ahead.set_state(torch.default_generator.get_state())
         self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64, generator=ahead, device="cpu"))
         self.drawn = False
-        self._taken = False
+        self._advanced = False
 
     def of(self, layer: int, micro_batch: int) -> int:
         """Return the seed of a layer for a micro-batch."""
@@ -44,8 +44,8 @@ class MiniBatchSeed:
 
     def take(self) -> None:
         """Draw the number from the user's generator if a layer has drawn. Later calls do nothing."""
-        if self.drawn and not self._taken:
-            self._taken = True
+        if self.drawn and not self._advanced:
+            self._advanced = True
             torch.randint(0, _SEEDS, (), dtype=torch.int64, device="cpu")
 
 
@@ -76,25 +76,25 @@ class LayerGenerators(TorchDispatchMode):
         device = _device_of(args, kwargs)
         if device.type == "cpu" and any(argument.name == "generator" for argument in schema_of(func).arguments):
             # An explicit generator leaves the shared one untouched, so threads need no lock.
-            return func(*args, **{**kwargs, "generator": self._own(device)})
+            return func(*args, **{**kwargs, "generator": self._layer_generator(device)})
         with _lock:
-            own, shared = self._own(device), _generator(device)
-            theirs = shared.get_state()
+            generator, shared = self._layer_generator(device), _generator(device)
+            shared_state = shared.get_state()
             try:
-                shared.set_state(own.get_state())
+                shared.set_state(generator.get_state())
                 result = func(*args, **kwargs)
-                own.set_state(shared.get_state())
+                generator.set_state(shared.get_state())
             finally:
-                shared.set_state(theirs)
+                shared.set_state(shared_state)
         return result
 
-    def _own(self, device: torch.device) -> torch.Generator:
+    def _layer_generator(self, device: torch.device) -> torch.Generator:
         """Return the current layer's generator."""
-        known = self._generators.get(device)
-        if known is None:
-            known = self._generators[device] = torch.Generator(device)
-            known.manual_seed(self._seed.of(self._layer, self._micro_batch))
-        return known
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device)
+            generator.manual_seed(self._seed.of(self._layer, self._micro_batch))
+        return generator
 
 
 def _refuse_inner_checkpoint() -> None:
@@ -109,13 +109,13 @@ def _refuse_inner_checkpoint() -> None:
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a random operation draws from a shared generator with these arguments."""
-    if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
+    if any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
         return False
     # For example attention without dropout: counted as a draw, it would wait for the lock of other partitions.
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.name in _SWITCHES:
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            if given is not None and not given:  # no probability, or not in training
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            if value is not None and not value:  # no probability, or not in training
                 return False
     return True
 

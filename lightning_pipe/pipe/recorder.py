@@ -25,7 +25,7 @@ class PartitionRecorder:
         """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch."""
         bars = []
         for span in self._pipe.stop_trace():
-            what, partition = work_of(span.task)
-            kind = _KINDS[what]
+            task_kind, partition = work_of(span.task)
+            kind = _KINDS[task_kind]
             bars.append(microbatch_bar(partition, kind, span.iteration, span.start, span.end, rank, span.thread))
         return in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)

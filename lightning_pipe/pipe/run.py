@@ -56,16 +56,23 @@ class Run:
         self._inputs = list(pytree.tree_leaves(inputs))
         self.upstream: list[Tensor] = [
             tensor
-            for tensor in (*self._inputs, *(one for part in self._parameters for one in part))
+            for tensor in (*self._inputs, *(parameter for part in self._parameters for parameter in part))
             if isinstance(tensor, Tensor) and tensor.requires_grad
         ]
         self._sums = [GradientSums() for _ in self._partitions]
         self._seed = MiniBatchSeed()
         self._generators = SharedGenerators(self._devices)
         self._mini_batch = MiniBatch(
-            self.count, self._seed, self.grad, capture(), [one.training for one in self._partitions], self._parameters
+            self.count,
+            self._seed,
+            self.grad,
+            capture(),
+            [partition.training for partition in self._partitions],
+            self._parameters,
         )
-        self._streams = [torch.cuda.current_stream(one) for one in dict.fromkeys(self._devices) if one.type == "cuda"]
+        self._streams = [
+            torch.cuda.current_stream(device) for device in dict.fromkeys(self._devices) if device.type == "cuda"
+        ]
         self._cells: list[list[Cell]] = []
 
     def micro_batches(self, losses: Sequence[MicroLoss] = ()) -> list[MicroBatch]:
@@ -105,36 +112,36 @@ class Run:
             for index in reversed(range(self.count))
         ]
         with self.parameters_alone():
-            found = self._scheduler.run(
+            input_gradients = self._scheduler.run(
                 "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, gradient_field(0)).value
             )
         self.check_generators()
-        return self.collect(found[::-1])
+        return self.collect(input_gradients[::-1])
 
     @contextmanager
     def parameters_alone(self) -> Iterator[None]:
         """Context without hooks of parameters, which must see only the sum of gradients over micro-batches."""
-        hooked = [hooks for part in self._parameters for one in part if (hooks := gradient_hooks(one))]
-        kept = [dict(hooks) for hooks in hooked]
+        hooked = [hooks for part in self._parameters for parameter in part if (hooks := gradient_hooks(parameter))]
+        saved_hooks = [dict(hooks) for hooks in hooked]
         for hooks in hooked:
             hooks.clear()
         try:
             yield
         finally:
-            for hooks, known in zip(hooked, kept, strict=True):
-                hooks.update(known)
+            for hooks, saved in zip(hooked, saved_hooks, strict=True):
+                hooks.update(saved)
 
-    def collect(self, of_inputs: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
+    def collect(self, input_gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
         """Collect the gradients of :attr:`upstream`."""
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 rows = torch.tensor_split(leaf.detach(), self.count)
-                parts = [one[place] for one in of_inputs]
+                parts = [leaf_gradients[place] for leaf_gradients in input_gradients]
                 if all(part is None for part in parts):
-                    found.append(None)
+                    gradients.append(None)
                 else:
-                    found.append(
+                    gradients.append(
                         torch.cat(
                             [
                                 torch.zeros_like(row) if part is None else part
@@ -143,8 +150,8 @@ class Run:
                         )
                     )
         for sums, parameters in zip(self._sums, self._parameters, strict=True):
-            found += [sums.of(parameter) for parameter in parameters]
-        return found
+            gradients += [sums.of(parameter) for parameter in parameters]
+        return gradients
 
     def check_generators(self) -> None:
         """Check the shared generators, and advance the user's generator by the mini-batch's draw."""
@@ -157,14 +164,14 @@ class Run:
                 raise
         self._seed.take()
 
-    def _micro_batch(self, index: int, piece: Any, given: list[Tensor | None] | None = None) -> MicroBatch:
+    def _micro_batch(self, index: int, piece: Any, output_gradients: list[Tensor | None] | None = None) -> MicroBatch:
         return MicroBatch(
             index,
             self.count,
             self._cells[index],
             piece,
             self._sums,
-            given,
+            output_gradients,
             self._streams,
             self.rows_of_micro_batches[index],
         )

@@ -38,7 +38,7 @@ def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
     """Concatenate outputs of micro-batches; the inverse of :func:`scatter`."""
     flattened = [pytree.tree_flatten(value) for value in values]
     spec = flattened[0][1]
-    if any(other != spec for _, other in flattened):
+    if any(other_spec != spec for _, other_spec in flattened):
         raise InputError(
             f"the micro-batches' outputs have different structures, {spec} and others; expected the same structure for"
             " all micro-batches"
@@ -80,8 +80,8 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     return first
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(left == right)
     except (ValueError, RuntimeError):  # for example arrays, which compare element by element
         return False

@@ -30,11 +30,11 @@ class MicroBatch:
     """State of a micro-batch in flight."""
 
     index: int
-    of: int
+    count: int
     cells: Sequence[Cell]  # of each partition
     inputs: Any  # released when the first layer has run
     sums: Sequence[GradientSums]  # of each partition
-    given: list[Tensor | None] | None = None  # gradients of the outputs; None if the last cell computes the loss
+    output_gradients: list[Tensor | None] | None = None  # None if the last cell computes the loss
     streams: Sequence[Any] = field(default=())  # the caller's current stream on each GPU
     rows: int = 1
     schedulers: tuple[Scheduler, ...] = ()  # that run it: those of pipes whose layers call this pipe come first
@@ -63,7 +63,7 @@ class _Tasks:
 
     def forward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
-        with self._at(micro, index, "forward"):
+        with self._partition_context(micro, index, "forward"):
             if index == 0:
                 value, micro.inputs = micro.inputs, None
             else:
@@ -86,32 +86,36 @@ class _Tasks:
         micro: MicroBatch = ctx.batch
         cell = micro.cells[index]
         if cell.checkpointed:
-            with self._at(micro, index, "recomputation"):
+            with self._partition_context(micro, index, "recomputation"):
                 cell.recompute()
 
     def backward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
         # In Pipe.loss, backward runs inside the caller's autocast. A caller of backward() has usually left it.
-        inside = micro.given is None
-        with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
+        inside = micro.output_gradients is None
+        with self._partition_context(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
                 gradients[None] = self._copier.receive(ctx.take(gradient_field(index + 1)), index)
-            elif micro.given is not None:
-                gradients[None] = micro.given
+            elif micro.output_gradients is not None:
+                gradients[None] = micro.output_gradients
             for number, route in enumerate(self._routes):
                 if route.source == index:
                     gradients[route.key] = self._copier.receive(ctx.take(skip_gradient_field(number)), index)
-            found = micro.cells[index].backward(gradients, micro.sums[index].add)
-            sent = self._copier.send(found[None], index, index - 1, micro.index) if index else Sent(found[None])
+            input_gradients = micro.cells[index].backward(gradients, micro.sums[index].add)
+            sent = (
+                self._copier.send(input_gradients[None], index, index - 1, micro.index)
+                if index
+                else Sent(input_gradients[None])
+            )
             setattr(ctx, gradient_field(index), sent)
             for number, route in enumerate(self._routes):
                 if route.target == index:
-                    back = self._copier.send(found[route.key], index, route.source, micro.index)
+                    back = self._copier.send(input_gradients[route.key], index, route.source, micro.index)
                     setattr(ctx, skip_gradient_field(number), back)
 
     @contextmanager
-    def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
+    def _partition_context(self, micro: MicroBatch, index: int, phase: str) -> Iterator[None]:
         """Context of a partition's device, the caller's streams, torchgpipe's profiler range, and a note on errors."""
         partition = self._partitions[index]
         with ExitStack() as stack:
@@ -127,7 +131,7 @@ class _Tasks:
                 yield
             except BaseException as error:
                 rows = f" ({micro.rows} row{'s' if micro.rows > 1 else ''})"
-                error.add_note(f"In the {what} of {partition.name}, micro-batch {micro.index} of {micro.of}{rows}.")
+                error.add_note(f"In the {phase} of {partition.name}, micro-batch {micro.index} of {micro.count}{rows}.")
                 raise
 
 
@@ -139,7 +143,7 @@ class Scheduler:
         plans = pipe_plans(len(partitions), routes, tasks.forward, tasks.recompute, tasks.backward)
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
-        self._running = threading.Lock()  # serialises callers in several threads
+        self._running = threading.Lock()  # serializes callers in several threads
         self._process = os.getpid()
         self._lost: list[Any] = []  # pipelines of the parent process, whose threads do not exist after a fork
         self.is_tracing = False
@@ -157,11 +161,11 @@ class Scheduler:
         with self._running:
             return self._run(plan, micro_batches, result_of)
 
-    def _check_outside(self, what: str) -> None:
+    def _check_outside(self, action: str) -> None:
         """Refuse calls from a layer, hook or loss function of this pipe, which would deadlock."""
         if self in _current.schedulers:
             raise SetupError(
-                f"a pipe is {what} by a layer, hook or loss function that the same pipe runs, which would deadlock."
+                f"a pipe is {action} by a layer, hook or loss function that the same pipe runs, which would deadlock."
                 " Wait until its forward, loss or backward has returned, or use another Pipe"
             )
 
@@ -212,8 +216,8 @@ class Scheduler:
             for span in pipeline.stop_trace():
                 if span.iteration in traced:
                     index, recomputes = traced[span.iteration]
-                    what, partition = work_of(span.task)
-                    if what != "Recompute" or recomputes[partition]:  # plans contain this task for all partitions
+                    kind, partition = work_of(span.task)
+                    if kind != "Recompute" or recomputes[partition]:  # plans contain this task for all partitions
                         spans.append(replace(span, iteration=index))
         self._traced.clear()
         return sorted(spans, key=lambda span: span.end)

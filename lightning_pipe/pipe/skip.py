@@ -128,9 +128,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         SetupError: a name is in both lists, a list is a single string, or ``forward`` is not a generator function.
     """
-    for what, names in (("stash", stash), ("pop", pop)):
+    for parameter, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
-            raise SetupError(f"{what} is the single name {names!r}; expected a list: [{names!r}]")
+            raise SetupError(f"{parameter} is the single name {names!r}; expected a list: [{names!r}]")
     stashes, pops = tuple(stash), tuple(pop)
     if both := sorted({*stashes} & {*pops}):
         raise SetupError(
@@ -170,20 +170,20 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
     Returns:
         *layer*, changed in place.
     """
-    wanted = None if only is None else {*only}
-    for one in layer.modules():
-        if declared := {*_declared(one)}:
-            names = declared if wanted is None else declared & wanted
-            one.pipe_namespaces = {**one.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
+    selected = None if only is None else {*only}
+    for module in layer.modules():
+        if declared := {*_declared(module)}:
+            names = declared if selected is None else declared & selected
+            module.pipe_namespaces = {**module.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
     return layer
 
 
 def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the keys that a layer, and all layers in it, stash and pop."""
     stashed, popped = [], []
-    for one in layer.modules():
-        stashed += [_key(one, name) for name in getattr(one, "pipe_stashes", ())]
-        popped += [_key(one, name) for name in getattr(one, "pipe_pops", ())]
+    for module in layer.modules():
+        stashed += [_key(module, name) for name in getattr(module, "pipe_stashes", ())]
+        popped += [_key(module, name) for name in getattr(module, "pipe_pops", ())]
     return stashed, popped
 
 
@@ -202,26 +202,28 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
     answer: Any = None
     while True:
         try:
-            asked = steps.send(answer)
+            request = steps.send(answer)
         except StopIteration as end:
             if stashes or pops:
-                left = [f"stash {one!r}" for one in sorted(stashes)] + [f"pop {one!r}" for one in sorted(pops)]
+                missing = [f"stash {skip!r}" for skip in sorted(stashes)] + [f"pop {skip!r}" for skip in sorted(pops)]
                 raise SetupError(
-                    f"{name}.forward ended and did not {', '.join(left)}, which it declares. Stash and pop every"
+                    f"{name}.forward ended and did not {', '.join(missing)}, which it declares. Stash and pop every"
                     " declared skip in every forward"
                 ) from None
             return end.value
-        if isinstance(asked, stash) and asked.name in stashes:
-            stashes.discard(asked.name)
-            skips.leave(_key(layer, asked.name), asked.value)
+        if isinstance(request, stash) and request.name in stashes:
+            stashes.discard(request.name)
+            skips.leave(_key(layer, request.name), request.value)
             answer = None
-        elif isinstance(asked, pop) and asked.name in pops:
-            pops.discard(asked.name)
-            answer = skips.take(_key(layer, asked.name))
+        elif isinstance(request, pop) and request.name in pops:
+            pops.discard(request.name)
+            answer = skips.take(_key(layer, request.name))
         else:
-            what = f"{type(asked).__name__}({asked.name!r})" if isinstance(asked, stash | pop) else type(asked)
+            description = (
+                f"{type(request).__name__}({request.name!r})" if isinstance(request, stash | pop) else type(request)
+            )
             raise SetupError(
-                f"{name}.forward yields {what}, which it does not declare or has already yielded; expected"
+                f"{name}.forward yields {description}, which it does not declare or has already yielded; expected"
                 f" stash(name, value) or pop(name), once for each declared name ({', '.join(_declared(layer))})"
             )
 
@@ -252,7 +254,7 @@ def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
                 f"the skip {key} is stashed by {_layers(sources)} and popped by {_layers(targets)}; expected one stash"
                 " and one pop, in a later layer. Rename a second skip, or isolate() it in a Namespace"
             )
-    routes = [SkipRoute(key, partition_of[one], partition_of[popped[key][0]]) for key, (one,) in stashed.items()]
+    routes = [SkipRoute(key, partition_of[source], partition_of[popped[key][0]]) for key, (source,) in stashed.items()]
     return [route for route in routes if route.source != route.target]
 
 

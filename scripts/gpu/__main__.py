@@ -23,34 +23,36 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, write the report, and return the exit status."""
-    options = argparse.ArgumentParser(prog="python -m scripts.gpu", description=(__doc__ or "").split("\n")[0])
-    options.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of results (gpu_results)")
-    options.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, without parts that need a GPU")
-    options.add_argument("--minutes", type=_minutes, default=10.0, help="time for all parts (10)")
-    options.add_argument("--only", default="", help="run parts whose names contain this word")
-    options.add_argument("--again", action="store_true", help="also run parts that have a result")
-    options.add_argument("--list", action="store_true", help="print the parts and exit")
-    given = options.parse_args(arguments)
-    every = parts(given.dry_run)
-    chosen = [part for part in every if given.only in part.name]
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of results (gpu_results)")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, without parts that need a GPU")
+    parser.add_argument("--minutes", type=_minutes, default=10.0, help="time for all parts (10)")
+    parser.add_argument("--only", default="", help="run parts whose names contain this word")
+    parser.add_argument("--again", action="store_true", help="also run parts that have a result")
+    parser.add_argument("--list", action="store_true", help="print the parts and exit")
+    options = parser.parse_args(arguments)
+    every = parts(options.dry_run)
+    chosen = [part for part in every if options.only in part.name]
     if not chosen:
-        options.error(f"--only is {given.only!r}; expected a part of one of {', '.join(one.name for one in every)}")
-    if given.list:
+        parser.error(f"--only is {options.only!r}; expected a part of one of {', '.join(part.name for part in every)}")
+    if options.list:
         print("\n".join(f"{part.name}: {part.shows}" for part in chosen))
         return 0
-    if not (given.dry_run or torch.cuda.is_available()):
+    if not (options.dry_run or torch.cuda.is_available()):
         print("no GPU: torch.cuda.is_available() is False. Use --dry-run to try the parts on the CPU", file=sys.stderr)
         return 2
-    out: Path = given.out.resolve()
-    about = {**machine(), "dry": given.dry_run}
+    out: Path = options.out.resolve()
+    about = {**machine(), "dry": options.dry_run}
     # A polite kill ends the running program too, and leaves the results so far.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
-    left = run_parts(chosen, out, about, given.minutes, given.again, lambda line: print(line, flush=True))
-    found = {part.name: read(out / f"{part.name}.json") for part in every}
-    results = {name: one for name, one in found.items() if one is not None and about.items() <= one.items()}
+    left = run_parts(chosen, out, about, options.minutes, options.again, lambda line: print(line, flush=True))
+    stored = {part.name: read(out / f"{part.name}.json") for part in every}
+    results = {
+        name: result for name, result in stored.items() if result is not None and about.items() <= result.items()
+    }
     with whole_file(out / "report.md") as file:
-        file.write_text(report(every, results, about, given.dry_run, left), encoding="utf-8")
+        file.write_text(report(every, results, about, options.dry_run, left), encoding="utf-8")
     print(f"{out / 'report.md'}{f'; no time left for {chr(44).join(left)}: call it again' if left else ''}")
     bad = [part.name for part in chosen if results.get(part.name, {}).get("status") in BAD]
     return 1 if bad or left else 0

@@ -19,19 +19,20 @@ class Rule:
 
     Attributes:
         reference: way to compare with.
-        others: ways that are compared.
+        compared_ways: ways that are compared.
         how: "equal" to the bit; "close", for other arithmetic; "different", for a check that an option has an effect.
-        file: name of the file of *others*.
-        of: name of the file of *reference* (default: that of *others*).
+        file: name of the file of *compared_ways*.
+        reference_file: name of the file of *reference* (default: that of *compared_ways*).
         terms: number of terms of the largest sum in a step, for the tolerance of "close".
-        part: True if *others* hold a part of the reference's values, without the states of optimizers, as stages do.
+        part: True if *compared_ways* hold a part of the reference's values, without the states of optimizers, as stages
+            do.
     """
 
     reference: str
-    others: tuple[str, ...]
+    compared_ways: tuple[str, ...]
     how: Literal["equal", "close", "different"] = "equal"
     file: str = "values.pt"
-    of: str = ""
+    reference_file: str = ""
     terms: int = 0
     part: bool = False
 
@@ -41,16 +42,16 @@ class Compared:
     """Result of one comparison.
 
     Attributes:
-        what: the ways, with the rank if it is not the first.
+        ways: names of the ways, with the rank if it is not the first.
         expected: expectation in words, with the tolerance.
         right: True if it is met.
-        found: largest difference in words, or the reason why there is none.
+        difference: largest difference in words, or the reason why there is none.
     """
 
-    what: str
+    ways: str
     expected: str
     right: bool
-    found: str
+    difference: str
 
 
 def compare(folder: Path, rule: Rule) -> Iterator[Compared]:
@@ -58,15 +59,20 @@ def compare(folder: Path, rule: Rule) -> Iterator[Compared]:
     files = [folder / rule.file, *sorted(folder.glob(f"{rule.file}.rank*"))]
     for file in files:
         suffix = file.name.removeprefix(rule.file)
-        of = folder / f"{rule.of or rule.file}{suffix}"
-        missing = [one.name for one in (file, of) if not one.exists()]
-        results, references = ({} if missing else torch.load(one, weights_only=True) for one in (file, of))
-        for other in rule.others:
-            what = f"{other} / {rule.reference}{f' of {rule.of}' if rule.of else ''}{suffix.replace('.', ', ')}"
+        reference_path = folder / f"{rule.reference_file or rule.file}{suffix}"
+        missing = [path.name for path in (file, reference_path) if not path.exists()]
+        results, references = (
+            {} if missing else torch.load(path, weights_only=True) for path in (file, reference_path)
+        )
+        for way in rule.compared_ways:
+            ways = (
+                f"{way} / {rule.reference}{f' of {rule.reference_file}' if rule.reference_file else ''}"
+                f"{suffix.replace('.', ', ')}"
+            )
             if missing:
-                yield Compared(what, rule.how, False, f"no file {', '.join(missing)}")
+                yield Compared(ways, rule.how, False, f"no file {', '.join(missing)}")
             else:
-                yield _compared(what, rule, references.get(rule.reference), results.get(other))
+                yield _compared(ways, rule, references.get(rule.reference), results.get(way))
 
 
 def tolerance(steps: int, terms: int) -> float:
@@ -78,48 +84,53 @@ def tolerance(steps: int, terms: int) -> float:
     return steps * terms * 2.0**-24
 
 
-def _compared(what: str, rule: Rule, one: dict[str, Any] | None, other: dict[str, Any] | None) -> Compared:
-    for found, name in ((one, "the reference"), (other, "the way")):
-        if found is None or "error" in found:
-            reason = "was not saved" if found is None else f"failed: {found['error']}"
-            return Compared(what, rule.how, False, f"{name} {reason}")
-    assert one is not None and other is not None
+def _compared(ways: str, rule: Rule, reference: dict[str, Any] | None, result: dict[str, Any] | None) -> Compared:
+    for saved, name in ((reference, "the reference"), (result, "the way")):
+        if saved is None or "error" in saved:
+            reason = "was not saved" if saved is None else f"failed: {saved['error']}"
+            return Compared(ways, rule.how, False, f"{name} {reason}")
+    assert reference is not None and result is not None
     terms = rule.terms
     expected: str = {"equal": "equal to the bit", "different": "different losses"}.get(rule.how, "")
-    if rule.how == "equal" and (kernels := sorted({*one["kernels"], *other["kernels"]})):
+    if rule.how == "equal" and (kernels := sorted({*reference["kernels"], *result["kernels"]})):
         # The order of these sums may change from run to run.
         terms = terms or 1024
         expected = f"close, since not deterministic: {'; '.join(kernels)}"
-    allowed = None if rule.how == "equal" and not expected.startswith("close") else tolerance(len(one["losses"]), terms)
+    allowed = (
+        None if rule.how == "equal" and not expected.startswith("close") else tolerance(len(reference["losses"]), terms)
+    )
     if allowed is not None and rule.how != "different":
         expected = f"{expected or 'close'}, relative difference at most {allowed:.1e}"
-    values = {key: value for key, value in other["values"].items() if not (rule.part and key.startswith("state "))}
-    known = one["values"].keys()
-    if not (values.keys() <= known if rule.part else values.keys() == known):
-        names = sorted(values.keys() - known or values.keys() ^ known)
-        return Compared(what, expected, False, f"other tensors: {', '.join(names[:4])}")
-    pairs = {"losses": (one["losses"], other["losses"]), **{k: (one["values"][k], values[k]) for k in values}}
+    values = {key: value for key, value in result["values"].items() if not (rule.part and key.startswith("state "))}
+    reference_names = reference["values"].keys()
+    if not (values.keys() <= reference_names if rule.part else values.keys() == reference_names):
+        names = sorted(values.keys() - reference_names or values.keys() ^ reference_names)
+        return Compared(ways, expected, False, f"other tensors: {', '.join(names[:4])}")
+    pairs = {
+        "losses": (reference["losses"], result["losses"]),
+        **{k: (reference["values"][k], values[k]) for k in values},
+    }
     if len(pairs) < 2:
-        return Compared(what, expected, False, "no values")
+        return Compared(ways, expected, False, "no values")
     if broken := [key for key, pair in pairs.items() if not all(torch.isfinite(each).all() for each in pair)]:
-        return Compared(what, expected, False, f"not finite: {', '.join(broken[:4])}")
+        return Compared(ways, expected, False, f"not finite: {', '.join(broken[:4])}")
     if broken := [key for key, pair in pairs.items() if pair[0].shape != pair[1].shape]:
-        return Compared(what, expected, False, f"other shapes: {', '.join(broken[:4])}")
+        return Compared(ways, expected, False, f"other shapes: {', '.join(broken[:4])}")
     if rule.how == "different":
         same = torch.equal(*pairs["losses"])
-        return Compared(what, expected, not same, "equal losses" if same else "different losses")
+        return Compared(ways, expected, not same, "equal losses" if same else "different losses")
     worst, name, absolute = max((_difference(*pair), key, _absolute(*pair)) for key, pair in pairs.items())
     equal = all(torch.equal(*pair) for pair in pairs.values())
     right = equal if allowed is None else worst <= allowed
     found_text = "equal to the bit" if equal else f"{name}: absolute {absolute:.1e}, relative {worst:.1e}"
-    return Compared(what, expected, right, f"{found_text}, {len(pairs)} tensors")
+    return Compared(ways, expected, right, f"{found_text}, {len(pairs)} tensors")
 
 
-def _absolute(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+def _absolute(reference: Tensor, result: Tensor) -> float:
+    return float((reference.double() - result.double()).abs().max()) if reference.numel() else 0.0
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _difference(reference: Tensor, result: Tensor) -> float:
     """Largest difference, relative to the largest magnitude in the tensor."""
-    absolute = _absolute(one, other)
-    return absolute / max(float(one.double().abs().max()), 2.0**-126) if absolute else 0.0
+    absolute = _absolute(reference, result)
+    return absolute / max(float(reference.double().abs().max()), 2.0**-126) if absolute else 0.0

@@ -33,12 +33,12 @@ __all__ = [
 
 def parser(description: str | None, ways: str) -> argparse.ArgumentParser:
     """Parser with the options of every program that trains."""
-    options = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    options.add_argument("--ways", nargs="+", required=True, help=ways)
-    options.add_argument("--steps", type=int, default=6)
-    options.add_argument("--save", type=Path, required=True, help="file for losses and values of each way")
-    return options
+    arg_parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    arg_parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    arg_parser.add_argument("--ways", nargs="+", required=True, help=ways)
+    arg_parser.add_argument("--steps", type=int, default=6)
+    arg_parser.add_argument("--save", type=Path, required=True, help="file for losses and values of each way")
+    return arg_parser
 
 
 def device_of(kind: str) -> torch.device:
@@ -83,16 +83,16 @@ def recorded_kernels() -> Iterator[list[str]]:
     Yields:
         Operations that have no deterministic kernel. The list is complete after the body.
     """
-    found: list[str] = []
+    messages: list[str] = []
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            yield found
+            yield messages
         finally:
             torch.use_deterministic_algorithms(False)
-    lines = [str(one.message).splitlines()[0] for one in caught]
-    found += sorted({line for line in lines if "does not have a deterministic implementation" in line})
+    lines = [str(warning.message).splitlines()[0] for warning in caught]
+    messages += sorted({line for line in lines if "does not have a deterministic implementation" in line})
 
 
 @contextmanager
@@ -102,30 +102,30 @@ def peak_bytes(device: torch.device) -> Iterator[list[int]]:
     Yields:
         After the body, one number of bytes above those at its begin; empty on a CPU.
     """
-    found: list[int] = []
+    peaks: list[int] = []
     if device.type == "cpu":
-        yield found
+        yield peaks
         return
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    yield found
+    yield peaks
     torch.cuda.synchronize(device)
-    found.append(torch.cuda.max_memory_allocated(device) - before)
+    peaks.append(torch.cuda.max_memory_allocated(device) - before)
 
 
 def tensors(values: Any, prefix: str = "") -> dict[str, Tensor]:
     """Copies on the host of this rank's tensors in nested mappings and lists, by path. Shards have their offsets."""
     if isinstance(values, dict):
-        found = {}
+        copies = {}
         for key, value in values.items():
-            found.update(tensors(value, f"{prefix}/{key}" if prefix else str(key)))
-        return found
+            copies.update(tensors(value, f"{prefix}/{key}" if prefix else str(key)))
+        return copies
     if isinstance(values, list | tuple):
         return tensors(dict(enumerate(values)), prefix)
     if callable(shards := getattr(values, "local_shards", None)):
-        parts = [getattr(one, "tensor", one) for one in shards()]
-        return {f"{prefix}[{index}]": one.detach().cpu().clone() for index, one in enumerate(parts)}
+        parts = [getattr(shard, "tensor", shard) for shard in shards()]
+        return {f"{prefix}[{index}]": part.detach().cpu().clone() for index, part in enumerate(parts)}
     return {prefix: values.detach().cpu().clone()} if isinstance(values, Tensor) else {}
 
 

@@ -54,61 +54,61 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
 def figures_of(name: str, folder: Path, trainer: pl.Trainer, profiler: PipelineProfiler | None) -> list[Figure]:
     """Figures of a trace, a profile or a search."""
     assert isinstance(trainer.strategy, RecsysPipelineStrategy)
-    found = []
+    figures = []
     if (trace := folder / "trace.json").exists():
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         if missing := PLANS[name].schedule.keys() - {event.get("name") for event in events}:
             raise SystemExit(f"{trace} has no span of {', '.join(sorted(missing))}")
-        found.append(Figure(f"events in {trace.name} of plan {name}", len(events), "events", (len(events),) * 2))
+        figures.append(Figure(f"events in {trace.name} of plan {name}", len(events), "events", (len(events),) * 2))
     if profiler is not None:
         for profile in profiler.profiles.values():
-            for task, one in profile.tasks.items():
-                if one.exposed is not None and one.low is not None and one.high is not None:
-                    spread = (1e6 * one.low, 1e6 * one.high)
-                    found.append(
-                        Figure(f"exposed time of {task}, plan {profile.plan}", 1e6 * one.exposed, "us", spread)
+            for task, task_profile in profile.tasks.items():
+                if task_profile.exposed is not None and task_profile.low is not None and task_profile.high is not None:
+                    spread = (1e6 * task_profile.low, 1e6 * task_profile.high)
+                    figures.append(
+                        Figure(f"exposed time of {task}, plan {profile.plan}", 1e6 * task_profile.exposed, "us", spread)
                     )
-        if not found:
+        if not figures:
             raise SystemExit(f"the profile of plan {name} has no exposed time")
     if (choice := trainer.strategy.plan_choice) is not None:
         for plan, times in choice.measured.items():
             chosen = " (chosen)" if plan == choice.plan.name else ""
-            middle = [1e3 * one for one in times]
+            middle = [1e3 * seconds for seconds in times]
             spread = quartiles(middle) if len(middle) > 1 else (middle[0], middle[0])
-            found.append(Figure(f"auto: iteration of plan {plan}{chosen}", statistics.median(middle), "ms", spread))
-    return found
+            figures.append(Figure(f"auto: iteration of plan {plan}{chosen}", statistics.median(middle), "ms", spread))
+    return figures
 
 
 def main() -> None:
-    options = parser(__doc__, "plans")
-    options.add_argument("--batch", type=int, default=SIZES["batch"], help="samples of a batch on each rank")
-    add_options(options)
-    given = options.parse_args()
-    sizes = argparse.Namespace(**{**SIZES, "batch": given.batch})
+    arg_parser = parser(__doc__, "plans")
+    arg_parser.add_argument("--batch", type=int, default=SIZES["batch"], help="samples of a batch on each rank")
+    add_options(arg_parser)
+    options = arg_parser.parse_args()
+    sizes = argparse.Namespace(**{**SIZES, "batch": options.batch})
     results: dict[str, Any] = {}
     figures: list[Figure] = []
-    for way in given.ways:
+    for way in options.ways:
         plan, _, variant = way.partition(":")
-        folder = given.save.parent / way.replace(":", "-")
-        made = batches(sizes, 0, given.device == "cuda")
-        data = [made[index % len(made)] for index in range(400 if plan == "auto" else given.steps)]
+        folder = options.save.parent / way.replace(":", "-")
+        batch_pool = batches(sizes, 0, options.device == "cuda")
+        data = [batch_pool[index % len(batch_pool)] for index in range(400 if plan == "auto" else options.steps)]
         profiler = PipelineProfiler((3,), rounds=3, iterations=3, path=folder / "profile.json", report=None)
         extra: list[pl.Callback] = [profiler] if variant == "profiled" else []
         if variant == "traced":
             extra = [PipelineTrace(folder / "trace.json", steps=(2, 3), picture=None)]
         results[way], trainer = fit(
             variant,
-            given.device,
+            options.device,
             folder,
             lambda: Trained(sizes),
-            lambda: strategy(plan, given.device),  # noqa: B023  # called before the next way
+            lambda: strategy(plan, options.device),  # noqa: B023  # called before the next way
             data,
             state,
             [Seeded(), *extra],
         )
         figures += figures_of(plan, folder, trainer, profiler if variant == "profiled" else None)
-        save(results, given.save)
-    save_figures(figures, given.json)
+        save(results, options.save)
+    save_figures(figures, options.json)
 
 
 if __name__ == "__main__":

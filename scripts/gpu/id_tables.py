@@ -5,7 +5,7 @@ A way is the name of a plan, with one variant after a colon.
 - Both kinds: ``resumed`` (a checkpoint in the middle of the epoch; dynamic tables write it and their commits in the
   background).
 - Dynamic tables: ``device`` (ids are looked up on the tables' device), ``host_rows`` (rows in host memory),
-  ``profiled`` (exposed time of each task), ``adam`` (another optimiser), ``fp16`` (rows in fp16).
+  ``profiled`` (exposed time of each task), ``adam`` (another optimizer), ``fp16`` (rows in fp16).
 - Managed collision: ``filtered`` (random draws decide which ids get a row), ``window`` (tables step once for two
   batches), ``micro_batch`` (tables step for each of two batches).
 
@@ -65,15 +65,15 @@ _OPTIMIZERS = {
 
 def batches(size: int, steps: int, rank: int, ranks: int) -> list[Batch]:
     """Batches with ids in 63 bits, some of which occur often."""
-    generator, made = torch.Generator().manual_seed(rank), []
+    generator, data = torch.Generator().manual_seed(rank), []
     for _ in range(steps):
         lengths = torch.randint(0, _LONGEST + 1, (len(_KEYS) * size,), generator=generator)
         drawn = torch.rand(int(lengths.sum()), generator=generator) ** 2 * (12 * size * ranks)
         ids = ((drawn.long() + 1) * 0x5851F42D4C957F2D) & (2**63 - 1)
         dense = torch.randn(size, _DENSE, generator=generator)
         label = torch.randint(0, 2, (size,), generator=generator).float()
-        made.append(Batch(dense, KeyedJaggedTensor(keys=_KEYS, values=ids, lengths=lengths), label))
-    return made
+        data.append(Batch(dense, KeyedJaggedTensor(keys=_KEYS, values=ids, lengths=lengths), label))
+    return data
 
 
 def dynamic(variant: str, rows: int, store: Path) -> tuple[nn.Module, nn.Module]:
@@ -131,8 +131,10 @@ def managed(variant: str, rows: int) -> tuple[nn.Module, nn.Module]:
 
     def maps(configs: Any) -> ManagedCollisionCollection:
         cpu, every = torch.device("cpu"), 2
-        made = {one.name: MCHManagedCollisionModule(rows, cpu, policies[one.name], every) for one in configs}
-        return ManagedCollisionCollection(made, configs)
+        modules = {
+            config.name: MCHManagedCollisionModule(rows, cpu, policies[config.name], every) for config in configs
+        }
+        return ManagedCollisionCollection(modules, configs)
 
     return (
         ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=bags), maps(bags)),
@@ -162,9 +164,9 @@ class Clicks(pl.LightningModule):
         return torch.optim.SGD(self.over.parameters(), lr=RATE)
 
 
-def _first(found: Any) -> Any:
+def _first(output: Any) -> Any:
     """Embeddings of a module, which returns remapped ids as well if it has managed collision."""
-    return found[0] if isinstance(found, tuple) else found
+    return output[0] if isinstance(output, tuple) else output
 
 
 class Counted(pl.Callback):
@@ -177,13 +179,13 @@ class Counted(pl.Callback):
         sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
         if not (trainer.global_step or sharded.dynamic_rows):
             fill_tables(sharded.dmp)
-        for one in sharded.dmp.modules():
-            if callable(evict := getattr(one, "_evict", None)):
-                one._evict = self._counting(evict)
+        for submodule in sharded.dmp.modules():
+            if callable(evict := getattr(submodule, "_evict", None)):
+                submodule._evict = self._counting(evict)
 
     def _counting(self, evict: Any) -> Any:
         def counted(rows: Any) -> None:
-            self.evicted += sum(one.numel() for one in rows.values() if one is not None)
+            self.evicted += sum(ids.numel() for ids in rows.values() if ids is not None)
             evict(rows)
 
         return counted
@@ -198,23 +200,23 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
     sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
     if not sharded.dynamic_rows:
         return {**state_of_tables(trainer), "window": sharded.id_maps.windows()}
-    found: dict[str, Any] = {name: value.detach() for name, value in sharded.dense_parameters()}
+    values: dict[str, Any] = {name: value.detach() for name, value in sharded.dense_parameters()}
     for name, rows in sharded.dynamic_rows.items():
         for table in rows.caches:
-            chunks = [[one.ids, one.counts, one.last_seen, *one.columns] for one in rows.rows(table)]
-            whole = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
-            found[f"{name}.{table}"] = [part[whole[0].argsort()] for part in whole]
-    return found
+            chunks = [[chunk.ids, chunk.counts, chunk.last_seen, *chunk.columns] for chunk in rows.rows(table)]
+            columns = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+            values[f"{name}.{table}"] = [part[columns[0].argsort()] for part in columns]
+    return values
 
 
-def trained(way: str, given: argparse.Namespace, kind: str) -> tuple[dict[str, Any], list[Figure]]:
+def trained(way: str, options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], list[Figure]]:
     """Losses and values of one way, and its figures."""
     plan, _, variant = way.partition(":")
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    folder = given.save.parent / f"{given.save.stem}-{way.replace(':', '-')}"
+    folder = options.save.parent / f"{options.save.stem}-{way.replace(':', '-')}"
     numbers: Iterator[int] = count()
     arguments: dict[str, Any] = {"process_group_backend": kind}
-    if given.tables == "dynamic":
+    if options.tables == "dynamic":
         arguments["async_checkpoints"] = variant == "resumed"
     if variant == "window":
         arguments["accumulate_tables"] = "window"
@@ -222,20 +224,20 @@ def trained(way: str, given: argparse.Namespace, kind: str) -> tuple[dict[str, A
     profiler = PipelineProfiler((3,), rounds=3, iterations=3, path=folder / "profile.json", report=None)
 
     def make() -> Clicks:
-        if given.tables == "managed":
-            return Clicks(managed(variant, 3 * given.batch * ranks))
-        return Clicks(dynamic(variant, 8 * given.batch * ranks, folder / f"store{next(numbers)}"))
+        if options.tables == "managed":
+            return Clicks(managed(variant, 3 * options.batch * ranks))
+        return Clicks(dynamic(variant, 8 * options.batch * ranks, folder / f"store{next(numbers)}"))
 
     def strategy() -> RecsysPipelineStrategy:
         return RecsysPipelineStrategy(plan, sparse_optimizer=_OPTIMIZERS.get(variant, _OPTIMIZERS[""]), **arguments)
 
     result, trainer = fit(
         variant if variant == "resumed" else "",
-        given.device,
+        options.device,
         folder,
         make,
         strategy,
-        batches(given.batch, given.steps, rank, ranks),
+        batches(options.batch, options.steps, rank, ranks),
         state,
         [counted, *([profiler] if variant == "profiled" else [])],
         accumulate_grad_batches=2 if variant in ("window", "micro_batch") else 1,
@@ -243,7 +245,7 @@ def trained(way: str, given: argparse.Namespace, kind: str) -> tuple[dict[str, A
     if not counted.evicted:
         raise AssertionError(f"{way} has evicted no rows")
     sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
-    kernels = sorted({f"{one.optimizer} on {one.current_device}" for one in fused_kernels(sharded.dmp)})
+    kernels = sorted({f"{kernel.optimizer} on {kernel.current_device}" for kernel in fused_kernels(sharded.dmp)})
     name, evicted = f"{way}: rows evicted ({', '.join(kernels)})", counted.evicted
     figures = [Figure(name, evicted, "rows", (evicted, evicted))]
     figures += figures_of(plan, folder, trainer, profiler if variant == "profiled" else None)
@@ -252,27 +254,27 @@ def trained(way: str, given: argparse.Namespace, kind: str) -> tuple[dict[str, A
 
 
 def main() -> None:
-    options = parser(__doc__, "plans, with variants")
-    options.add_argument("--tables", choices=("dynamic", "managed"), required=True)
-    options.add_argument("--batch", type=int, default=64, help="samples of a batch on each rank")
-    add_options(options)
-    given = options.parse_args()
-    kind = backend(given.device)
+    arg_parser = parser(__doc__, "plans, with variants")
+    arg_parser.add_argument("--tables", choices=("dynamic", "managed"), required=True)
+    arg_parser.add_argument("--batch", type=int, default=64, help="samples of a batch on each rank")
+    add_options(arg_parser)
+    options = arg_parser.parse_args()
+    kind = backend(options.device)
     if kind == "gloo":
         separate_machines()
     results: dict[str, Any] = {}
     figures: list[Figure] = []
-    for way in given.ways:
+    for way in options.ways:
         try:
-            results[way], more = trained(way, given, kind)
+            results[way], more = trained(way, options, kind)
             figures += more
         except Exception as error:
             if os.environ.get("WORLD_SIZE", "1") != "1":
                 raise  # the other ranks would wait for this one
             traceback.print_exc()
             results[way] = {"error": f"{type(error).__name__}: {error}"}
-        save(results, given.save)
-    save_figures(figures, given.json)
+        save(results, options.save)
+    save_figures(figures, options.json)
 
 
 if __name__ == "__main__":

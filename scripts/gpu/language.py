@@ -61,27 +61,27 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = parser(__doc__, "whole, or schedules").parse_args()
-    options = argparse.Namespace(rows=8, length=16, steps=given.steps - 1)
-    data = batches_of(options)
+    options = parser(__doc__, "whole, or schedules").parse_args()
+    batch_options = argparse.Namespace(rows=8, length=16, steps=options.steps - 1)
+    data = batches_of(batch_options)
     results: dict[str, Any] = {}
-    shared = given.device == "cuda" and backend(given.device) == "gloo"
+    shared = options.device == "cuda" and backend(options.device) == "gloo"
     with staged_messages() if shared else nullcontext():
-        for way in given.ways:
-            results[way] = trained(way, given, data)
-            save(results, given.save)
+        for way in options.ways:
+            results[way] = trained(way, options, data)
+            save(results, options.save)
 
 
-def trained(way: str, given: argparse.Namespace, data: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def trained(way: str, options: argparse.Namespace, data: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Losses and values of one way."""
     name, _, variant = way.partition(":")
     if name == "whole":
-        return whole(data, device_of(given.device))
-    folder = given.save.parent / way.replace(":", "-")
-    arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(given.device)}
+        return whole(data, device_of(options.device))
+    folder = options.save.parent / way.replace(":", "-")
+    arguments: dict[str, Any] = {"num_microbatches": _CHUNKS, "process_group_backend": backend(options.device)}
     results, _ = fit(
         variant,
-        given.device,
+        options.device,
         folder,
         lambda: Momentum(_WIDTH, _LAYERS),
         lambda: LLMPipelineStrategy(name, **arguments),

@@ -37,7 +37,7 @@ class Command:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         launcher = torchrun if self.ranks else []
         line = [*self.tool, sys.executable, *launcher, "-m", self.module, *self.arguments]
-        return [one.replace("{folder}", folder) for one in line]
+        return [argument.replace("{folder}", folder) for argument in line]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
         """Program and rules of a comparison with the CPU; none in a dry run."""
         if dry:
             return (), ()
-        rules = (Rule(way, (way,), "close", of="cpu.pt", terms=int(batch)) for way in ways)
+        rules = (Rule(way, (way,), "close", reference_file="cpu.pt", terms=int(batch)) for way in ways)
         return (trains(tables, *ways, file="cpu.pt", on="cpu", **options),), tuple(rules)
 
     pairs, both = ("adam", "fp16"), ("prefetch:device", "prefetch:resumed")
@@ -109,14 +109,14 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
                 trains(
                     "dynamic",
                     *("serial", *_EXACT, *_ROWS, "semi_sync"),
-                    *(f"{plan}:{one}" for one in pairs for plan in ("serial", "prefetch")),
+                    *(f"{plan}:{pair}" for pair in pairs for plan in ("serial", "prefetch")),
                     more=figures,
                 ),
                 *dynamic_cpu,
             ),
             (
                 Rule("serial", (*_EXACT, *_ROWS)),
-                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in pairs),
+                *(Rule(f"serial:{pair}", (f"prefetch:{pair}",)) for pair in pairs),
                 Rule("serial", ("semi_sync",), "different"),
                 *dynamic_close,
             ),
@@ -139,14 +139,14 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
                 trains(
                     "managed",
                     *("serial", *_MANAGED, "serial:micro_batch"),
-                    *(f"{plan}:{one}" for one in ("filtered", "window") for plan in ("serial", "prefetch")),
+                    *(f"{plan}:{variant}" for variant in ("filtered", "window") for plan in ("serial", "prefetch")),
                     more=figures,
                 ),
                 *maps_cpu,
             ),
             (
                 Rule("serial", _MANAGED),
-                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in ("filtered", "window")),
+                *(Rule(f"serial:{variant}", (f"prefetch:{variant}",)) for variant in ("filtered", "window")),
                 Rule("serial", ("serial:filtered",), "different"),
                 Rule("serial:window", ("serial:micro_batch",), "different"),
                 *maps_close,
@@ -167,8 +167,8 @@ def parts(dry: bool) -> list[Part]:
         module: str, *ways: str, file: str = "values.pt", on: str = "", size: tuple[str, ...] = (), **more: object
     ) -> Command:
         saved = ("--save", f"{{folder}}/{file}")
-        given = (*(("--device", on) if on else device), *(size or sizes), *saved, "--ways", *ways)
-        return Command(f"scripts.gpu.{module}", given, **more)  # type: ignore[arg-type]
+        arguments = (*(("--device", on) if on else device), *(size or sizes), *saved, "--ways", *ways)
+        return Command(f"scripts.gpu.{module}", arguments, **more)  # type: ignore[arg-type]
 
     def probe(collective: str) -> Command:
         return Command("scripts.gpu.probe", (*device, collective), ranks=2)
@@ -181,11 +181,11 @@ def parts(dry: bool) -> list[Part]:
     commands = [program("training", *recsys, *on_gpu, *(() if dry else ("TrainPipelineSemiSync",)))]
     if not dry:
         exact.append(Rule("semi_sync", ("TrainPipelineSemiSync",)))
-        exact.append(Rule("serial", ("serial",), "close", of="cpu.pt", terms=largest))
-        exact.append(Rule("semi_sync", ("semi_sync",), "close", of="cpu.pt", terms=largest))
+        exact.append(Rule("serial", ("serial",), "close", reference_file="cpu.pt", terms=largest))
+        exact.append(Rule("semi_sync", ("semi_sync",), "close", reference_file="cpu.pt", terms=largest))
         commands.append(program("training", "serial", "semi_sync", file="cpu.pt", on="cpu"))
     fits = ("serial", "prefetch", "prefetch:resumed")
-    types = [f"{plan}:{one}" for one in precisions for plan in ("serial", "prefetch")]
+    types = [f"{plan}:{precision}" for precision in precisions for plan in ("serial", "prefetch")]
     evaluated = tuple(f"{plan}:evaluated" for plan in ("serial", "prefetch", "fused_sparse_dist"))
     cached = ("serial", *_EXACT, *evaluated, "PrefetchTrainPipelineSparseDist")
     clipped = tuple(f"{plan}:clipped" for plan in ("serial", *_EXACT))
@@ -210,8 +210,8 @@ def parts(dry: bool) -> list[Part]:
             (program("fitting", *fits, *types),),
             (
                 Rule("serial", fits[1:]),
-                *(Rule(f"serial:{one}", (f"prefetch:{one}",)) for one in precisions),
-                *(Rule("serial", (f"serial:{one}",), "different") for one in precisions),
+                *(Rule(f"serial:{precision}", (f"prefetch:{precision}",)) for precision in precisions),
+                *(Rule("serial", (f"serial:{precision}",), "different") for precision in precisions),
             ),
             ("torchrec",),
         ),
@@ -254,7 +254,7 @@ def parts(dry: bool) -> list[Part]:
                     "two",
                     "mixed",
                     "two:resumed",
-                    *(f"{way}:{one}" for one in precisions for way in ("one", "two")),
+                    *(f"{way}:{precision}" for precision in precisions for way in ("one", "two")),
                     size=steps,
                 ),
             ),
@@ -262,8 +262,8 @@ def parts(dry: bool) -> list[Part]:
                 Rule("one", ("two",)),
                 Rule("two", ("two:resumed",)),
                 Rule("whole", ("one", "two", "mixed"), "close", terms=64),
-                *(Rule(f"one:{one}", (f"two:{one}",)) for one in precisions),
-                *(Rule("one", (f"one:{one}",), "different") for one in precisions),
+                *(Rule(f"one:{precision}", (f"two:{precision}",)) for precision in precisions),
+                *(Rule("one", (f"one:{precision}",), "different") for precision in precisions),
             ),
         ),
         Part(
@@ -290,7 +290,7 @@ def parts(dry: bool) -> list[Part]:
                 program("training", "serial", *three, file="free.pt"),
                 program("training", "serial", *three, environment=_BLOCKING),
             ),
-            tuple(Rule(way, (way,), of="free.pt") for way in ("serial", *three)),
+            tuple(Rule(way, (way,), reference_file="free.pt") for way in ("serial", *three)),
             ("gpu", "torchrec"),
         ),
         Part(

@@ -26,7 +26,7 @@ class Layers(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [one for _ in range(4) for one in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
+        layers = [layer for _ in range(4) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
         self.model = nn.Sequential(*layers)
         self.losses: list[Tensor] = []
 
@@ -53,16 +53,16 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = parser(__doc__, "whole, one, two, mixed").parse_args()
+    options = parser(__doc__, "whole, one, two, mixed").parse_args()
     generator = torch.Generator().manual_seed(0)
-    data = [tuple(torch.randn(2, _ROWS, _WIDTH, generator=generator)) for _ in range(given.steps)]
+    data = [tuple(torch.randn(2, _ROWS, _WIDTH, generator=generator)) for _ in range(options.steps)]
     results: dict[str, Any] = {}
-    for way in given.ways:
+    for way in options.ways:
         name, _, variant = way.partition(":")
-        folder = given.save.parent / way.replace(":", "-")
-        make = strategy, name, given.device
-        results[way], _ = fit(variant, given.device, folder, Layers, lambda: make[0](*make[1:]), data, state)  # noqa: B023
-        save(results, given.save)
+        folder = options.save.parent / way.replace(":", "-")
+        make = strategy, name, options.device
+        results[way], _ = fit(variant, options.device, folder, Layers, lambda: make[0](*make[1:]), data, state)  # noqa: B023
+        save(results, options.save)
 
 
 if __name__ == "__main__":

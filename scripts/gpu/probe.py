@@ -24,22 +24,22 @@ def all_to_all(sent: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    options.add_argument("collective", choices=("all_to_all",))
-    given = options.parse_args()
-    device = connect(given.device)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("collective", choices=("all_to_all",))
+    options = parser.parse_args()
+    device = connect(options.device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone = torch.arange(ranks, device=device)
     sent, expected = everyone + 10 * rank, 10 * everyone + rank
-    found: object
+    received: object
     try:
-        found = all_to_all(sent).tolist()
+        received = all_to_all(sent).tolist()
     except Exception as error:
-        found = str(error).splitlines()[0]
-    if found != expected.tolist():
-        what = f"{given.collective} of {device.type} tensors between {ranks} ranks by {dist.get_backend()}"
-        print(f"{what}: expected {expected.tolist()}, got {found}", flush=True)
+        received = str(error).splitlines()[0]
+    if received != expected.tolist():
+        description = f"{options.collective} of {device.type} tensors between {ranks} ranks by {dist.get_backend()}"
+        print(f"{description}: expected {expected.tolist()}, got {received}", flush=True)
         os._exit(1)  # other ranks may wait in the collective
     dist.barrier()
     dist.destroy_process_group()

@@ -33,14 +33,14 @@ def report(
     lines += [f"Commit {about['commit'][:12]}, code {about['code']}. {versions}.", "", _counts(parts, results), ""]
     lines += ["| part | result | seconds | what it shows |", "| --- | --- | --- | --- |"]
     for part in parts:
-        found = results.get(part.name)
+        result = results.get(part.name)
         state = "not run, no time left" if part.name in left else "not run"
-        if found is not None:
-            state = found["status"] + (f": {_cell(found['why'])}" if found["status"] == "not possible" else "")
-        lines.append(f"| {part.name} | {state} | {found['seconds'] if found else ''} | {_cell(part.shows)} |")
+        if result is not None:
+            state = result["status"] + (f": {_cell(result['why'])}" if result["status"] == "not possible" else "")
+        lines.append(f"| {part.name} | {state} | {result['seconds'] if result else ''} | {_cell(part.shows)} |")
     for part in parts:
-        if (found := results.get(part.name)) is not None and found["status"] in ("differed", "failed"):
-            lines += ["", f"## {part.name} {found['status']}", "", *_wrong(found)]
+        if (result := results.get(part.name)) is not None and result["status"] in ("differed", "failed"):
+            lines += ["", f"## {part.name} {result['status']}", "", *_wrong(result)]
     for title, head, rows in (
         ("Comparisons", ("ways", "expected", "found"), _comparisons(parts, results)),
         ("Figures", ("part", "figure", "value", "spread", "target"), _figures(parts, results)),
@@ -58,14 +58,14 @@ def _counts(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -> str
     return ", ".join(f"{states.count(name)} {name}" for name in names if name in states) + f" of {len(parts)} parts."
 
 
-def _wrong(found: Mapping[str, Any]) -> list[str]:
+def _wrong(result: Mapping[str, Any]) -> list[str]:
     lines = []
-    for one in found.get("compared", ()):
-        if not one["right"]:
-            lines.append(f"- {one['what']}: expected {one['expected']}, found {one['found']}")
+    for comparison in result.get("compared", ()):
+        if not comparison["right"]:
+            lines.append(f"- {comparison['ways']}: expected {comparison['expected']}, found {comparison['difference']}")
     if not lines:
-        lines = ["```text", *found["why"].splitlines(), "```"]
-    return lines + (["", f"Look at: {found['look_at']}"] if found["look_at"] else [])
+        lines = ["```text", *result["why"].splitlines(), "```"]
+    return lines + (["", f"Look at: {result['look_at']}"] if result["look_at"] else [])
 
 
 def _comparisons(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -> list[list[str]]:
@@ -73,9 +73,9 @@ def _comparisons(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -
     rows = []
     for part in parts:
         groups: dict[tuple[str, str], list[str]] = {}
-        for one in results.get(part.name, {}).get("compared", ()):
-            if one["right"]:
-                groups.setdefault((one["expected"], one["found"]), []).append(one["what"])
+        for comparison in results.get(part.name, {}).get("compared", ()):
+            if comparison["right"]:
+                groups.setdefault((comparison["expected"], comparison["difference"]), []).append(comparison["ways"])
         rows += [[f"{part.name}: {'; '.join(ways)}", *group] for group, ways in groups.items()]
     return rows
 
@@ -83,24 +83,24 @@ def _comparisons(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -
 def _figures(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -> list[list[str]]:
     rows = []
     for part in parts:
-        for one in results.get(part.name, {}).get("figures", ()):
-            low, high = one["spread"]
-            met = {True: ", met", False: ", missed"}.get(one["met"], "")
+        for figure in results.get(part.name, {}).get("figures", ()):
+            low, high = figure["spread"]
+            met = {True: ", met", False: ", missed"}.get(figure["met"], "")
             rows.append(
                 [
                     part.name,
-                    one["name"],
-                    f"{one['value']:.3g} {one['unit']}",
+                    figure["name"],
+                    f"{figure['value']:.3g} {figure['unit']}",
                     f"{low:.3g} .. {high:.3g}",
-                    f"{one['target'] or ''}{met}",
+                    f"{figure['target'] or ''}{met}",
                 ]
             )
     return rows
 
 
 def _peaks(parts: Sequence[Part], results: Mapping[str, dict[str, Any]]) -> list[list[str]]:
-    found = [(part.name, results.get(part.name, {}).get("peaks", {})) for part in parts]
-    return [[name, way, f"{peak / 1e6:.2f}"] for name, peaks in found for way, peak in peaks.items()]
+    peaks_by_part = [(part.name, results.get(part.name, {}).get("peaks", {})) for part in parts]
+    return [[name, way, f"{peak / 1e6:.2f}"] for name, peaks in peaks_by_part for way, peak in peaks.items()]
 
 
 def _cell(text: str) -> str:

@@ -74,10 +74,10 @@ def impossible(part: Part) -> str:
 def read(path: Path, kind: type = dict) -> Any:
     """Contents of a JSON file; None if there is none of this kind."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, kind) else None
+    return contents if isinstance(contents, kind) else None
 
 
 def run_parts(
@@ -106,10 +106,10 @@ def run_parts(
     left: list[str] = []
     for part in chosen:
         path = out / f"{part.name}.json"
-        key = {**about, "part": part.name, "commands": [one.line("") for one in part.commands]}
-        old = read(path)
-        if old is not None and not again and {**old, **key, "status": old.get("status")} == old:
-            tell(f"{part.name}: {old['status']} (earlier result)")
+        key = {**about, "part": part.name, "commands": [command.line("") for command in part.commands]}
+        previous = read(path)
+        if previous is not None and not again and {**previous, **key, "status": previous.get("status")} == previous:
+            tell(f"{part.name}: {previous['status']} (earlier result)")
             continue
         path.unlink(missing_ok=True)  # an interrupted run leaves no result of other code
         seconds = min(part.seconds, deadline - time.monotonic() - 2)
@@ -123,11 +123,11 @@ def run_parts(
             tell(f"{part.name}: stopped, since the time is over")
             continue
         status = "failed" if status == "late" else status
-        taken = round(time.monotonic() - begun, 1)
-        result = {**key, "status": status, "why": why, "seconds": taken, "look_at": part.look_at, **more}
+        elapsed = round(time.monotonic() - begun, 1)
+        result = {**key, "status": status, "why": why, "seconds": elapsed, "look_at": part.look_at, **more}
         with whole_file(path) as file:
             file.write_text(json.dumps({"shows": part.shows, **result}, indent=1) + "\n", encoding="utf-8")
-        tell(f"{part.name}: {status}, {taken:.0f} s{f' ({why.splitlines()[0]})' if why else ''}")
+        tell(f"{part.name}: {status}, {elapsed:.0f} s{f' ({why.splitlines()[0]})' if why else ''}")
     return left
 
 
@@ -153,13 +153,13 @@ def _run(part: Part, folder: Path, seconds: float) -> tuple[str, str, dict[str, 
         ]:
             return "failed", f"the output has no {', '.join(map(repr, missing))}\n{text}", {}
     try:
-        compared = [asdict(one) for rule in part.rules for one in compare(folder, rule)]
+        compared = [asdict(comparison) for rule in part.rules for comparison in compare(folder, rule)]
         peaks = _peaks(folder)
     except Exception as error:  # the other parts still run
         return "failed", f"what the programs saved cannot be compared: {type(error).__name__}: {error}", {}
     figures = read(folder / "figures.json", list) or []
     more = {"compared": compared, "figures": figures, "peaks": peaks}
-    wrong = [one for one in compared if not one["right"]]
+    wrong = [comparison for comparison in compared if not comparison["right"]]
     if wrong:
         return "differed", f"{len(wrong)} of {len(compared)} comparisons", more
     if not (compared if part.rules else figures):
@@ -171,7 +171,7 @@ def _peaks(folder: Path) -> dict[str, int]:
     """The caching allocator's peak of each way, in bytes."""
     path = folder / "values.pt"
     results = torch.load(path, weights_only=True) if path.exists() else {}
-    return {way: found["peak"][0] for way, found in results.items() if found.get("peak")}
+    return {way: result["peak"][0] for way, result in results.items() if result.get("peak")}
 
 
 def _end_with_runner() -> None:
@@ -208,5 +208,5 @@ def _execute(command: Command, folder: Path, name: str, seconds: float) -> tuple
             end(process, mark)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     # torchrun's report of a failure follows the ranks' own lines.
-    own = [line for line in lines if "torch.distributed.elastic" not in line and "torch/distributed/" not in line]
-    return code, "\n".join(own[-8:])
+    relevant = [line for line in lines if "torch.distributed.elastic" not in line and "torch/distributed/" not in line]
+    return code, "\n".join(relevant[-8:])

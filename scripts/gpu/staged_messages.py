@@ -70,9 +70,9 @@ def staged_messages(through_host: Callable[[Tensor], bool] = lambda tensor: tens
         work = irecv(message, *where, **more)
         return None if work is None else _Received(work, message, tensor)
 
-    def put(one: Any, other: Any) -> None:
+    def put(send_function: Any, receive_function: Any) -> None:
         for module in (dist, distributed_c10d):  # the second one compares the operations of a batch with its own
-            module.isend, module.irecv = one, other  # type: ignore[attr-defined]
+            module.isend, module.irecv = send_function, receive_function  # type: ignore[attr-defined]
 
     put(send, receive)
     try:

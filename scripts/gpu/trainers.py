@@ -61,7 +61,7 @@ class Kept(pl.Callback):
         self.values: dict[str, torch.Tensor] = {}
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        dense = [one.state_dict()["state"] for one in trainer.optimizers]
+        dense = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
         self.values = tensors({**self._state(trainer), "state dense": dense})
 
 
@@ -90,18 +90,18 @@ def fit(
         callbacks: callbacks of the last trainer.
         options: more arguments of each trainer.
     """
-    kept, path, half = Kept(state), folder / "halfway.ckpt", len(data) // 2
+    values_callback, path, half = Kept(state), folder / "halfway.ckpt", len(data) // 2
     losses: list[Any] = []
     resumes = [False, True] if variant == "resumed" else [False]
     with recorded_kernels() as kernels, peak_bytes(device_of(kind)) as peak:
         for resume in resumes:
             saves = len(resumes) > 1 and not resume
-            made = strategy()
+            strategy_instance = strategy()
             trainer = pl.Trainer(
-                accelerator=accelerator(kind, made),
+                accelerator=accelerator(kind, strategy_instance),
                 devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
                 num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-                strategy=made,
+                strategy=strategy_instance,
                 precision=PRECISIONS.get(variant, "32-true"),  # type: ignore[arg-type]
                 max_epochs=1,
                 logger=False,
@@ -110,11 +110,11 @@ def fit(
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
-                callbacks=[*callbacks, Halfway(path, half) if saves else kept],
+                callbacks=[*callbacks, Halfway(path, half) if saves else values_callback],
                 **options,
             )
             torch.manual_seed(1)
             module: Any = make()
             trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=path if resume else None)  # type: ignore[arg-type]
             losses += [torch.as_tensor(loss).float().cpu() for loss in module.losses[: half if saves else None]]
-    return {"losses": torch.stack(losses), "values": kept.values, "peak": peak, "kernels": kernels}, trainer
+    return {"losses": torch.stack(losses), "values": values_callback.values, "peak": peak, "kernels": kernels}, trainer

@@ -63,8 +63,8 @@ def trained(
     """Train *way* and return its losses and values."""
     name, _, variant = way.partition(":")
     pin = device.type == "cuda" and variant != "pageable"
-    given = batches(options, dist.get_rank(), pin)
-    data: list[Batch] = [given[index % len(given)] for index in range(steps)]
+    batch_pool = batches(options, dist.get_rank(), pin)
+    data: list[Batch] = [batch_pool[index % len(batch_pool)] for index in range(steps)]
     if name in PLANS:
         sharded, optimizer = ours(options, device, plan)
         model = sharded.dmp
@@ -88,7 +88,7 @@ def trained(
             except StopIteration:
                 break
             if variant == "evaluated" and len(losses) % 3 == 0:
-                list(pipeline.evaluate(iter(given)))
+                list(pipeline.evaluate(iter(batch_pool)))
     if name in PLANS:
         pipeline.close()
     for module in model.modules():
@@ -108,22 +108,22 @@ def trained(
 
 
 def main() -> None:
-    options = parser(__doc__, "plans, and classes of TorchRec")
-    options.add_argument("--kernel", help="kernel of the tables, such as fused_uvm_caching (default: the planner's)")
-    options.add_argument("--batch", type=int, default=SIZES["batch"], help="samples of a batch on each rank")
-    given = options.parse_args()
-    device = connect(given.device)
-    sizes = argparse.Namespace(**{**SIZES, "batch": given.batch})
-    plan, sharders = sharding(sizes, device, given.kernel)
+    arg_parser = parser(__doc__, "plans, and classes of TorchRec")
+    arg_parser.add_argument("--kernel", help="kernel of the tables, such as fused_uvm_caching (default: the planner's)")
+    arg_parser.add_argument("--batch", type=int, default=SIZES["batch"], help="samples of a batch on each rank")
+    options = arg_parser.parse_args()
+    device = connect(options.device)
+    sizes = argparse.Namespace(**{**SIZES, "batch": options.batch})
+    plan, sharders = sharding(sizes, device, options.kernel)
     results: dict[str, Any] = {}
-    for way in given.ways:
+    for way in options.ways:
         try:
-            results[way] = trained(way, sizes, device, plan, sharders, given.steps)
+            results[way] = trained(way, sizes, device, plan, sharders, options.steps)
         except Exception as error:
             if dist.get_world_size() > 1:
                 raise  # the other ranks would wait for this one
             results[way] = {"error": f"{type(error).__name__}: {error}"}
-        save(results, given.save)
+        save(results, options.save)
     dist.barrier()
     os._exit(0)  # TorchRec's pipelines may have batches in flight
 

@@ -1,4 +1,4 @@
-"""``lightning-pipe export``: from a checkpoint folder and a configuration to an artefact."""
+"""``lightning-pipe export``: from a checkpoint folder and a configuration to an artifact."""
 
 from __future__ import annotations
 

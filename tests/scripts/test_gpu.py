@@ -56,9 +56,9 @@ def test_each_rule_compares_ways_that_a_program_of_its_part_saves(dry: bool) -> 
                 file = command.arguments[command.arguments.index("--save") + 1].removeprefix("{folder}/")
                 saved[file] = command.arguments[command.arguments.index("--ways") + 1 :]
         for rule in one.rules:
-            assert rule.reference in saved[rule.of or rule.file], (one.name, rule)
-            assert set(rule.others) <= set(saved[rule.file]), (one.name, rule)
-        compared = {way for rule in one.rules for way in (*rule.others, rule.reference)}
+            assert rule.reference in saved[rule.reference_file or rule.file], (one.name, rule)
+            assert set(rule.compared_ways) <= set(saved[rule.file]), (one.name, rule)
+        compared = {way for rule in one.rules for way in (*rule.compared_ways, rule.reference)}
         assert not one.rules or compared == {way for ways in saved.values() for way in ways}, one.name
 
 
@@ -131,7 +131,7 @@ def test_a_comparison_finds(case: str, tmp_path: Path) -> None:
     torch.save({"serial": way([1.0], w=[2.0]), "base": other}, tmp_path / "values.pt")
     (compared,) = compare(tmp_path, Rule("serial", ("base",), **more))
     assert compared.right is right
-    assert compared.found.startswith(found)
+    assert compared.difference.startswith(found)
 
 
 # The report and the command.

@@ -77,7 +77,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         _refuse_chosen(self._options)
         numbers = {"memory_limit": memory_limit, "trials": trials, "batch_size": batch_size}
         self._agreed += [(name, repr(value)) for name, value in numbers.items()]
-        self._given = options
+        self._init_args = options
         self._memory_limit = memory_limit
         self._trials = trials
         self._batch_size = batch_size
@@ -140,20 +140,20 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
 
     def _to_yaml(self, candidate: ScheduleCandidate) -> str:
         """Strategy in YAML with the arguments of this choice."""
-        given, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
+        options, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
         chosen = {
             "schedule": candidate.spec.name,
             "num_microbatches": candidate.num_microbatches,
             "stages_per_rank": candidate.stages_per_rank,
-            "split": split | _changed(given.split),
+            "split": split | _changed(options.split),
         }
         groups = {
-            name: {field: value for field, value in _changed(getattr(given, name)).items() if _is_plain(value)}
+            name: {field: value for field, value in _changed(getattr(options, name)).items() if _is_plain(value)}
             for name in ("parallel", "batching")
         }
-        if given.activation_checkpoint is not None:
-            groups["activation_checkpoint"] = asdict(given.activation_checkpoint)
-        plain = {name: value for name, value in self._given.items() if _is_plain(value)}
+        if options.activation_checkpoint is not None:
+            groups["activation_checkpoint"] = asdict(options.activation_checkpoint)
+        plain = {name: value for name, value in self._init_args.items() if _is_plain(value)}
         arguments = plain | {name: group for name, group in groups.items() if group} | chosen
         content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": arguments}
         text: str = yaml.safe_dump(content, sort_keys=False)
@@ -166,14 +166,14 @@ def _refuse_chosen(options: LLMOptions) -> None:
     Options with their default values are accepted, since LightningCLI passes all arguments.
     """
     split = {f"split.{name}": value for name, value in _changed(options.split).items() if name != "tied_embeddings"}
-    given = [f"{name}={value!r}" for name, value in split.items()]
+    refused = [f"{name}={value!r}" for name, value in split.items()]
     if options.schedule != find_schedule("1f1b"):
-        given.append(f"schedule={options.schedule.name!r}")
+        refused.append(f"schedule={options.schedule.name!r}")
     if options.stages_per_rank is not None:
-        given.append(f"stages_per_rank={options.stages_per_rank}")
-    if given:
+        refused.append(f"stages_per_rank={options.stages_per_rank}")
+    if refused:
         raise SetupError(
-            f"{' and '.join(given)} is given to the automatic strategy, which chooses it. Remove the argument, or use"
+            f"{' and '.join(refused)} is given to the automatic strategy, which chooses it. Remove the argument, or use"
             " LLMPipelineStrategy (such as llm_1f1b_pipeline)."
         )
 
@@ -190,5 +190,5 @@ def _changed(group: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return True if YAML can represent the value."""
     if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(item) for pair in value.items() for item in pair)
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)

@@ -18,13 +18,13 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 def choice_report(choice: StageChoice) -> Group:
     """Return a report with the choice, the reason for it, and the best alternatives."""
     chosen, shown = choice.chosen, _shown(choice)
-    unit, factor = unit_of([one.peak for one in shown])
+    unit, factor = unit_of([prediction.peak for prediction in shown])
     columns = ("schedule", "stages", "micro", "simulated", "measured", "bubble", unit)
     table = FittedTable.of_figures(*columns, edge=False)
     table.add_column("layers")
-    for one in shown:
-        table.add_row(*_row(one, factor), style="bold" if one is chosen else "")
-    tried = [one for one in choice.predictions if one.measured is not None]
+    for row in shown:
+        table.add_row(*_row(row, factor), style="bold" if row is chosen else "")
+    tried = [prediction for prediction in choice.predictions if prediction.measured is not None]
     simulated = len(choice.predictions) + choice.too_large
     of_those = f"{len(tried)} that ran, out of {simulated}" if tried else str(simulated)
     limit = ""
@@ -43,26 +43,28 @@ def choice_report(choice: StageChoice) -> Group:
 
 def _shown(choice: StageChoice) -> list[SchedulePrediction]:
     """Return the candidates that ran, fastest first, then the best candidate of each schedule that did not run."""
-    tried = sorted((one for one in choice.predictions if one.measured is not None), key=lambda one: one.measured or 0.0)
-    names = {one.candidate.spec.name for one in tried}
-    others = []
-    for one in sorted(choice.predictions, key=lambda one: one.seconds):
-        if one.candidate.spec.name not in names:
-            names.add(one.candidate.spec.name)
-            others.append(one)
-    return [*tried, *others][: max(_ROWS, len(tried))]
+    tried = sorted(
+        (entry for entry in choice.predictions if entry.measured is not None), key=lambda entry: entry.measured or 0.0
+    )
+    names = {entry.candidate.spec.name for entry in tried}
+    untried = []
+    for prediction in sorted(choice.predictions, key=lambda entry: entry.seconds):
+        if prediction.candidate.spec.name not in names:
+            names.add(prediction.candidate.spec.name)
+            untried.append(prediction)
+    return [*tried, *untried][: max(_ROWS, len(tried))]
 
 
-def _row(one: SchedulePrediction, factor: int) -> tuple[str, ...]:
-    candidate = one.candidate
+def _row(prediction: SchedulePrediction, factor: int) -> tuple[str, ...]:
+    candidate = prediction.candidate
     return (
         candidate.spec.name,
         str(candidate.stages_per_rank),
         str(candidate.num_microbatches),
-        f"{1e3 * one.seconds:.1f}",
-        "" if one.measured is None else f"{1e3 * one.measured:.1f}",
-        f"{100 * one.bubble:.0f} %",
-        f"{one.peak / factor:.1f}",
+        f"{1e3 * prediction.seconds:.1f}",
+        "" if prediction.measured is None else f"{1e3 * prediction.measured:.1f}",
+        f"{100 * prediction.bubble:.0f} %",
+        f"{prediction.peak / factor:.1f}",
         "+".join(map(str, candidate.layers_per_stage)),
     )
 

@@ -36,14 +36,14 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
         raise SetupError(
             f"No batch can be read in advance from {_kind(loader)}, since training would miss it. {_NEEDED}"
         )
-    whole = loader.batch_sampler is None  # the dataset's items are batches
-    if rows is None and not whole:
+    items_are_batches = loader.batch_sampler is None  # the dataset's items are batches
+    if rows is None and not items_are_batches:
         raise SetupError(
             f"The number of rows in a batch is unknown for a {_kind(loader)} with a batch sampler. {_NEEDED}"
         )
     dataset: Any = loader.dataset
-    count = 1 if whole else min(rows or 0, len(dataset))
-    if whole:
+    count = 1 if items_are_batches else min(rows or 0, len(dataset))
+    if items_are_batches:
         items = dataset[0]
     elif hasattr(dataset, "__getitems__"):
         items = dataset.__getitems__(list(range(count)))
@@ -57,15 +57,15 @@ def _kind(loader: Any) -> str:
 
 
 def _batch_size(loader: Any) -> int | None:
-    found = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return found if isinstance(found, int) else None
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _repeated(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Repeat the rows of an example up to the given number."""
-    own = next((len(one) for one in example.values() if isinstance(one, Tensor) and one.ndim), 1)
-    places = torch.arange(rows) % own
+    example_rows = next((len(value) for value in example.values() if isinstance(value, Tensor) and value.ndim), 1)
+    places = torch.arange(rows) % example_rows
     return {
-        key: value[places] if isinstance(value, Tensor) and value.ndim and len(value) == own else value
+        key: value[places] if isinstance(value, Tensor) and value.ndim and len(value) == example_rows else value
         for key, value in example.items()
     }

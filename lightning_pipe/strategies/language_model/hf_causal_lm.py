@@ -189,8 +189,8 @@ class _ChunkedHead(nn.Module):
         return hidden
 
 
-def read_config(given: Any) -> Any:
-    """Return *given* if it is a ``PretrainedConfig``, or build one from a mapping with ``model_type``."""
+def read_config(config: Any) -> Any:
+    """Return *config* if it is a ``PretrainedConfig``, or build one from a mapping with ``model_type``."""
     try:
         from transformers import AutoConfig, PretrainedConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -198,20 +198,20 @@ def read_config(given: Any) -> Any:
         raise SetupError(
             "HFCausalLM needs the transformers package, which is not installed. Run: pip install 'lightning-pipe[hf]'"
         ) from error
-    if isinstance(given, PretrainedConfig):
-        return given
-    if not isinstance(given, Mapping) or "model_type" not in given:
+    if isinstance(config, PretrainedConfig):
+        return config
+    if not isinstance(config, Mapping) or "model_type" not in config:
         raise SetupError(
-            f"`config` must be a mapping with model_type, a PretrainedConfig or the path of a folder, got {given!r}."
+            f"`config` must be a mapping with model_type, a PretrainedConfig or the path of a folder, got {config!r}."
             " Pass for example {'model_type': 'llama', 'hidden_size': 256}, or a folder that save_pretrained wrote."
         )
     try:
-        return AutoConfig.for_model(**given)
+        return AutoConfig.for_model(**config)
     except ValueError as error:
-        if given["model_type"] in CONFIG_MAPPING_NAMES:
+        if config["model_type"] in CONFIG_MAPPING_NAMES:
             raise
-        close = get_close_matches(str(given["model_type"]), CONFIG_MAPPING_NAMES) or sorted(CONFIG_MAPPING_NAMES)[:9]
+        close = get_close_matches(str(config["model_type"]), CONFIG_MAPPING_NAMES) or sorted(CONFIG_MAPPING_NAMES)[:9]
         raise SetupError(
-            f"`config` has model_type={given['model_type']!r}, which transformers does not know; expected a family such"
-            f" as {', '.join(close)}. Correct the name, or install a release of transformers that has the family."
+            f"`config` has model_type={config['model_type']!r}, which transformers does not know; expected a family"
+            f" such as {', '.join(close)}. Correct the name, or install a release of transformers that has the family."
         ) from error

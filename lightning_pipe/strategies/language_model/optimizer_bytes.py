@@ -26,50 +26,55 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]
     them. Each dimension of a state that equals the dimension of its small parameter is then assumed to have the size of
     the original parameter.
     """
-    whole = module.model
-    assert whole is not None
-    small = shallow_copy(whole)
+    model = module.model
+    assert model is not None
+    small = shallow_copy(model)
     large = _make_small(small)
     module.model = small
     try:
         configured: Any = module.configure_optimizers()
     finally:
-        module.model = whole
+        module.model = model
     optimizers: Sequence[Optimizer] = optimizers_configured(configured)[0] if configured is not None else []
-    for one in small.parameters():
-        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    for param in small.parameters():
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
     sizes: dict[int, int] = {}
     for optimizer in optimizers:
         optimizer.step()
         for parameter, state in optimizer.state.items():
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             shape = large.get(id(parameter), parameter.shape)
-            sizes[id(parameter)] = sum(_grown(one, parameter, shape) for one in tensors)
-    names = {name: sizes.get(id(one), 0) for name, one in small.named_parameters(remove_duplicate=False)}
+            sizes[id(parameter)] = sum(_grown(tensor, parameter, shape) for tensor in tensors)
+    names = {name: sizes.get(id(tensor), 0) for name, tensor in small.named_parameters(remove_duplicate=False)}
     return by_piece(names, config)
 
 
 def by_piece(sizes: Mapping[str, int], config: ModuleConfig) -> Pieces[int]:
     """Sum numbers given by parameter name over each piece of a model."""
 
-    def of(modules: Sequence[str]) -> int:
-        return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{one}." for one in modules)))
+    def bytes_under(modules: Sequence[str]) -> int:
+        return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{fqn}." for fqn in modules)))
 
-    return Pieces(0, of(config.input_fqns), tuple(of([name]) for name in config.layers), of(config.output_fqns))
+    return Pieces(
+        0,
+        bytes_under(config.input_fqns),
+        tuple(bytes_under([name]) for name in config.layers),
+        bytes_under(config.output_fqns),
+    )
 
 
 def _make_small(model: nn.Module) -> dict[int, torch.Size]:
     """Replace a model's parameters by small ones, in place, and return the original shapes by the new ones' ids."""
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     shapes: dict[int, torch.Size] = {}
     for part in model.modules():
-        for name, one in part._parameters.items():
-            if one is not None:
-                if id(one) not in made:
-                    bare = torch.zeros([min(size, _SMALL) for size in one.shape], dtype=one.dtype)
-                    made[id(one)] = like_tensor(one, bare)
-                    shapes[id(made[id(one)])] = one.shape
-                part._parameters[name] = cast(nn.Parameter, made[id(one)])
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in replacements:
+                    bare = torch.zeros([min(size, _SMALL) for size in parameter.shape], dtype=parameter.dtype)
+                    replacements[id(parameter)] = like_tensor(parameter, bare)
+                    shapes[id(replacements[id(parameter)])] = parameter.shape
+                part._parameters[name] = cast(nn.Parameter, replacements[id(parameter)])
     return shapes
 
 
@@ -82,4 +87,7 @@ def _grown(state: Tensor, small: Tensor, shape: torch.Size) -> int:
 def _grown_sizes(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
     if len(state) != len(small):
         return list(state)
-    return [there if here == other else here for here, other, there in zip(state, small, shape, strict=True)]
+    return [
+        large_size if state_size == small_size else state_size
+        for state_size, small_size, large_size in zip(state, small, shape, strict=True)
+    ]

@@ -65,7 +65,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
                 loss = self._output(part, self._loss_of(part))
             losses.append(of_routers.follow(loss))
             routers.append(of_routers)
-        tokens = sum(one.tokens for one in routers)
+        tokens = sum(part_losses.tokens for part_losses in routers)
         means = RouterMeans.of(sum_router_losses(routers))
         return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens, means)
 
@@ -103,8 +103,8 @@ class PipelineModule(StageHooks, pl.LightningModule):
         assert self.model is not None
         if micro_batch.get(ROUTED_EXPERTS) is not None:
             if self._mixtures is None:
-                known = has_routers(self.model)
-                layers = (self.pipeline_config() or derive_config(self.model)).layers if known else ()
+                is_moe = has_routers(self.model)
+                layers = (self.pipeline_config() or derive_config(self.model)).layers if is_moe else ()
                 self._mixtures = watch_routers(self.model, layers)
             check_routing(micro_batch, self._mixtures, SequenceKeys().size(micro_batch))
         micro_batch, contexts = take_routing(micro_batch)

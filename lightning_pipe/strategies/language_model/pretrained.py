@@ -42,35 +42,44 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
     from transformers import AutoModelForCausalLM
 
     config = read_config(PretrainedWeights(config).config() if isinstance(config, str | Path) else config)
-    source, beside = open_folder(place_of(folder)), Path(target).absolute()
+    source, target_folder = open_folder(place_of(folder)), Path(target).absolute()
     saved = read_metadata(source, (MODEL,), KIND)
     prefix = "model."  # of the attribute PipelineModule.model
     entries = [saved.state_dict_metadata[key] for key, path in saved.planner_data.items() if path[0] == MODEL]
-    stored_as = {one.properties.dtype for one in entries if isinstance(one, TensorStorageMetadata)}
+    stored_as = {entry.properties.dtype for entry in entries if isinstance(entry, TensorStorageMetadata)}
     kinds = {kind for kind in stored_as if kind.is_floating_point}
-    wanted = dtype or (getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype)
-    if dtype is None and wanted is not None and wanted.itemsize >= max((kind.itemsize for kind in kinds), default=0):
-        wanted = None
+    target_dtype = dtype or (getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype)
+    if (
+        dtype is None
+        and target_dtype is not None
+        and target_dtype.itemsize >= max((kind.itemsize for kind in kinds), default=0)
+    ):
+        target_dtype = None
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            deepcopy(config), dtype=wanted or (kinds.pop() if len(kinds) == 1 else None)
+            deepcopy(config), dtype=target_dtype or (kinds.pop() if len(kinds) == 1 else None)
         )
     if (adapter := read_rest(source, True).get(ADAPTER)) is not None:
-        model, wanted = add_adapters(model, adapter), dtype
-        trained = {f"{prefix}{name}" for name, one in model.named_parameters() if one.requires_grad}
+        model, target_dtype = add_adapters(model, adapter), dtype
+        trained = {f"{prefix}{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
         entries_of_adapter = {key: path for key, path in saved.planner_data.items() if path[-1] in trained}
         saved = replace(saved, planner_data=entries_of_adapter)
     fixed = {f"{prefix}{name}" for name, _ in model.named_buffers()}
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
-        if wanted is None or not stored.is_floating_point or name in fixed or stays_float32(model, name, wanted):
+        if (
+            target_dtype is None
+            or not stored.is_floating_point
+            or name in fixed
+            or stays_float32(model, name, target_dtype)
+        ):
             return stored
-        return wanted
+        return target_dtype
 
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
-        whole = read_whole(source, saved, True, MODEL, Path(values), dtype_of)[MODEL]
-        weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+    target_folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target_folder.name}.", dir=target_folder.parent) as values:
+        state_dict = read_whole(source, saved, True, MODEL, Path(values), dtype_of)[MODEL]
+        weights = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         tied = other_names(model)
         sizes = {name: value.size() for name, value in weights.items()}
         needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}

@@ -63,24 +63,24 @@ def save_stage_checkpoint(
     write: WriteFolder = write_folder,
 ) -> None:
     """Write Lightning's *checkpoint* dictionary to the folder *path*. Every rank must call this."""
-    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+    meta = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
     if tied:
-        rest[TIED] = tied
+        meta[TIED] = tied
     if (text := adapter_text(getattr(module, "model", None))) is not None:
-        rest[ADAPTER] = text
+        meta[ADAPTER] = text
     state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
     if OPTIMIZERS in checkpoint:
-        held = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
+        names_by_optimizer = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
         groups = []
-        for number, (names, packed) in enumerate(zip(held, checkpoint[OPTIMIZERS], strict=True)):
+        for number, (names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
             state[optimizer_part(number)] = {"state": {names[index]: value for index, value in packed["state"].items()}}
             groups.append([by_name(group, names) for group in packed["param_groups"]])
-        rest[OPTIMIZERS] = [
+        meta[OPTIMIZERS] = [
             {"param_groups": merge_groups(ranks, order)}
             for ranks in zip(*gather(groups, dist.group.WORLD), strict=True)
         ]
-    write(path, state, rest)
+    write(path, state, meta)
 
 
 def load_stage_checkpoint(
@@ -95,40 +95,42 @@ def load_stage_checkpoint(
     failed = f"the checkpoint {str(path)!r} cannot be read"
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
-        found = open_folder(place_of(path))
-        return found, read_metadata(found, (MODEL,), KIND), read_rest(found, weights_only)
+        opened = open_folder(place_of(path))
+        return opened, read_metadata(opened, (MODEL,), KIND), read_rest(opened, weights_only)
 
-    folder, saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
+    folder, saved, meta = on_all_ranks(read, failed, dist.group.WORLD)
     for key in (TIED, ADAPTER):
-        rest.pop(key, None)
-    stored = rest.pop(OPTIMIZERS, None)
+        meta.pop(key, None)
+    stored = meta.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
     trained = list(optimizers or ()) if with_states else []
-    held = held_names(trained, module, failed)
+    names_by_optimizer = held_names(trained, module, failed)
     groups: list[list[Group]] = [entry["param_groups"] for entry in stored] if with_states else []
     tied = other_names(module)
     state: dict[str, Any] = {MODEL: {name: value for name, value in module.state_dict().items() if name not in tied}}
-    ranks = gather([*state[MODEL], *(name for names in held for name in names)], dist.group.WORLD)
+    ranks = gather([*state[MODEL], *(name for names in names_by_optimizer for name in names)], dist.group.WORLD)
     own_names = ModuleNames(name for names in ranks for name in names)
     saved = own_names.metadata(saved)
     groups = [
         [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
         for of_optimizer in groups
     ]
-    problems = misfits(saved, state, strict) + optimizer_problems(groups, held, trained)
+    problems = misfits(saved, state, strict) + optimizer_problems(groups, names_by_optimizer, trained)
     if problems:
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
-    for number, names in enumerate(held):
+    for number, names in enumerate(names_by_optimizer):
         states = _room_for_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
         state[optimizer_part(number)] = {"state": states}
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if with_states:
-        rest[OPTIMIZERS] = [
+        meta[OPTIMIZERS] = [
             pack_state(optimizer, names, of_optimizer, state[optimizer_part(number)]["state"])
-            for number, (optimizer, names, of_optimizer) in enumerate(zip(trained, held, groups, strict=True))
+            for number, (optimizer, names, of_optimizer) in enumerate(
+                zip(trained, names_by_optimizer, groups, strict=True)
+            )
         ]
-    return {**rest, MODEL: with_other_names(state[MODEL], tied)}
+    return {**meta, MODEL: with_other_names(state[MODEL], tied)}
 
 
 def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -87,31 +87,35 @@ class StageChooser:
         """Return the fastest plan for a module, with its alternatives."""
         group, size = self.maker.numbers_group, self.maker.meshes.dimensions.pp
         config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
-        batch_here = on_all_ranks(batch, "no batch is available for measurements", group)
-        given = from_rank(lambda: batch_here, "the first rank could not send its batch", group)
-        counts = _microbatch_counts_of(given, size, self.num_microbatches)
-        measured, notes = self._measure(module, config, given, counts)
-        limits = [one for one in gather(self._limit(), group) if one is not None]
+        local_batch = on_all_ranks(batch, "no batch is available for measurements", group)
+        shared_batch = from_rank(lambda: local_batch, "the first rank could not send its batch", group)
+        counts = _microbatch_counts_of(shared_batch, size, self.num_microbatches)
+        measured, notes = self._measure(module, config, shared_batch, counts)
+        limits = [rank_limit for rank_limit in gather(self._limit(), group) if rank_limit is not None]
         limit = min(limits, default=None)
 
-        def simulated(known: Calibration | None) -> tuple[list[SchedulePrediction], int]:
+        def simulated(calibrated: Calibration | None) -> tuple[list[SchedulePrediction], int]:
             listed = list_candidates(config, size, measured, by_memory=limit is not None, allowed=self.allowed)
-            found = [predict(one, size, measured, known) for one in listed]
-            return _that_fit(found, limit, counts), len(found)
+            results = [predict(candidate, size, measured, calibrated) for candidate in listed]
+            return _that_fit(results, limit, counts), len(results)
 
         failed = "the first rank could not simulate schedules"
         predictions, number = from_rank(lambda: simulated(None), failed, group)
         too_large = number - len(predictions)
         if self.trials:
-            trials = StageTrials(module, self.maker, given, self.plan_of)
-            runs = [run for one in _to_calibrate(predictions) if (run := trials.recorded(one.candidate)) is not None]
-            known = calibrate(runs, size, measured)
-            predictions, _ = from_rank(lambda: simulated(known), failed, group)
+            trials = StageTrials(module, self.maker, shared_batch, self.plan_of)
+            runs = [
+                run
+                for prediction in _to_calibrate(predictions)
+                if (run := trials.recorded(prediction.candidate)) is not None
+            ]
+            calibration = calibrate(runs, size, measured)
+            predictions, _ = from_rank(lambda: simulated(calibration), failed, group)
             predictions = trials.run_finalists(predictions, self.trials)
             notes += trials.failed
-        ran = {one.candidate: one.times for one in predictions if one.times}
+        ran = {prediction.candidate: prediction.times for prediction in predictions if prediction.times}
         best = fastest(ran, ran) if ran else predictions[0].candidate
-        chosen = next(one for one in predictions if one.candidate == best)
+        chosen = next(prediction for prediction in predictions if prediction.candidate == best)
         return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
 
     def _limit(self) -> int | None:
@@ -127,24 +131,28 @@ class StageChooser:
         """Measure on all ranks at the same time, since they also compute at the same time in training."""
         group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
 
-        def own() -> tuple[dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
+        def measure_rank() -> tuple[
+            dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]
+        ]:
             cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
-            given = module, config, settings, module.trainer.precision_plugin
+            arguments = module, config, settings, module.trainer.precision_plugin
             work = {
-                count: profiled(measure_work, *given, move_data_to_device(item, device), device=device)
+                count: profiled(measure_work, *arguments, move_data_to_device(item, device), device=device)
                 for count, item in cut.items()
             }
             footprints = {
-                count: profiled(measure_footprints, *given, item) for count, item in cut.items() if group.rank() == 0
+                count: profiled(measure_footprints, *arguments, item)
+                for count, item in cut.items()
+                if group.rank() == 0
             }
             return work, footprints, optimizer_states(module, config, settings.offload)
 
-        work, footprints, (states, notes) = on_all_ranks(own, "the layers cannot be measured", group)
-        every = gather(work, group)
+        work, footprints, (states, notes) = on_all_ranks(measure_rank, "the layers cannot be measured", group)
+        work_by_rank = gather(work, group)
         links = gather(measure_links(self.maker.meshes.root["pipeline"].get_group(), device), group)
         return (
             Measurements(
-                {count: median_pieces([one[count] for one in every]) for count in counts},
+                {count: median_pieces([rank_work[count] for rank_work in work_by_rank]) for count in counts},
                 from_rank(lambda: footprints, "the first rank could not send its footprints", group),
                 states,
                 median_links(links),
@@ -184,30 +192,32 @@ class StageTrials:
     def run_finalists(self, predictions: Sequence[SchedulePrediction], most: int) -> list[SchedulePrediction]:
         """Run the most promising candidates, and the next ones if all of these fail."""
         seconds: dict[ScheduleCandidate, list[float]] = {}
-        left = list(predictions)
-        while not seconds and (left := [one for one in left if one.candidate not in self._out]):
-            seconds = self._times(finalists(left, most))
+        remaining = list(predictions)
+        while not seconds and (
+            remaining := [prediction for prediction in remaining if prediction.candidate not in self._out]
+        ):
+            seconds = self._times(finalists(remaining, most))
         if not seconds:
             raise SetupError(
                 f"None of {len(predictions)} candidate schedules could be run: {'; '.join(self.failed)}. Fix the errors"
                 " listed, or set trials=0 to choose by simulation only."
             )
         return [
-            replace(one, times=tuple(seconds.get(one.candidate, ())))
-            for one in predictions
-            if one.candidate not in self._out
+            replace(prediction, times=tuple(seconds.get(prediction.candidate, ())))
+            for prediction in predictions
+            if prediction.candidate not in self._out
         ]
 
     def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
         """Run candidates in turns while they can still be the fastest, and return the seconds of those that ran."""
-        seconds = {one.candidate: list[float]() for one in candidates}
-        left = list(seconds)
+        seconds = {prediction.candidate: list[float]() for prediction in candidates}
+        remaining = list(seconds)
         for _ in range(_ROUNDS):
-            for candidate in left:
+            for candidate in remaining:
                 if (trial := self._try(candidate)) is not None:
                     seconds[candidate].append(typical(trial.seconds))
-            seconds = {one: times for one, times in seconds.items() if one not in self._out}
-            left = contenders(seconds, seconds, _HOPELESS) if seconds else []
+            seconds = {tried: times for tried, times in seconds.items() if tried not in self._out}
+            remaining = contenders(seconds, seconds, _HOPELESS) if seconds else []
         return seconds
 
     def _try(self, candidate: ScheduleCandidate, *, record: bool = False) -> Trial | None:
@@ -231,13 +241,15 @@ class StageTrials:
 
     def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
         """Build the plan's stages, run some steps, and release the stages."""
-        module, whole, maker = self._module, self._module.model, self._maker
+        module, unsplit_model, maker = self._module, self._module.model, self._maker
         parts: Any = None
         try:
             parts = maker.make(module, plan, None, placeholders=True)
-            kept = parts.split.local_model
+            local_stages = parts.split.local_model
             failed = "the stages cannot be converted to the trainer's precision"
-            on_all_ranks(lambda: module.trainer.precision_plugin.convert_module(kept), failed, maker.numbers_group)
+            on_all_ranks(
+                lambda: module.trainer.precision_plugin.convert_module(local_stages), failed, maker.numbers_group
+            )
             with module.trainer.precision_plugin.train_step_context(), torch.enable_grad():
                 return self._measure(parts, record)
         except Exception as error:
@@ -245,8 +257,8 @@ class StageTrials:
                 raise InputError(f"{type(error).__name__}: {error}") from error
             raise
         finally:
-            module.model = whole
-            parts = kept = None  # release the memory before the next candidate is built
+            module.model = unsplit_model
+            parts = local_stages = None  # release the memory before the next candidate is built
             gc.collect()
 
     def _measure(self, parts: StageParts, record: bool) -> Trial:
@@ -286,19 +298,19 @@ def layers_of(module: PipelineModule) -> ModuleConfig:
     return config
 
 
-def _microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
+def _microbatch_counts_of(batch: Any, pp_size: int, requested: int | None) -> list[int]:
     """Return the numbers of micro-batches to choose from."""
     if isinstance(batch, (list, tuple)):
         return [len(batch)]  # a list of micro-batches
     rows = split_batch(batch, 1).rows
-    if asked is None:
+    if requested is None:
         return microbatch_counts(rows, pp_size)
-    if rows % asked:
+    if rows % requested:
         raise SetupError(
-            f"`num_microbatches` must divide the rows of a batch, got {asked} for {rows} row(s). Use a divisor, or omit"
-            " it to have it chosen."
+            f"`num_microbatches` must divide the rows of a batch, got {requested} for {rows} row(s). Use a divisor, or"
+            " omit it to have it chosen."
         )
-    return [asked]
+    return [requested]
 
 
 def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
@@ -349,9 +361,9 @@ def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool
     except Exception as error:  # user code, called with a model that it may not expect
         assert module.model is not None
         sizes = {
-            name: _ADAMS * one.numel() * one.element_size()
-            for name, one in module.model.named_parameters(remove_duplicate=False)
-            if one.requires_grad
+            name: _ADAMS * parameter.numel() * parameter.element_size()
+            for name, parameter in module.model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
         }
         return by_piece(sizes, config), [
             "optimizer states are assumed to be those of Adam, since configure_optimizers failed with small parameters"
@@ -365,7 +377,7 @@ def sharing_of(settings: StageSettings, module: PipelineModule) -> Sharing:
     sizes = settings.sizes
     shard = sizes.dp_shard * sizes.cp if sizes.dp_shard > 1 else 1
     # Gradients in half precision are added and reduced in float32.
-    halves = any(one.dtype in (torch.bfloat16, torch.float16) for one in module.model.parameters())
+    halves = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.model.parameters())
     unreduced = 2.0 if halves else 1.0
     return Sharing(shard, sizes.tp, sizes.cp, sizes.ep, unreduced, not sizes.reshard_after_forward)
 
@@ -379,22 +391,28 @@ def _that_fit(
             f"No schedule supports {' or '.join(map(str, counts))} micro-batches with this number of ranks and layers."
             " Use another batch size or num_microbatches, or a model with at least one layer for each rank."
         )
-    fitting = [one for one in predictions if limit is None or one.peak <= limit]
+    fitting = [prediction for prediction in predictions if limit is None or prediction.peak <= limit]
     if not fitting:
-        least = min(predictions, key=lambda one: one.peak)
+        least = min(predictions, key=lambda prediction: prediction.peak)
         raise SetupError(
             f"None of {len(predictions)} candidate schedules fits into {limit:,} bytes per rank (memory_limit, or the"
             f" free memory). The smallest takes {least.peak:,} bytes, with schedule {least.candidate.spec.name} and"
             f" {least.candidate.num_microbatches} micro-batches. Set activation_checkpoint.mode to 'full', use more"
             " ranks (parallel.pp, parallel.dp_shard), or use smaller batches."
         )
-    return sorted(fitting, key=lambda one: one.seconds)
+    return sorted(fitting, key=lambda prediction: prediction.seconds)
 
 
 def _to_calibrate(predictions: Sequence[SchedulePrediction]) -> list[SchedulePrediction]:
     """Return the fastest candidate with backward in one part, and the fastest with backward in two parts."""
-    found = []
+    candidates = []
     for parts in (False, True):
         with suppress(StopIteration):
-            found.append(next(one for one in predictions if bool(splits_backward(one.candidate.spec)) == parts))
-    return found
+            candidates.append(
+                next(
+                    prediction
+                    for prediction in predictions
+                    if bool(splits_backward(prediction.candidate.spec)) == parts
+                )
+            )
+    return candidates

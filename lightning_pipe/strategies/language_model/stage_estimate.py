@@ -59,20 +59,20 @@ class StageEstimate:
     notes: tuple[str, ...]
 
 
-def precision_plugin(given: Any) -> Precision:
+def precision_plugin(precision: Any) -> Precision:
     """Return Lightning's plugin for the trainer's ``precision``."""
-    name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(given), str(given))
+    name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(precision), str(precision))
     if name in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(name, "cpu")  # type: ignore[arg-type]
     if name == "bf16-true":
         return HalfPrecision("bf16-true")
-    known = {"32-true": Precision, "64-true": DoublePrecision}
-    if name not in known:
+    plugins = {"32-true": Precision, "64-true": DoublePrecision}
+    if name not in plugins:
         raise SetupError(
-            f"The trainer's precision {given!r} has no estimate. Use '32-true', '64-true', 'bf16-mixed', '16-mixed' or"
-            " 'bf16-true'."
+            f"The trainer's precision {precision!r} has no estimate. Use '32-true', '64-true', 'bf16-mixed', '16-mixed'"
+            " or 'bf16-true'."
         )
-    return known[name]()
+    return plugins[name]()
 
 
 def estimate_stages(
@@ -107,16 +107,16 @@ def estimate_stages(
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
         notes.append("tokens are assumed to be spread evenly over the experts")
-    others = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
+    comparison = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
     rows, length = next(iter(item.values())).shape[:2]
     return StageEstimate(
-        estimate(candidate, size, footprints, states, sharing), tuple(others), rows, length, tuple(notes)
+        estimate(candidate, size, footprints, states, sharing), tuple(comparison), rows, length, tuple(notes)
     )
 
 
 def operations_of(footprints: Pieces[Footprint]) -> Pieces[LayerWork]:
     """Floating-point operations of each piece, used instead of seconds."""
-    return Pieces.of(lambda one: one.operations, footprints)
+    return Pieces.of(lambda footprint: footprint.operations, footprints)
 
 
 def estimate(
@@ -130,9 +130,11 @@ def estimate(
     count, shared = candidate.num_microbatches, sharing or Sharing()
     work = operations_of(footprints)
     # Ranks of tensor parallelism share the products of layers, and each computes the whole head.
-    layers = tuple(LayerWork(*(one / shared.tensor for one in layer)) for layer in work.layers)
-    known = Measurements({count: replace(work, layers=layers)}, {count: footprints}, optimizer_bytes, sharing=shared)
-    return predict(candidate, pp_size, known)
+    layers = tuple(LayerWork(*(cost / shared.tensor for cost in layer)) for layer in work.layers)
+    measurements = Measurements(
+        {count: replace(work, layers=layers)}, {count: footprints}, optimizer_bytes, sharing=shared
+    )
+    return predict(candidate, pp_size, measurements)
 
 
 def compare(
@@ -144,15 +146,15 @@ def compare(
     sharing: Sharing | None = None,
 ) -> list[SchedulePrediction | Refused]:
     """Estimate all of PyTorch's schedules, each with its default number of stages and layers split evenly."""
-    found: list[SchedulePrediction | Refused] = []
+    results: list[SchedulePrediction | Refused] = []
     for spec in SCHEDULES.values():
         try:
             per_rank = count_stages(spec, pp_size)
             check_microbatches(spec, num_microbatches, pp_size, per_rank)
             layers = layer_counts(config, split_evenly(config, pp_size * per_rank))
         except SetupError as error:
-            found.append(Refused(spec.name, str(error)))
+            results.append(Refused(spec.name, str(error)))
         else:
             candidate = ScheduleCandidate(spec, per_rank, num_microbatches, layers)
-            found.append(estimate(candidate, pp_size, footprints, optimizer_bytes, sharing))
-    return found
+            results.append(estimate(candidate, pp_size, footprints, optimizer_bytes, sharing))
+    return results

@@ -116,9 +116,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         async_checkpoints: bool = False,
         **arguments: Any,
     ) -> None:
-        given: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
-        given |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
-        options = LLMOptions(schedule, num_microbatches, stages_per_rank, **given, offload_optimizer=offload_optimizer)
+        groups: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
+        groups |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
+        options = LLMOptions(schedule, num_microbatches, stages_per_rank, **groups, offload_optimizer=offload_optimizer)
         super().__init__(async_checkpoints=async_checkpoints, **arguments)
         self._take_uneven(uneven_batches, uneven_evaluation)
         self._options = options
@@ -126,7 +126,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         compared["async_checkpoints"] = async_checkpoints
         self._agreed = [*option_pairs("", options), *((name, repr(value)) for name, value in compared.items())]
         self._maker: PartsMaker | None = None
-        self._known: dict[int, StageParts] = {}
+        self._parts_by_model: dict[int, StageParts] = {}
         self._parts: StageParts | None = None
         self._weights: PretrainedWeights | None = None
         self._restore_buffers: Callable[[], None] | None = None
@@ -174,7 +174,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def _split(self, module: PipelineModule) -> None:
         """Split the module unless this was done before. A trainer can run several modules in turn."""
-        parts = self._known.get(id(module.model))
+        parts = self._parts_by_model.get(id(module.model))
         if parts is None:
             self._parts_maker.check(module)
             if self.precision_plugin.precision == "16-true":
@@ -184,7 +184,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                 )
             weights, self._weights = self._weights, None
             parts = self._parts_maker.make(module, self._plan_for(module), weights)
-            self._known[id(parts.split.local_model)] = parts
+            self._parts_by_model[id(parts.split.local_model)] = parts
         self._parts = parts
 
     def _plan_for(self, module: PipelineModule) -> StagePlan:
@@ -213,21 +213,21 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:
-            ZeroGradFirst.install(trainer, self._made.runs.begin_step)
+            ZeroGradFirst.install(trainer, self._stage_parts.runs.begin_step)
             with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
             refuse_sharded(self.optimizers, self._parts_maker.settings.sizes)
-            if self._made.scaling is not None:
+            if self._stage_parts.scaling is not None:
                 refuse_fused(self.optimizers)
-                self._made.scaling.install()
-            self._made.gradients.check_copies(self.optimizers)
+                self._stage_parts.scaling.install()
+            self._stage_parts.gradients.check_copies(self.optimizers)
             # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
-            self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[assignment, method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._stage_parts.gradients.clip  # type: ignore[assignment, method-assign]
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
             offloaded = self.optimizers if self._options.offload_optimizer else []
-            self._offloaded = [OffloadedState(one) for one in offloaded]
+            self._offloaded = [OffloadedState(optimizer) for optimizer in offloaded]
 
     # ------------------------------------------------------------------ stages and data of this rank
 
@@ -245,7 +245,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def runner(self) -> PipelineRunner:
         """Runner of this rank's stages."""
-        return self._made.runner
+        return self._stage_parts.runner
 
     def running(self) -> Running:
         """Information for callbacks, available after the trainer has set up the strategy."""
@@ -283,21 +283,21 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self.plan.stages_per_rank
 
     @property
-    def _made(self) -> StageParts:
+    def _stage_parts(self) -> StageParts:
         if self._parts is None:
             raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
     def describe_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
-        self._made.describe()
+        self._stage_parts.describe()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of Lightning's sampler, with one replica per group of ranks that read the same data."""
         parts = self._parts_maker.meshes.same_batch
-        mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
-        return {"num_replicas": len(parts), "rank": mine}
+        group_index = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
+        return {"num_replicas": len(parts), "rank": group_index}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give samplers that lack a generator a common seed, so that the ranks of a pipeline shuffle in the same order.
@@ -329,7 +329,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan. The training loop calls this method when training begins."""
-        plan = llm_plan(transfer, self._made.preparation.begin, self._take_over)
+        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._take_over)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -341,7 +341,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build the tasks and the plan that evaluate the batches of one dataloader."""
-        plan = llm_evaluation_plan(transfer, self._made.preparation.begin, name=step)
+        plan = llm_evaluation_plan(transfer, self._stage_parts.preparation.begin, name=step)
         program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
         self._evaluations.append(program)
         return program
@@ -358,26 +358,26 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._program
 
     def _run_batch(self, batch: Any) -> BatchResult:
-        result = self._made.runs.run(batch, self._prepared("run", batch))
+        result = self._stage_parts.runs.run(batch, self._prepared("run", batch))
         if self._turn is not None:
             # The loss is a mean over all pipelines, so ranks that do not have this batch log it too.
             self._turn.results.append(result.loss)
         return result
 
     def _predict(self, batch: Any) -> Any:
-        return self._made.runs.predict(batch, self._prepared("predict", batch))
+        return self._stage_parts.runs.predict(batch, self._prepared("predict", batch))
 
     def _take_over(self, prepared: PreparedBatch | None) -> None:
         self._handed_over = prepared
 
-    def _prepared(self, what: str, batch: Any) -> PreparedBatch | None:
+    def _prepared(self, step: str, batch: Any) -> PreparedBatch | None:
         if self._turn is None:
-            evaluated = next((one.current for one in self._evaluations if one.current is not None), None)
+            evaluated = next((program.current for program in self._evaluations if program.current is not None), None)
             if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
                 return cast("PreparedBatch | None", evaluated.take("prepared"))
             handed_over, self._handed_over = self._handed_over, None
             return handed_over
-        self._turn.call(what, move_data_to_device(batch, torch.device("cpu")))
+        self._turn.call(step, move_data_to_device(batch, torch.device("cpu")))
         return None
 
     def join_evaluation(self, what: str, detail: Any) -> None:
@@ -389,7 +389,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             super().join_evaluation(what, detail)
             return
         with self.precision_plugin.forward_context():
-            self._made.runs.join(move_data_to_device(detail, self.root_device), with_losses=what == "run")
+            self._stage_parts.runs.join(move_data_to_device(detail, self.root_device), with_losses=what == "run")
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
@@ -426,8 +426,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module = self.lightning_module
         assert module is not None
         if not accumulates(module.trainer.fit_loop.epoch_loop):
-            self._made.gradients.finish()
-            self._made.runs.divide(list(module.parameters()))
+            self._stage_parts.gradients.finish()
+            self._stage_parts.runs.divide(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._training
@@ -452,7 +452,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Write a checkpoint folder (``torch.distributed.checkpoint``), into which every rank writes its stages."""
         module = self.lightning_module
         assert module is not None
-        order = [f"model.{name}" for name in self._made.split.names]
+        order = [f"model.{name}" for name in self._stage_parts.split.names]
         path = self._agreed_path(filepath, storage_options)
         save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
 
@@ -466,14 +466,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimisers' states; offloaded ones return to the host.
+        """Load the optimizers' states; offloaded ones return to the host.
 
         Args:
             checkpoint: checkpoint as Lightning reads it, with ``optimizer_states``.
         """
         super().load_optimizer_state_dict(checkpoint)
-        for one in self._offloaded:
-            one.rest()  # Lightning has moved the states to the devices of their parameters
+        for state in self._offloaded:
+            state.rest()  # Lightning has moved the states to the devices of their parameters
 
     # ------------------------------------------------------------------ end
 
@@ -487,8 +487,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._parts is not None and self._parts.scaling is not None:
             self._parts.scaling.close()
-        for one in self._offloaded:
-            one.close()
+        for state in self._offloaded:
+            state.close()
         self._offloaded = []
         if self._restore_buffers is not None:
             self._restore_buffers()
