@@ -87,8 +87,8 @@ FAULTS = [
     Fault("loops/data/ledger.py", "self._to_transfer.clear()", "pass", "loops/data/test_ledger.py"),
     Fault(
         "recsys/dense/dense_reduction.py",
-        "left, self._left = self._left, []",
-        "left, self._left = [], []",
+        "pending_works, self._pending_works = self._pending_works, []",
+        "pending_works, self._pending_works = [], []",
         "recsys/dense/test_dense_reduction.py::test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory",
     ),
     Fault(
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "engine/planning/plan_choice.py",
-        "_CHANCE / max(1, found)",
+        "_CHANCE / max(1, generated)",
         "_CHANCE",
         "engine/planning/test_planner.py::test_few_rounds_prove_nothing_and_the_more_plans_the_less",
     ),
@@ -160,14 +160,14 @@ FAULTS = [
     ),
     Fault(
         "recsys/dynamic/store/row_files.py",
-        "zlib.crc32(content)) != listed.crc32",
-        "zlib.crc32(content)) > listed.crc32",
+        "zlib.crc32(content)) != entry.crc32",
+        "zlib.crc32(content)) > entry.crc32",
         "recsys/dynamic/store/test_row_files.py",
     ),
     Fault(
         "recsys/dynamic/cache/row_cache.py",
-        "step - others[0] > ttl:",
-        "step - others[0] != ttl:",
+        "step - open_steps[0] > ttl:",
+        "step - open_steps[0] != ttl:",
         "recsys/dynamic/cache/test_row_cache.py",
     ),
     Fault(
