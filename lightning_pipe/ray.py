@@ -70,7 +70,7 @@ class ReportToRay(Checkpoint):
     :func:`latest_checkpoint` and continues exactly.
 
     Args:
-        every_n_train_steps: number of optimiser steps between two checkpoints, in addition to the checkpoint at the end
+        every_n_train_steps: number of optimizer steps between two checkpoints, in addition to the checkpoint at the end
             of each training epoch (default None: only at the end of epochs).
 
     Raises:
@@ -91,7 +91,7 @@ class ReportToRay(Checkpoint):
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # The step is unchanged in an accumulation, and increases by the number of optimisers under manual optimisation.
+        # The step is unchanged in an accumulation, and increases by the number of optimizers under manual optimization.
         if self._every and trainer.global_step // self._every > self._last_step // self._every:
             self._report(trainer, f"checkpoint_step={trainer.global_step}")
         self._last_step = trainer.global_step

@@ -80,7 +80,7 @@ class RatingFiles(pl.LightningDataModule):
 
         Runs in one process per node while the others wait, so an error is stored, and :meth:`setup` raises it.
         """
-        print(files.LICENCE)
+        print(files.LICENSE)
         if self._may_download and files.missing(self._folder):
             try:
                 files.download(self._folder)

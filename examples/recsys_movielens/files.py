@@ -29,9 +29,9 @@ SHA256 = {
     "ml-100k.item": "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
     "ml-100k.user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
 }
-LICENCE = (
+LICENSE = (
     "MovieLens 100K by GroupLens (https://grouplens.org/datasets/movielens/100k/), read from the PyPI wheel"
-    f" {REQUIREMENT}. Its usage licence allows research use with acknowledgement (F. M. Harper and J. A. Konstan, 2015,"
+    f" {REQUIREMENT}. Its usage license allows research use with acknowledgement (F. M. Harper and J. A. Konstan, 2015,"
     " https://doi.org/10.1145/2827872), and neither redistribution nor commercial use without GroupLens' permission."
 )
 

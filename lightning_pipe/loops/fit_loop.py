@@ -286,7 +286,7 @@ class PipelineFitLoop(FitLoop):
             rank_zero_warn(
                 f"A checkpoint is written after {ready} batches of an epoch, in the middle of an accumulation"
                 f" of {self.trainer.accumulate_grad_batches}: it does not contain the gradients of the batches since"
-                " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. Let"
+                " the last optimizer step, so a run that resumes from it is not exact. Save after optimizer steps. Let"
                 " a resumed run write to a folder of its own, because it may save before its first step"
             )
         # The loaders are gone if the trainer has validated or predicted since.

@@ -63,7 +63,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             ``"parameters"`` (default), ``"time"`` or ``"memory"``. ``"time"`` and ``"memory"`` measure each layer
             during set-up, on the LightningModule's ``example_input_array``, which should have about as many rows as a
             micro-batch.
-        deferred_batch_norm: True to update running statistics of batch normalisations once per batch and not once per
+        deferred_batch_norm: True to update running statistics of batch normalizations once per batch and not once per
             micro-batch (default False).
         compile_partitions: True to compile the layers of each partition into one function (default False). Requires
             torch 2.13 or newer and costs compilation time in the first batches.
@@ -174,7 +174,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         install_loops(trainer)
         super().setup(trainer)
-        # Lightning moves optimiser states to the first device. States exist here only in a second fit.
+        # Lightning moves optimizer states to the first device. States exist here only in a second fit.
         for optimizer in self.optimizers:
             _to_their_parameters(optimizer)
 
@@ -290,7 +290,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimisers' states, each to the device of its parameter.
+        """Load the optimizers' states, each to the device of its parameter.
 
         Args:
             checkpoint: checkpoint as Lightning reads it, with ``optimizer_states``.
@@ -301,7 +301,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
 
 def _to_their_parameters(optimizer: Optimizer) -> None:
-    """Move optimiser states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
+    """Move optimizer states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -1,6 +1,6 @@
-"""Checkpoints of a sharded model: a folder with the shards of tables and the states of their fused optimisers.
+"""Checkpoints of a sharded model: a folder with the shards of tables and the states of their fused optimizers.
 
-The rest of Lightning's checkpoint (loops, callbacks, dense optimisers) is the same on every rank; rank 0 writes it.
+The rest of Lightning's checkpoint (loops, callbacks, dense optimizers) is the same on every rank; rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
 from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, match
 
-# Key of Lightning's dictionary for the class of each table's optimiser.
+# Key of Lightning's dictionary for the class of each table's optimizer.
 TABLE_OPTIMIZERS = "table_optimizers"
 _KIND = "under a recsys plan. Use the path of such a folder, or load the module's state before it is sharded"
 _FIX = (
@@ -65,7 +65,7 @@ def load_sharded_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a model and the states of its tables' optimisers from a folder. Every rank calls this function."""
+    """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function."""
     folder, saved, rest = _open(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": _values(sharded)}
@@ -137,7 +137,7 @@ def _module_names(sizes: Mapping[tuple[Any, ...], Any]) -> ModuleNames:
 
 
 def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load values of the model and states of its tables' optimisers by name."""
+    """Load values of the model and states of its tables' optimizers by name."""
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values
     sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **model})
@@ -160,7 +160,7 @@ def _values(sharded: ShardedModel) -> dict[str, Any]:
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
-    """Return the part ``tables``: the optimisers' states without those of dynamic tables, which are part of the rows.
+    """Return the part ``tables``: the optimizers' states without those of dynamic tables, which are part of the rows.
 
     Parameters without a state, as under SGD, are left out. Without any state, there is no part. On a rank without
     shards of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.

@@ -59,7 +59,7 @@ class TableGradients:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context of the plugin's ``optimizer_step``. If it skips the optimiser step, the tables skip it too."""
+        """Context of the plugin's ``optimizer_step``. If it skips the optimizer step, the tables skip it too."""
         if self._scaler is None:
             yield
             return
@@ -67,7 +67,7 @@ class TableGradients:
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             nonlocal stepped
-            # An optimiser that unscales gradients itself is always called, and gets found_inf.
+            # An optimizer that unscales gradients itself is always called, and gets found_inf.
             found_inf = getattr(optimizer, "found_inf", None)
             stepped = found_inf is None or not bool(found_inf)
 

@@ -84,7 +84,7 @@ class TableProfile:
         if accumulates(trainer.fit_loop.epoch_loop):
             raise SetupError(
                 "a profile was requested in the middle of an accumulation, whose gradients it would lose. Profile after"
-                f" an optimiser step: every {trainer.accumulate_grad_batches} batches"
+                f" an optimizer step: every {trainer.accumulate_grad_batches} batches"
             )
         if loss_scaler(trainer.precision_plugin) is not None:
             raise SetupError(
@@ -117,7 +117,7 @@ class TableProfile:
 
 
 class _Keeper:
-    """Snapshots of the model, its optimisers and the random generators that its step uses."""
+    """Snapshots of the model, its optimizers and the random generators that its step uses."""
 
     def __init__(self, trainer: pl.Trainer, session: RecsysSession) -> None:
         self._model = ModelKeeper(session.sharded, trainer.optimizers)

@@ -71,13 +71,13 @@ def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Cal
 
 
 def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:
-    """Remove tables from the user's optimisers, and log it. Tables are trained by their own optimisers."""
+    """Remove tables from the user's optimizers, and log it. Tables are trained by their own optimizers."""
     for optimizer in optimizers:
         names = take_tables_out(optimizer, sharded.table_parameters())
         if names:
             _log(
                 f"Removed {len(names)} table parameter(s) from {type(optimizer).__name__}'s groups, since the"
-                " tables' own optimiser trains them"
+                " tables' own optimizer trains them"
             )
             _log_names(f"Removed from {type(optimizer).__name__}'s groups: {', '.join(names)}")
         for group in optimizer.param_groups:
@@ -86,7 +86,7 @@ def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> 
 
 
 def tell_left_out(model: ShardedModel) -> None:
-    """Log the arguments of tables' optimisers that have the kernel's default instead of the class's."""
+    """Log the arguments of tables' optimizers that have the kernel's default instead of the class's."""
     tables: dict[tuple[str, str], int] = {}
     for table in model.tables.values():
         optimizer = table.known_optimizer

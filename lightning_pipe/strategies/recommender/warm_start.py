@@ -35,12 +35,12 @@ class WarmStart:
 
     Tables and other values are matched by name. Values without a counterpart in the checkpoint keep their initial
     values, and so do new rows of tables that have grown. The run starts at step 0: loops, callbacks, loggers, schedules
-    and the states of dense optimisers are not read.
+    and the states of dense optimizers are not read.
 
     Args:
         path: path or URL of a checkpoint folder that a ``recsys_*`` strategy wrote, on any number of ranks with any
             sharding.
-        optimizer_states: ``"keep"`` (default) to read the states of the tables' optimisers, ``"reset"`` to start
+        optimizer_states: ``"keep"`` (default) to read the states of the tables' optimizers, ``"reset"`` to start
             without states. A new row has the state of a row that was never trained.
         dense: ``"all"`` (default) to refuse a dense parameter or buffer whose shape has changed, ``"matching"`` to
             leave such values at their initial values.
@@ -94,7 +94,7 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     their_states, our_states = _shapes(stored, "tables", "state"), _shapes(sizes, "tables", "state")
     if options.optimizer_states == "keep" and our_states and not their_states and optimizers is None:
         raise SetupError(
-            f"init_from: the checkpoint {options.path!r} has no states of the tables' optimisers. {_RESET}."
+            f"init_from: the checkpoint {options.path!r} has no states of the tables' optimizers. {_RESET}."
         )
     names = _names(theirs, ours, tables)
     problems: dict[str, list[str]] = defaultdict(list)  # by their fix
@@ -150,7 +150,7 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     count = len(names.keys() & tables.keys())
     report = (
         f"A new run starts with {count} table(s) ({'with' if options.optimizer_states == 'keep' else 'without'} the"
-        f" states of their optimisers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
+        f" states of their optimizers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
         + ("; ".join(f"{what}: {', '.join(found)}" for what, found in changes.items() if found) or "no differences")
     )
     dense = [name for name in changes["dropped"] if not _TABLE.fullmatch(name)]
@@ -164,13 +164,13 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
 def _misfits(
     former: Any, was: Any, optimizer: str, states: Mapping[str, list[int]], stored_rows: int, rows: int
 ) -> Iterator[tuple[str, str]]:
-    """Differences between the optimiser states of a table in the checkpoint and in the model, each after its fix."""
+    """Differences between the optimizer states of a table in the checkpoint and in the model, each after its fix."""
     was = was if isinstance(was, dict) else {}
     # torch.optim.Adagrad and torchrec.optim.Adagrad have one kernel.
     changed = former is not None and str(former).rpartition(".")[2] != optimizer.rpartition(".")[2]
     if changed or was.keys() != states.keys():
         before, now = (", ".join(map(str, one)) or "no states" for one in (was, states))
-        yield _RESET, f"was trained by {former or 'an optimiser'} with {before}, expected {optimizer} with {now}"
+        yield _RESET, f"was trained by {former or 'an optimizer'} with {before}, expected {optimizer} with {now}"
         return
     for key, shape in states.items():
         # A state with one number per row repeats the rows for each column shard of the table.
