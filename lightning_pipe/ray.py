@@ -118,7 +118,7 @@ def _together(check: Callable[[], None], failed: str) -> None:
 
 def _check(trainer: pl.Trainer) -> None:
     context, strategy = ray.train.get_context(), trainer.strategy
-    ranks, here = context.get_world_size(), context.get_local_world_size()
+    ranks, local_ranks = context.get_world_size(), context.get_local_world_size()
     if isinstance(strategy, InProcessPipelineStrategy):
         if ranks > 1:
             raise SetupError(
@@ -132,11 +132,11 @@ def _check(trainer: pl.Trainer) -> None:
             f"the trainer finds its ranks with {type(environment).__name__}, expected RayLightningEnvironment. Give the"
             " trainer plugins=[lightning_pipe.ray.RayLightningEnvironment()]"
         )
-    if (trainer.num_devices, trainer.num_nodes) != (here, ranks / here):
+    if (trainer.num_devices, trainer.num_nodes) != (local_ranks, ranks / local_ranks):
         raise SetupError(
             f"the trainer has devices={trainer.num_devices} and num_nodes={trainer.num_nodes}, but Ray has started"
-            f" {ranks} workers, {here} of them on this node. Use devices={here}, num_nodes={ranks // here}; each node"
-            " needs the same number of workers"
+            f" {ranks} workers, {local_ranks} of them on this node. Use devices={local_ranks},"
+            f" num_nodes={ranks // local_ranks}; each node needs the same number of workers"
         )
 
 

@@ -154,7 +154,7 @@ def _not_moved(batch: Any) -> Any:
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
     """Refuse parameters whose optimizer runs inside backward, since ranks average gradients only after backward."""
-    names = [name for name, one in module.named_parameters() if optimizers_in_backward(one)]
+    names = [name for name, parameter in module.named_parameters() if optimizers_in_backward(parameter)]
     if names:
         raise SetupError(
             f"the optimizers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"

@@ -104,29 +104,29 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
         matched = match(options, without_maps(saved), optimizers, sizes, sharded.tables)
         return matched, map_names(sharded.tables, matched.names, saved)
 
-    found, of_maps = on_all_ranks(look, failed, world)
+    matched, of_maps = on_all_ranks(look, failed, world)
     maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
         on_all_ranks(rows.refuse_existing, failed, world)
-    state: dict[str, Any] = {"model": found.renamed(model)}
-    if of_tables := found.renamed(states):
+    state: dict[str, Any] = {"model": matched.renamed(model)}
+    if of_tables := matched.renamed(states):
         state["tables"] = {"state": of_tables}
-    fill_from_folder(folder, found.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
-    filled = {name: state["model"][theirs] for name, theirs in found.names.items() if name in model}
-    _install(sharded, filled, {name: states[name] for name in found.names if name in states})
+    fill_from_folder(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
+    filled = {name: state["model"][stored_name] for name, stored_name in matched.names.items() if name in model}
+    _install(sharded, filled, {name: states[name] for name in matched.names if name in states})
     maps.fill(with_windows=False)
     _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
-    rank_zero_info(found.report)
-    if found.dropped:
-        rank_zero_warn(found.dropped)
+    rank_zero_info(matched.report)
+    if matched.dropped:
+        rank_zero_warn(matched.dropped)
 
 
 def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
     """Read the metadata of a checkpoint, and the values that rank 0 wrote, on every rank."""
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
-        found = open_folder(place_of(path))
-        return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
+        opened = open_folder(place_of(path))
+        return opened, read_metadata(opened, ("model",), _KIND), read_rest(opened, weights_only)
 
     return on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
 
@@ -166,5 +166,5 @@ def _table_states(sharded: ShardedModel) -> dict[str, Any]:
     shards of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
     """
     state = sharded.fused_optimizer.state_dict()
-    states = {name: one for name, one in sharded.without_dynamic(state["state"]).items() if one}
+    states = {name: table_state for name, table_state in sharded.without_dynamic(state["state"]).items() if table_state}
     return {"tables": {**state, "state": states}} if states else {}

@@ -93,7 +93,7 @@ class TableGradients:
     def leave_scaler_alone(self, optimizer: Optimizer) -> bool:
         """Return True if the scaler cannot step because no rank had a loss, and so no dense gradient exists."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._without_step = self._scaler is not None and all(one.grad is None for one in parameters)
+        self._without_step = self._scaler is not None and all(parameter.grad is None for parameter in parameters)
         return self._without_step
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
