@@ -76,9 +76,9 @@ def require(package: str, minimum: str, purpose: str) -> None:
 
 def _advice() -> str:
     fits = ", ".join(f"torch {torch} with torchrec and fbgemm {torchrec}" for torch, torchrec in TORCHREC.items())
-    found = ", ".join(f"{name} {_version(name) or '(not installed)'}" for name in _PACKAGES)
+    versions = ", ".join(f"{name} {_version(name) or '(not installed)'}" for name in _PACKAGES)
     return (
-        f"Found: {found}. These versions fit together: {fits}. Uninstall fbgemm-gpu and fbgemm-gpu-cpu, then install"
+        f"Found: {versions}. These versions fit together: {fits}. Uninstall fbgemm-gpu and fbgemm-gpu-cpu, then install"
         " one of them: fbgemm-gpu-cpu on a machine without an NVIDIA driver, with torchrec by --no-deps. The page"
         " docs/stacks.md has the commands."
     )

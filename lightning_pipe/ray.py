@@ -70,7 +70,7 @@ class ReportToRay(Checkpoint):
     :func:`latest_checkpoint` and continues exactly.
 
     Args:
-        every_n_train_steps: number of optimiser steps between two checkpoints, in addition to the checkpoint at the end
+        every_n_train_steps: number of optimizer steps between two checkpoints, in addition to the checkpoint at the end
             of each training epoch (default None: only at the end of epochs).
 
     Raises:
@@ -91,7 +91,7 @@ class ReportToRay(Checkpoint):
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # The step is unchanged in an accumulation, and increases by the number of optimisers under manual optimisation.
+        # The step is unchanged in an accumulation, and increases by the number of optimizers under manual optimization.
         if self._every and trainer.global_step // self._every > self._last_step // self._every:
             self._report(trainer, f"checkpoint_step={trainer.global_step}")
         self._last_step = trainer.global_step
@@ -118,7 +118,7 @@ def _together(check: Callable[[], None], failed: str) -> None:
 
 def _check(trainer: pl.Trainer) -> None:
     context, strategy = ray.train.get_context(), trainer.strategy
-    ranks, here = context.get_world_size(), context.get_local_world_size()
+    ranks, local_ranks = context.get_world_size(), context.get_local_world_size()
     if isinstance(strategy, InProcessPipelineStrategy):
         if ranks > 1:
             raise SetupError(
@@ -132,11 +132,11 @@ def _check(trainer: pl.Trainer) -> None:
             f"the trainer finds its ranks with {type(environment).__name__}, expected RayLightningEnvironment. Give the"
             " trainer plugins=[lightning_pipe.ray.RayLightningEnvironment()]"
         )
-    if (trainer.num_devices, trainer.num_nodes) != (here, ranks / here):
+    if (trainer.num_devices, trainer.num_nodes) != (local_ranks, ranks / local_ranks):
         raise SetupError(
             f"the trainer has devices={trainer.num_devices} and num_nodes={trainer.num_nodes}, but Ray has started"
-            f" {ranks} workers, {here} of them on this node. Use devices={here}, num_nodes={ranks // here}; each node"
-            " needs the same number of workers"
+            f" {ranks} workers, {local_ranks} of them on this node. Use devices={local_ranks},"
+            f" num_nodes={ranks // local_ranks}; each node needs the same number of workers"
         )
 
 

@@ -2,13 +2,13 @@
 
 Two plans of this package run the same kernels and agree to the bit on any CPU. An unsharded module, another library or
 one process in place of two runs other kernels, or the same kernels in another order; kernels are also chosen by CPU.
-Both results are correct, and they differ by rounding, which the computation may amplify: batch normalisation and
+Both results are correct, and they differ by rounding, which the computation may amplify: batch normalization and
 Adagrad divide by what may be tiny. A constant that one machine meets says nothing about the next, so the bound is
 measured, by Monte Carlo arithmetic (Parker, 1997):
 
 - To first order, rounding moves a result by the sum of J_k d_k over all operations k: d_k is the relative rounding
   error of operation k and J_k the derivative of the result by it.
-- `Perturbed` runs the computation with each result of an operation moved to one of its two neighbours at random, so
+- `Perturbed` runs the computation with each result of an operation moved to one of its two neighbors at random, so
   that |d_k| is between eps / 2 and eps (eps: distance from 1 to the next number, twice the error of one correct
   rounding). The final result moves by a random number with a standard deviation of at least eps |J| / 2, where |J| is
   the Euclidean norm of all J_k. The *spread* estimates it: the largest move over the elements of a tensor and over
@@ -81,7 +81,7 @@ class Perturbed(TorchDispatchMode):
         return result
 
     def _perturb(self, value: Tensor) -> None:
-        # As integers, the neighbours of a floating-point number are one more and one less.
+        # As integers, the neighbors of a floating-point number are one more and one less.
         bits = _INTEGERS[value.dtype]
         moves = _moves(bits, max(2**18, 2 ** (2 * value.numel()).bit_length()))
         first = self._random.randrange(len(moves) - value.numel() + 1)

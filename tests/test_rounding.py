@@ -44,7 +44,7 @@ def trained(steps: int = 5, lr: float = 0.1, skipped: int | None = None, backwar
         values["2.weight"] = values["2.weight"].flip(1)
         for name in ("0.bias", "1.weight", "1.bias"):
             values[name] = values[name].flip(0)
-    # Batch normalisation takes away what the bias adds: its gradient is rounding and nothing else.
+    # Batch normalization takes away what the bias adds: its gradient is rounding and nothing else.
     del values["0.bias"]
     return values
 

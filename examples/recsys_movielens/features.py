@@ -1,6 +1,6 @@
 """Features of each rating, computed only from strictly earlier ratings.
 
-The features of a rating, in the training part and in the test part, summarise the ratings of its user, of its item and
+The features of a rating, in the training part and in the test part, summarize the ratings of its user, of its item and
 of all others from *before the second* in which it was given. Ratings of the same second are left out, because their
 order is unknown. Labels of the test part therefore appear in later features, as they would in a production system.
 """

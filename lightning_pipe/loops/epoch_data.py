@@ -51,7 +51,7 @@ class EpochData:
         self._source: BatchSource | None = None
         self._streams: RandomStreams | None = None
         self.statuses = Statuses()
-        self._kept: list[Callable[[], Fetched]] = []
+        self._unread: list[Callable[[], Fetched]] = []
         self._is_cut = False
         self._initial: dict[str, Any] = {}
         self._beginning: dict[str, Any] | None = None
@@ -70,7 +70,7 @@ class EpochData:
         point = self._resumed
         if point is not None:
             # A new epoch makes its iterators when its first batch is due, because a validation may run first.
-            has_states = all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened)
+            has_states = all(hasattr(loader, "load_state_dict") for loader in fetcher.combined_loader.flattened)
             has_states &= bool(point.loaders)  # empty if the checkpoint was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
             if not self._iterators_due:
@@ -94,7 +94,7 @@ class EpochData:
         if combined is None:
             return
         loaders = combined.flattened
-        is_ahead = any(sized_len(one) is None for one in loaders) and not any(map(is_resumable, loaders))
+        is_ahead = any(sized_len(loader) is None for loader in loaders) and not any(map(is_resumable, loaders))
         if is_ahead or point is not None:
             after = next_iterators(combined) if point is None else point.positions()
             self._beginning = {**after, "fetch": get_states(self._trainer.strategy.root_device)}
@@ -117,11 +117,11 @@ class EpochData:
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained, a checkpoint contains the positions from which this run was resumed.
             self._initial = {**self._resumed.positions(), **self._resumed.streams}
-        kept, self._kept = self._kept, []
-        fetcher.fetched += len(kept)
-        if kept and fetcher.done:
-            kept[-1] = partial(_as_last, kept[-1])
-        self._source = self._source_of(fetcher, kept)
+        unread, self._unread = self._unread, []
+        fetcher.fetched += len(unread)
+        if unread and fetcher.done:
+            unread[-1] = partial(_as_last, unread[-1])
+        self._source = self._source_of(fetcher, unread)
         self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
 
     def make_iterators(self, ready: int) -> None:
@@ -154,15 +154,15 @@ class EpochData:
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
         abandoned = self.ledger.abandon() + self._source.unread()
-        abandoned += [partial(self._read_before, one) for one, _, _ in _ahead(self._fetcher)]
-        self._kept = abandoned if _goes_on(self._fetcher) else []
-        self._is_cut = bool(abandoned) and not self._kept
+        abandoned += [partial(self._read_before, batch) for batch, _, _ in _ahead(self._fetcher)]
+        self._unread = abandoned if _goes_on(self._fetcher) else []
+        self._is_cut = bool(abandoned) and not self._unread
 
     def close(self, point: ResumePoint | None) -> None:
         """End training. A checkpoint that is written afterwards contains *point*."""
         self._left = point
         self.ledger = self._fetcher = self._source = None
-        self._kept = []
+        self._unread = []
         self.statuses.close()
 
     def period_begins(self) -> None:
@@ -173,8 +173,8 @@ class EpochData:
     def batch_begins(self) -> None:
         """Record the states of the generators before a batch draws from them."""
         # States read by a fetch of this period are still valid: all tasks since then draw from separate streams.
-        found = None if self._streams is None else self._streams.common
-        self._before_batch = get_states(self._device) if found is None else found
+        common = None if self._streams is None else self._streams.common
+        self._before_batch = get_states(self._device) if common is None else common
 
     def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
         """Return the resume point of a checkpoint that is written now; None before any data was read."""
@@ -234,15 +234,15 @@ class EpochData:
 
     # ------------------------------------------------------------------ helpers
 
-    def _source_of(self, fetcher: DataFetcher, kept: list[Callable[[], Fetched]]) -> BatchSource:
+    def _source_of(self, fetcher: DataFetcher, unread: list[Callable[[], Fetched]]) -> BatchSource:
         """Return the source of an epoch. If the trainer has several ranks, all ranks agree on each batch."""
         if self._trainer.world_size == 1 or not dist.is_initialized():
-            return BatchSource(self._fetch, kept)
+            return BatchSource(self._fetch, unread)
         uneven: Uneven = getattr(self._trainer.strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(self._fetch, kept, self.statuses, remaining, uneven, termination.any_told)
+        return AgreedSource(self._fetch, unread, self.statuses, remaining, uneven, termination.any_told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""
@@ -266,7 +266,7 @@ class EpochData:
     def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
         """Return the positions of loaders and generators before the first batch."""
         noted, self._beginning = self._beginning, None
-        use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._kept
+        use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._unread
         return noted if use and noted is not None else self._now()
 
     def _now(self) -> dict[str, Any]:
@@ -294,8 +294,8 @@ def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
 
 def _ahead(fetcher: DataFetcher) -> list[Any]:
     """Return the batches that Lightning's fetcher has read ahead, because it does not know the number of batches."""
-    found: list[Any] = getattr(fetcher, "batches", [])
-    return found
+    batches: list[Any] = getattr(fetcher, "batches", [])
+    return batches
 
 
 def _remaining(fetcher: DataFetcher) -> int | None:
@@ -305,4 +305,4 @@ def _remaining(fetcher: DataFetcher) -> int | None:
 
 def _goes_on(fetcher: DataFetcher) -> bool:
     """Return True if the next epoch continues the same iterators, so that untrained batches must be kept."""
-    return all(isinstance(one, Iterator) for one in fetcher.combined_loader.flattened)
+    return all(isinstance(loader, Iterator) for loader in fetcher.combined_loader.flattened)

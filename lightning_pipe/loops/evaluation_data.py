@@ -64,9 +64,9 @@ class EvaluationData(Iterator[Any]):
         uneven: True if ranks have, or may have, different numbers of batches.
     """
 
-    def __init__(self, trainer: pl.Trainer, what: str, ended: Callable[[int], None] | None = None) -> None:
+    def __init__(self, trainer: pl.Trainer, phase: str, ended: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
-        self._what = what
+        self._phase = phase
         # Result of the comparison of ranks: an uneven number that is found later is an error; no rank has a batch.
         self.uneven = self._refuses = False
         self._all_are_empty: bool | None = None
@@ -88,7 +88,7 @@ class EvaluationData(Iterator[Any]):
         # batches that are left here while other ranks have none, and the batch that other ranks join.
         self._loader: int | None = None
         self._had_batches = False
-        self._own: PeekingSource | None = None
+        self._remaining: PeekingSource | None = None
         self._turn: Turn | None = None
         self._logged: list[Logged] = []
 
@@ -104,17 +104,22 @@ class EvaluationData(Iterator[Any]):
         if self._trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
             return
         # Neither a limit on batches nor the length of an iterable dataset determines the number of batches.
-        own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
+        batch_counts = [
+            count if _knows_length(dataloader) else inf
+            for dataloader, count in zip(loader.flattened, batches, strict=True)
+        ]
         if loader._mode != "sequential":
-            own = [min(own) if loader._mode == "min_size" else max(own)]
+            batch_counts = [min(batch_counts) if loader._mode == "min_size" else max(batch_counts)]
         error = failed[0] if failed else None
-        ranks = gather_or_raise(own, error, f"loaders of {self._what} cannot be used", dist.group.WORLD, InputError)
-        even = all(of_rank == own for of_rank in ranks)
+        ranks = gather_or_raise(
+            batch_counts, error, f"loaders of {self._phase} cannot be used", dist.group.WORLD, InputError
+        )
+        even = all(of_rank == batch_counts for of_rank in ranks)
         self._refuses = refuses and not predicting
         if not even and (self._refuses or len(set(map(len, ranks))) > 1):
             counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
             raise InputError(
-                f"ranks have uneven numbers of batches in {self._what}, for each dataloader: {counts}. {_ADVICE}"
+                f"ranks have uneven numbers of batches in {self._phase}, for each dataloader: {counts}. {_ADVICE}"
             )
         self.uneven = not even or any(inf in of_rank for of_rank in ranks)
         self._all_are_empty = not any(map(any, ranks))
@@ -130,7 +135,7 @@ class EvaluationData(Iterator[Any]):
         self._hooks = BatchHooks(self._trainer, self._streams)
         self._fetcher, self._step = fetcher, step
         self._batches_of = list(batches)
-        self._source = self._loader = self._own = None
+        self._source = self._loader = self._remaining = None
 
     def __next__(self) -> tuple[Any, int, int]:
         """Return the next batch on the device, its index, and the index of its dataloader."""
@@ -187,7 +192,7 @@ class EvaluationData(Iterator[Any]):
             note_lost_rank(error, self._trainer.world_size)
             raise
         finally:
-            self._source = self._own = self._turn = None
+            self._source = self._remaining = self._turn = None
             self._leave()
             for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
                 self._programs.pop(key).close()
@@ -224,9 +229,9 @@ class EvaluationData(Iterator[Any]):
         self._begin_loader(loader)
         program = self._enter(loader, getattr(self._trainer.strategy, "evaluation_program", default_evaluation))
         assert self._fetcher is not None
-        known = self._batches_of
-        in_turn = self._fetcher.combined_loader._mode == "sequential" and len(known) > 1 and not self.uneven
-        self._of_loader = BatchesOfLoader(self._source, loader, known[loader] if in_turn else None, self._take)
+        batch_counts = self._batches_of
+        in_turn = self._fetcher.combined_loader._mode == "sequential" and len(batch_counts) > 1 and not self.uneven
+        self._of_loader = BatchesOfLoader(self._source, loader, batch_counts[loader] if in_turn else None, self._take)
         return program
 
     def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
@@ -278,14 +283,14 @@ class EvaluationData(Iterator[Any]):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
                 return self._enter_next()
-            turn = Turn(self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._what}")
+            turn = Turn(self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._phase}")
             if turn.has:
                 self._turn, self._logged = turn, []
                 self._inside.enter_context(strategy.in_turn(turn, self._step))
                 if results is not None:
                     self._inside.enter_context(recorded_logs(results, self._logged, turn.is_result))
-                assert self._own is not None
-                self._of_loader = map(self._take, [self._own.take()])
+                assert self._remaining is not None
+                self._of_loader = map(self._take, [self._remaining.take()])
                 return self._enter(None, partial(default_evaluation, ahead=0))
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
@@ -306,18 +311,18 @@ class EvaluationData(Iterator[Any]):
     def _next_turn(self) -> list[bool] | None:
         """Fetch a batch and gather which ranks have one."""
         assert self._source is not None
-        if self._own is None:
-            self._own = PeekingSource(BatchSource(self._fetch, self._source.unread()))
+        if self._remaining is None:
+            self._remaining = PeekingSource(BatchSource(self._fetch, self._source.unread()))
         error: Exception | None = None
-        own: int | None = None
+        loader_index: int | None = None
         try:
-            own = self._own.loader_of_next()
+            loader_index = self._remaining.loader_of_next()
         except StopIteration:
             pass
         except Exception as caught:  # any class: the other ranks wait for this rank's answer
             error = caught
-        failed = f"a batch of {self._what} could not be fetched"
-        ranks = gather_or_raise(own, error, failed, self._statuses.group, InputError)
+        failed = f"a batch of {self._phase} could not be fetched"
+        ranks = gather_or_raise(loader_index, error, failed, self._statuses.group, InputError)
         loaders = [loader for loader in ranks if loader is not None]
         if not loaders:
             return None
@@ -326,7 +331,7 @@ class EvaluationData(Iterator[Any]):
             if len({have[rank] for rank in group}) > 1:
                 without = ", ".join(str(rank) for rank in group if not have[rank])
                 raise InputError(
-                    f"rank(s) {without} have no more batches in {self._what}, but other ranks of {list(group)} do,"
+                    f"rank(s) {without} have no more batches in {self._phase}, but other ranks of {list(group)} do,"
                     " although these ranks work on the same batches. Give them the same data, or let Lightning insert"
                     " its distributed sampler"
                 )
@@ -336,18 +341,18 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ sources of batches
 
     def _batches(self) -> BatchSource:
-        kept = [] if self._own is None else self._own.unread()
-        self._own = None
+        unread = [] if self._remaining is None else self._remaining.unread()
+        self._remaining = None
         if not self.uneven:
-            return BatchSource(self._fetch, kept)
+            return BatchSource(self._fetch, unread)
         return AgreedSource(
             self._fetch,
-            kept,
+            unread,
             self._statuses,
             lambda: None,
             "error" if self._refuses else None,
             kind=dataloader_of,
-            of=self._what,
+            phase=self._phase,
             advice=_ADVICE,
         )
 

@@ -88,8 +88,8 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
     """
 
     def _prepare(self) -> None:
-        what = "test" if self._stage.value == "test" else "validation"
-        self._ahead = EvaluationData(self.trainer, what, self._store_outputs_of)
+        phase = "test" if self._stage.value == "test" else "validation"
+        self._ahead = EvaluationData(self.trainer, phase, self._store_outputs_of)
         # States of the generators at the start of a running validation of a fit.
         self.begun_with: States | None = None
         # One flag per loader, True if its workers were waiting: at that time, and when the checkpoint was written.
@@ -125,13 +125,13 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
             return  # the earlier run would have reloaded the loaders here, too
         self._last_val_dl_reload_epoch = saved["loaded_in"]
         loader.flattened = [
-            _starting_without_a_draw(one) if waited else one
-            for one, waited in zip(loader.flattened, saved["waiting"], strict=True)
+            _starting_without_a_draw(dataloader) if waited else dataloader
+            for dataloader, waited in zip(loader.flattened, saved["waiting"], strict=True)
         ]
 
     def _workers_waiting(self) -> list[bool]:
         loader = loaders_of(self)
-        return [] if loader is None else [workers_wait(one) for one in loader.flattened]
+        return [] if loader is None else [workers_wait(dataloader) for dataloader in loader.flattened]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
@@ -269,7 +269,7 @@ def _starting_without_a_draw(loader: Any) -> Any:
 
 
 @contextmanager
-def _noting(trainer: pl.Trainer, what: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
+def _noting(trainer: pl.Trainer, phase: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
     """Context that adds the batch and the rank as a note to exceptions of hooks and steps."""
     try:
         yield
@@ -277,7 +277,7 @@ def _noting(trainer: pl.Trainer, what: str, batch_idx: int, dataloader_idx: int)
         raise
     except Exception as error:
         error.add_note(
-            f"batch {batch_idx} of dataloader {dataloader_idx} failed in {what} on rank {trainer.global_rank}"
+            f"batch {batch_idx} of dataloader {dataloader_idx} failed in {phase} on rank {trainer.global_rank}"
         )
         note_lost_rank(error, trainer.world_size)
         raise

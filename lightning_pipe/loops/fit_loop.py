@@ -131,9 +131,9 @@ class PipelineFitLoop(FitLoop):
         pairs = zip(loader.flattened, point.loaders, strict=True)
         # The last rank has the fewest remaining batches.
         left = [
-            len(one._indices.batches_left(state | {"rank": state["world"] - 1}))
-            for one, state in pairs
-            if is_resumable(one) and state and "left" in state
+            len(dataloader._indices.batches_left(state | {"rank": state["world"] - 1}))
+            for dataloader, state in pairs
+            if is_resumable(dataloader) and state and "left" in state
         ]
         if left:
             current: Any = self.epoch_loop.batch_progress.current
@@ -213,25 +213,27 @@ class PipelineFitLoop(FitLoop):
     def _count_as_the_shortest(self) -> None:
         """Use the smallest number of batches of any rank on all ranks, for validation and the end of the epoch."""
         trainer: Any = self.trainer
-        if (found := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
+        if (shortest := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
-        self.max_batches = found
+        self.max_batches = shortest
         if isinstance(trainer.val_check_interval, float) and not validates_by_time(trainer):
-            trainer.val_check_batch = max(1, int(found * trainer.val_check_interval))
+            trainer.val_check_batch = max(1, int(shortest * trainer.val_check_interval))
 
     def _load_combined_loader_states(self) -> None:
         loader = loaders_of(self)
         assert loader is not None
-        loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
-        self._made_resumable = [is_resumable(one) for one in loader.flattened]
+        loader.flattened = [
+            resumable(dataloader) if can_resume(dataloader) else dataloader for dataloader in loader.flattened
+        ]
+        self._made_resumable = [is_resumable(dataloader) for dataloader in loader.flattened]
         watch(loader)
         self._load_states(self._resume_point, loader)
 
     def _load_states(self, point: ResumePoint | None, loader: CombinedLoader) -> None:
         # Lightning sets the epoch after the iterators are created, when their workers have already read the sampler.
         epochs: Any = self.epoch_progress.current
-        for one in loader.flattened:
-            set_sampler_epoch(one, epochs.processed)
+        for dataloader in loader.flattened:
+            set_sampler_epoch(dataloader, epochs.processed)
         if point is not None:
             # Either every rank has a resume point or no rank has.
             read_on_all_ranks(self._named("data"), partial(self._load_states_of, point, loader))
@@ -262,13 +264,13 @@ class PipelineFitLoop(FitLoop):
         states = iter(self._combined_loader_states_to_load)
         if not self._combined_loader_states_to_load:
             return []
-        stateful = [one for one in loader.flattened if hasattr(one, "state_dict")]
-        return [{} if is_resumable(one) else next(states, {}) for one in stateful]
+        stateful = [dataloader for dataloader in loader.flattened if hasattr(dataloader, "state_dict")]
+        return [{} if is_resumable(dataloader) else next(states, {}) for dataloader in stateful]
 
     @property
     def _resume_point(self) -> ResumePoint | None:
-        found: ResumePoint | None = getattr(self.epoch_loop, "resume_point", None)
-        return found
+        point: ResumePoint | None = getattr(self.epoch_loop, "resume_point", None)
+        return point
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
@@ -286,13 +288,13 @@ class PipelineFitLoop(FitLoop):
             rank_zero_warn(
                 f"A checkpoint is written after {ready} batches of an epoch, in the middle of an accumulation"
                 f" of {self.trainer.accumulate_grad_batches}: it does not contain the gradients of the batches since"
-                " the last optimiser step, so a run that resumes from it is not exact. Save after optimiser steps. Let"
+                " the last optimizer step, so a run that resumes from it is not exact. Save after optimizer steps. Let"
                 " a resumed run write to a folder of its own, because it may save before its first step"
             )
         # The loaders are gone if the trainer has validated or predicted since.
         pairs = zip(point.loaders, self._made_resumable, strict=bool(point.loaders))
-        own = [one for one, made_resumable in pairs if not made_resumable]
-        if stateful := [one for one in own if one is not None]:
+        user_states = [loader_state for loader_state, made_resumable in pairs if not made_resumable]
+        if stateful := [loader_state for loader_state in user_states if loader_state is not None]:
             state["combined_loader"] = stateful  # Lightning's own loop reads this key
         # An unfinished validation restarts from the beginning and draws the same random numbers.
         due = getattr(self.epoch_loop.val_loop, "begun_with", None)
@@ -330,19 +332,19 @@ class PipelineFitLoop(FitLoop):
         checkpoint = "the checkpoint" if path is None else f"the checkpoint {str(path)!r}"
         return f"the state of rank {self.trainer.global_rank}'s {part} in {checkpoint}"
 
-    def _load_own(self, own: Any) -> None:
-        ranks = own.get("ranks")
-        self.epoch_loop.ended_batches = own.get("ended_batches")  # type: ignore[attr-defined]
+    def _load_own(self, saved: Any) -> None:
+        ranks = saved.get("ranks")
+        self.epoch_loop.ended_batches = saved.get("ended_batches")  # type: ignore[attr-defined]
         self._logged = None
         if ranks is None:
             return
-        self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
-        self._loaded_in = own.get("loaded_in")
+        self.epoch_loop.validation_due = bool(saved.get("validation_due"))  # type: ignore[attr-defined]
+        self._loaded_in = saved.get("loaded_in")
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]
             if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
-                are_equal(one["loaders"], first["loaders"]) for one in ranks
+                are_equal(state["loaders"], first["loaders"]) for state in ranks
             ):
                 # All ranks read the same batches, in the previous run and in this one.
                 ranks, world, rank = [first], 1, 0
@@ -366,9 +368,13 @@ def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: Com
     """Let newly created loaders and samplers start from their current state; those that existed before continue."""
     if len(reloaded.flattened) != len(point.loaders):
         return
-    for place, (old, new) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
-        if is_resumable(old) and is_resumable(new) and not share_samplers(old, new):
-            point.loaders[place] = end_of_epoch(new)
-        elif old is not new and not is_resumable(new):
+    for place, (previous_loader, reloaded_loader) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
+        if (
+            is_resumable(previous_loader)
+            and is_resumable(reloaded_loader)
+            and not share_samplers(previous_loader, reloaded_loader)
+        ):
+            point.loaders[place] = end_of_epoch(reloaded_loader)
+        elif previous_loader is not reloaded_loader and not is_resumable(reloaded_loader):
             point.loaders[place] = None
             point.iterators[place : place + 1] = [None] * bool(point.iterators)

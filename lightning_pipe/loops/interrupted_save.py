@@ -76,12 +76,12 @@ def _agree(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     try:
         store.set(f"{key}/{rank}", "")
         try:
-            store.wait([f"{key}/{other}" for other in range(world_size)], _WAIT)
-            found = _ALL
+            store.wait([f"{key}/{peer}" for peer in range(world_size)], _WAIT)
+            outcome = _ALL
         except dist.DistError:
-            found = _LEFT
+            outcome = _LEFT
         # The last rank may arrive just after another rank has stopped waiting: the first answer holds for all ranks.
-        answer = store.compare_set(f"{key}/answer", "", found)
+        answer = store.compare_set(f"{key}/answer", "", outcome)
     except dist.DistError:
         return False  # the rank that hosts the store has ended
     return bool(answer == _ALL.encode())

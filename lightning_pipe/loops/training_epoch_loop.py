@@ -53,8 +53,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     Args:
         trainer: trainer; install the loop with ``trainer.fit_loop.epoch_loop = ...``, or use :meth:`install`.
-        min_steps: minimum number of optimiser steps (default None: no minimum).
-        max_steps: maximum number of optimiser steps (default -1: no limit).
+        min_steps: minimum number of optimizer steps (default None: no minimum).
+        max_steps: maximum number of optimizer steps (default -1: no limit).
     """
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:

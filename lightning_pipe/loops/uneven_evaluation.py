@@ -58,9 +58,9 @@ class Turn:
 
     # ------------------------------------------------------------------ a rank with the batch
 
-    def call(self, what: str, detail: Any = None) -> None:
+    def call(self, collective: str, detail: Any = None) -> None:
         """Announce a collective. All ranks with a batch call this in the same order."""
-        self._hear(("call", what, detail))
+        self._hear(("call", collective, detail))
 
     def end(self, logged: Sequence[Logged] = ()) -> None:
         """Announce the end of the batch, with the logged values."""
@@ -80,7 +80,7 @@ class Turn:
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r} in {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
         self.call("reduce")
-        values = torch.stack([one for one in gather(tensor.detach().cpu(), self._group) if one is not None])
+        values = torch.stack([value for value in gather(tensor.detach().cpu(), self._group) if value is not None])
         if name in ("mean", "avg") and not values.is_floating_point():
             values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
         return _REDUCTIONS[name](values).to(tensor.device)
@@ -89,9 +89,11 @@ class Turn:
         """Return True if *value* equals one of the results bit for bit."""
         return any(torch.equal(value, result.detach().cpu()) for result in self.results)
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, collective: str) -> None:
         """Refuse a collective that needs a value from every rank."""
-        raise InputError(f"{what} was called in {self._advice}. Call it in the epoch-end hook, which all ranks run")
+        raise InputError(
+            f"{collective} was called in {self._advice}. Call it in the epoch-end hook, which all ranks run"
+        )
 
     @property
     def _advice(self) -> str:
@@ -103,30 +105,34 @@ class Turn:
     def join(self, do: Callable[[str, Any], None]) -> list[Logged]:
         """Take part in the announced collectives until the batch ends."""
         while True:
-            kind, what, detail = self._hear(None)
+            kind, collective, detail = self._hear(None)
             if kind == "end":
                 self._over = True
                 return list(detail)
-            if what == "reduce":
+            if collective == "reduce":
                 gather(None, self._group)
             else:
-                do(what, detail)
+                do(collective, detail)
 
     # ------------------------------------------------------------------ both
 
-    def _hear(self, said: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
+    def _hear(self, announcement: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
         """Gather all announcements, check them, and return the first rank's."""
-        all_said = gather(said, self._group)
-        failed = [f"rank {rank}: {one[2]}" for rank, one in enumerate(all_said) if one and one[0] == "error"]
+        announcements = gather(announcement, self._group)
+        failed = [
+            f"rank {rank}: {entry[2]}" for rank, entry in enumerate(announcements) if entry and entry[0] == "error"
+        ]
         if failed:
             self._over = True
             raise InputError(f"{self._batch} failed on another rank. {'; '.join(failed)}")
-        of_ranks = {rank: one for rank, one in enumerate(all_said) if one is not None}
-        if len({one[:2] for one in of_ranks.values()}) > 1:
+        of_ranks = {rank: entry for rank, entry in enumerate(announcements) if entry is not None}
+        if len({entry[:2] for entry in of_ranks.values()}) > 1:
             self._over = True
-            found = ", ".join(f"{kind} {what!r} on rank {rank}" for rank, (kind, what, _) in of_ranks.items())
+            calls = ", ".join(
+                f"{kind} {collective!r} on rank {rank}" for rank, (kind, collective, _) in of_ranks.items()
+            )
             raise InputError(
-                f"ranks start different collectives in {self._batch}: {found}. Make the same calls of sharded modules,"
+                f"ranks start different collectives in {self._batch}: {calls}. Make the same calls of sharded modules,"
                 " run_batch and self.log(sync_dist=True) in the step on every rank"
             )
         first: tuple[str, str, Any] = next(iter(of_ranks.values()))
@@ -158,11 +164,13 @@ def recorded_logs(
     def update_and_record(key: str, value: Any, batch_size: Any) -> None:
         meta = results[key].meta
         if not meta.sync.rank_zero_only and meta.on_epoch:
-            of = {one.name: getattr(meta, one.name) for one in dataclasses.fields(meta) if one.name != "_sync"}
-            kept = value.detach().cpu() if isinstance(value, Tensor) else None
-            shared = kept is not None and is_shared(kept)
+            fields = {
+                field.name: getattr(meta, field.name) for field in dataclasses.fields(meta) if field.name != "_sync"
+            }
+            cpu_value = value.detach().cpu() if isinstance(value, Tensor) else None
+            shared = cpu_value is not None and is_shared(cpu_value)
             weight = batch_size.detach().cpu() if isinstance(batch_size, Tensor) else batch_size
-            logged.append(Logged(key, of, meta.sync.should, shared, kept, weight))
+            logged.append(Logged(key, fields, meta.sync.should, shared, cpu_value, weight))
         update(key, value, batch_size)
 
     with patch.object(results, "update_metrics", update_and_record):
@@ -176,23 +184,23 @@ def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Seque
     value would leave the other ranks waiting.
     """
     device = trainer.strategy.root_device
-    for one in logged:
-        if one.key not in results:
-            meta = Metadata(**one.of)
-            meta.sync = Sync(_should=one.synced, fn=trainer.strategy.reduce)
-            metric = ResultMetric(meta, one.value is not None)
-            if one.value is None:
-                metric.value = trainer.lightning_module.get_submodule(one.of["metric_attribute"])
-            results[one.key] = metric.to(device)
-        metric = results[one.key]
+    for entry in logged:
+        if entry.key not in results:
+            meta = Metadata(**entry.of)
+            meta.sync = Sync(_should=entry.synced, fn=trainer.strategy.reduce)
+            metric = ResultMetric(meta, entry.value is not None)
+            if entry.value is None:
+                metric.value = trainer.lightning_module.get_submodule(entry.of["metric_attribute"])
+            results[entry.key] = metric.to(device)
+        metric = results[entry.key]
         metric.has_reset = False
         # Lightning would warn about a metric without updates, and return the cached value of an earlier evaluation.
         count_update(metric)
         compute_anew(metric)
-        if one.value is not None and (one.shared if one.synced else unsynced):
-            _add(metric, one.value.to(device), one.batch_size)
-        elif one.value is not None:
-            _take_types(metric, one.value, one.batch_size)
+        if entry.value is not None and (entry.shared if entry.synced else unsynced):
+            _add(metric, entry.value.to(device), entry.batch_size)
+        elif entry.value is not None:
+            _take_types(metric, entry.value, entry.batch_size)
 
 
 def _take_types(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
@@ -227,7 +235,7 @@ def align_metrics(module: nn.Module) -> None:
       after one batch and after several. Values in double precision make a state double on the ranks that saw them.
     - A metric without updates since its last ``compute`` returns the cached value and skips the gather.
     """
-    metrics: dict[str, Any] = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
+    metrics: dict[str, Any] = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     states: dict[tuple[str, str], Any] = {}
     for name, metric in metrics.items():
         for state, reduction in reductions_of(metric).items():

@@ -100,17 +100,25 @@ class DistributedStrategy(DDPStrategy):
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
-        known = {**inspect.signature(DDPStrategy).parameters, **inspect.signature(DistributedDataParallel).parameters}
-        self._refuse(arguments.keys() - known)
+        accepted = {
+            **inspect.signature(DDPStrategy).parameters,
+            **inspect.signature(DistributedDataParallel).parameters,
+        }
+        self._refuse(arguments.keys() - accepted)
         super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
 
     def _refuse(self, unknown: Iterable[str]) -> None:
         """Refuse unknown arguments under the name of the class that was called."""
-        made = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
-        signatures = map(inspect.signature, made)
-        known = {one.name for own in signatures for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD}
+        initializers = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
+        signatures = map(inspect.signature, initializers)
+        accepted = {
+            parameter.name
+            for signature in signatures
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
         for name in unknown:
-            close = get_close_matches(name, known, n=1, cutoff=0.5)
+            close = get_close_matches(name, accepted, n=1, cutoff=0.5)
             hint = f". Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -270,7 +278,7 @@ class DistributedStrategy(DDPStrategy):
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-            keys = [f"lightning_pipe/arrived/{attempt}/{other}" for other in range(world_size)]
+            keys = [f"lightning_pipe/arrived/{attempt}/{other_rank}" for other_rank in range(world_size)]
             store.set(keys[rank], "")
         except dist.DistError as error:
             raise SetupError(
@@ -280,13 +288,13 @@ class DistributedStrategy(DDPStrategy):
         try:
             store.wait(keys, wait)
         except dist.DistError as error:
-            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            missing = [str(other_rank) for other_rank, key in enumerate(keys) if not store.check([key])]
             # Rank 0's process serves the store, so it leaves last.
             store.set(f"{keys[rank]}/left", "")
             if rank == 0:
                 with suppress(dist.DistError):
-                    here = [f"{key}/left" for other, key in enumerate(keys) if str(other) not in missing]
-                    store.wait(here, timedelta(seconds=10))
+                    left_keys = [f"{key}/left" for other_rank, key in enumerate(keys) if str(other_rank) not in missing]
+                    store.wait(left_keys, timedelta(seconds=10))
             raise SetupError(
                 f"rank(s) {', '.join(missing)} of {world_size} did not arrive in {wait.total_seconds():g} s, as seen by"
                 f" rank {rank}. Start them, or look for errors in their output; the strategy's timeout sets the time"

@@ -119,7 +119,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         super().setup_environment()
         module = self.lightning_module
         callbacks = module.trainer.checkpoint_callbacks if self._async_checkpoints and module is not None else []
-        if any(isinstance(one, ModelCheckpoint) and one.save_last == "link" for one in callbacks):
+        if any(isinstance(callback, ModelCheckpoint) and callback.save_last == "link" for callback in callbacks):
             raise SetupError(
                 "ModelCheckpoint has save_last='link', but with async_checkpoints=True the link would exist before its"
                 " target. Use save_last=True, or remove async_checkpoints"
@@ -202,7 +202,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
 def _check_same(path: Any) -> None:
     """Refuse to resume on some ranks only, or from different checkpoints."""
-    given = [("ckpt_path", "None" if path is None else str(path))]
+    description = [("ckpt_path", "None" if path is None else str(path))]
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     advice = ". With 'last', all ranks need to see the same folder"
-    check_agreement(given, "checkpoint to resume from", world, error=SetupError, advice=advice)
+    check_agreement(description, "checkpoint to resume from", world, error=SetupError, advice=advice)

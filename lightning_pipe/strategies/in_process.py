@@ -63,7 +63,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             ``"parameters"`` (default), ``"time"`` or ``"memory"``. ``"time"`` and ``"memory"`` measure each layer
             during set-up, on the LightningModule's ``example_input_array``, which should have about as many rows as a
             micro-batch.
-        deferred_batch_norm: True to update running statistics of batch normalisations once per batch and not once per
+        deferred_batch_norm: True to update running statistics of batch normalizations once per batch and not once per
             micro-batch (default False).
         compile_partitions: True to compile the layers of each partition into one function (default False). Requires
             torch 2.13 or newer and costs compilation time in the first batches.
@@ -110,7 +110,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         self._deferred_batch_norm = deferred_batch_norm
         self._compile_partitions = compile_partitions
         self._pipe_module = pipe_module
-        self._devices = [torch.device(one) for one in parallel_devices or ()]
+        self._devices = [torch.device(device) for device in parallel_devices or ()]
         self._pipe: Pipe | None = None
         self._sequential: nn.Sequential | None = None
 
@@ -174,7 +174,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         install_loops(trainer)
         super().setup(trainer)
-        # Lightning moves optimiser states to the first device. States exist here only in a second fit.
+        # Lightning moves optimizer states to the first device. States exist here only in a second fit.
         for optimizer in self.optimizers:
             _to_their_parameters(optimizer)
 
@@ -192,8 +192,8 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             balance = self._balance
             if balance == "time" or balance == "memory":
                 setattr(holder, name, sequential)  # the measurement runs the module's forward, which calls it
-                kept = chunks if self._checkpoint == "never" else 1
-                balance = measured_balance(balance, module, sequential, len(devices), kept, self.root_device)
+                stored_chunks = chunks if self._checkpoint == "never" else 1
+                balance = measured_balance(balance, module, sequential, len(devices), stored_chunks, self.root_device)
             elif isinstance(balance, str):
                 balance = None
             pipe = Pipe(sequential, chunks, self._checkpoint, devices, balance, self._deferred_batch_norm)
@@ -215,23 +215,27 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         holder: Any = module
         for parent in parents:
             holder = getattr(holder, parent, None)
-        found = getattr(holder, name, None)
-        if not isinstance(found, nn.Sequential):
-            sequentials = [one for one, child in module.named_modules() if isinstance(child, nn.Sequential) and one]
-            what = f"{type(module).__name__} has no {path!r}"
-            if found is not None:
-                what = f"{path!r} of {type(module).__name__} is a {type(found).__name__}"
+        sequential = getattr(holder, name, None)
+        if not isinstance(sequential, nn.Sequential):
+            sequentials = [
+                child_name
+                for child_name, child in module.named_modules()
+                if isinstance(child, nn.Sequential) and child_name
+            ]
+            problem = f"{type(module).__name__} has no {path!r}"
+            if sequential is not None:
+                problem = f"{path!r} of {type(module).__name__} is a {type(sequential).__name__}"
             fix = f"Set pipe_module to one of {', '.join(map(repr, sequentials))}"
-            if isinstance(found, Pipe):
+            if isinstance(sequential, Pipe):
                 fix = f"Assign the nn.Sequential to {path!r}: the strategy builds the Pipe"
             elif not sequentials:
                 fix = (
                     f"Put the layers to split into an nn.Sequential, and assign it to {path!r}."
                     " strategy='llm_1f1b_pipeline' also splits language models of other classes"
                 )
-            raise SetupError(f"{what}; expected an nn.Sequential. {fix}")
+            raise SetupError(f"{problem}; expected an nn.Sequential. {fix}")
         assert isinstance(holder, nn.Module)
-        return holder, name, found
+        return holder, name, sequential
 
     def teardown(self) -> None:
         module, pipe, sequential = self.lightning_module, self._pipe, self._sequential
@@ -290,7 +294,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimisers' states, each to the device of its parameter.
+        """Load the optimizers' states, each to the device of its parameter.
 
         Args:
             checkpoint: checkpoint as Lightning reads it, with ``optimizer_states``.
@@ -301,7 +305,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
 
 def _to_their_parameters(optimizer: Optimizer) -> None:
-    """Move optimiser states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
+    """Move optimizer states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

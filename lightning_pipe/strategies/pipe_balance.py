@@ -22,14 +22,14 @@ def measured_balance(
     module: pl.LightningModule,
     layers: nn.Sequential,
     partitions: int,
-    kept: int,
+    stored_chunks: int,
     device: torch.device,
 ) -> list[int]:
     """Balance partitions by the measured time or memory of each layer in training."""
     sample = _input_of(layers, module, by, device)
     if by == "time":
         return balance_by_time(layers, partitions, sample, device=device)
-    return balance_by_memory(layers, partitions, sample, chunks=kept, device=device)
+    return balance_by_memory(layers, partitions, sample, chunks=stored_chunks, device=device)
 
 
 def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device: torch.device) -> Any:
@@ -54,8 +54,8 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
                 module(**example)
             else:
                 module(*example if isinstance(example, tuple) else (example,))
-    except _Seen as found:
-        return _only(found.inputs, by)
+    except _Seen as caught:
+        return _only(caught.inputs, by)
     finally:
         handle.remove()
     raise SetupError(
@@ -75,8 +75,8 @@ class _Seen(Exception):
 def _only(inputs: Any, by: str) -> Any:
     if isinstance(inputs, tuple) and len(inputs) == 1:
         return inputs[0]
-    found = f"{len(inputs)} inputs" if isinstance(inputs, tuple) else f"a {type(inputs).__name__} of inputs"
+    received = f"{len(inputs)} inputs" if isinstance(inputs, tuple) else f"a {type(inputs).__name__} of inputs"
     raise SetupError(
-        f"balance is {by!r}, which measures layers one by one, but the first takes {found}; expected one input. Set"
+        f"balance is {by!r}, which measures layers one by one, but the first takes {received}; expected one input. Set"
         " balance to a list of numbers of layers"
     )

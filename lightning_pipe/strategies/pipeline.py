@@ -30,7 +30,7 @@ class PipelineStrategy(DistributedStrategy):
     """Distributed data parallelism that moves the next batch to the device while the current batch trains.
 
     Extends Lightning's ``DDPStrategy`` and works with any LightningModule. A single process trains without the
-    ``DistributedDataParallel`` wrapper. On several ranks, parameters whose optimiser runs inside backward are refused.
+    ``DistributedDataParallel`` wrapper. On several ranks, parameters whose optimizer runs inside backward are refused.
 
     Args:
         plan: ``"copy_ahead"`` (default), ``"serial"`` to move each batch when its turn comes, the path of a YAML plan,
@@ -39,7 +39,7 @@ class PipelineStrategy(DistributedStrategy):
             epoch with the first rank that runs out, ``"error"`` raises an error.
         uneven_evaluation: handling of evaluations in which some ranks have fewer batches, or none: with ``"join"``
             (default), these ranks take part in the reductions of the other ranks, so that each row is evaluated exactly
-            once. ``"error"`` keeps Lightning's behaviour: its sampler repeats rows so that all ranks have the same
+            once. ``"error"`` keeps Lightning's behavior: its sampler repeats rows so that all ranks have the same
             number.
         options: keyword arguments of Lightning's ``DDPStrategy``.
 
@@ -140,7 +140,7 @@ class PipelineStrategy(DistributedStrategy):
         """Wrap the LightningModule in ``DistributedDataParallel`` if there are several ranks.
 
         Raises:
-            SetupError: an optimiser steps in the backward, before gradients are averaged.
+            SetupError: an optimizer steps in the backward, before gradients are averaged.
         """
         if self.world_size > 1:
             assert self.lightning_module is not None
@@ -153,11 +153,11 @@ def _not_moved(batch: Any) -> Any:
 
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
-    """Refuse parameters whose optimiser runs inside backward, since ranks average gradients only after backward."""
-    names = [name for name, one in module.named_parameters() if optimizers_in_backward(one)]
+    """Refuse parameters whose optimizer runs inside backward, since ranks average gradients only after backward."""
+    names = [name for name, parameter in module.named_parameters() if optimizers_in_backward(parameter)]
     if names:
         raise SetupError(
-            f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
+            f"the optimizers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
             " are averaged over ranks, and DistributedDataParallel does not run them on a CPU. Shard such tables with"
-            " strategy='recsys_prefetch_pipeline', or train them with an optimiser from configure_optimizers"
+            " strategy='recsys_prefetch_pipeline', or train them with an optimizer from configure_optimizers"
         )

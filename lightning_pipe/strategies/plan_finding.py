@@ -120,10 +120,10 @@ def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
         write_choice(choice.plan.to_yaml, save_plan, f"the plan {choice.plan.name!r}")
 
 
-def write_choice(to_yaml: Callable[[], str], path: str | Path, what: str) -> None:
+def write_choice(to_yaml: Callable[[], str], path: str | Path, choice: str) -> None:
     """Write a choice to a YAML file. A failure is a warning, and training continues."""
     try:
         with whole_file(path) as unfinished:
             unfinished.write_text(to_yaml(), encoding="utf-8")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        rank_zero_warn(f"{what} cannot be written to {str(path)!r} ({error}). Training continues with it")
+        rank_zero_warn(f"{choice} cannot be written to {str(path)!r} ({error}). Training continues with it")

@@ -51,20 +51,22 @@ def started_by_torchrun(
     """
     if not isinstance(environment, TorchElasticEnvironment) or "GROUP_WORLD_SIZE" not in os.environ:
         return num_nodes, list(devices)
-    nodes, here, ranks = (int(os.environ[name]) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if nodes * here != ranks:
+    nodes, local_ranks, ranks = (
+        int(os.environ[name]) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    )
+    if nodes * local_ranks != ranks:
         raise SetupError(
-            f"torchrun has started {ranks} processes on {nodes} nodes, {here} of them on this node; expected the same"
-            " number on each node. Use the same --nproc-per-node on all nodes"
+            f"torchrun has started {ranks} processes on {nodes} nodes, {local_ranks} of them on this node; expected the"
+            " same number on each node. Use the same --nproc-per-node on all nodes"
         )
     if devices[0].type == "cpu":
-        devices = [devices[0]] * here
-    if here > len(devices):
+        devices = [devices[0]] * local_ranks
+    if local_ranks > len(devices):
         raise SetupError(
-            f"torchrun has started {here} processes on this node, and the Trainer has {len(devices)} device(s) for"
-            f" them. Use devices='auto', or torchrun --nproc-per-node={len(devices)}"
+            f"torchrun has started {local_ranks} processes on this node, and the Trainer has {len(devices)} device(s)"
+            f" for them. Use devices='auto', or torchrun --nproc-per-node={len(devices)}"
         )
-    return nodes, list(devices[:here])
+    return nodes, list(devices[:local_ranks])
 
 
 def _in_allocation() -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipe.engine import SetupError
 
 CLIPS_BY_VALUE = (
-    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimiser. Set it"
+    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimizer. Set it"
     " to 'norm', which clips by one global norm over dense and sharded parameters"
 )
 
@@ -42,8 +42,8 @@ def refuse_training(
     """Refuse options of the trainer, module and callbacks that do not work while tables are trained."""
     if not module.automatic_optimization:
         raise SetupError(
-            "the module uses manual optimisation (automatic_optimization is False), but a recsys plan runs the parts of"
-            " an iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
+            "the module uses manual optimization (automatic_optimization is False), but a recsys plan runs the parts of"
+            " an iteration as separate tasks. Use automatic optimization, or strategy='pipeline'"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SetupError(

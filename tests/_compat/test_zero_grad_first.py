@@ -1,4 +1,4 @@
-"""Gradients that ``training_step`` itself makes are there for the optimiser."""
+"""Gradients that ``training_step`` itself makes are there for the optimizer."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Place of memory
     of `on_host`      on the host, pinned: batches of a loader.
     of anything else  on the device since before all work: parameters, tables.
 
-Artefacts of the CPU, which are no findings
+Artifacts of the CPU, which are no findings
     - TorchRec and FBGEMM are built for the CPU, so their own branches for CUDA do not run, and they see CPU tensors.
     - Autograd of a GPU runs a node on the stream of its forward, and orders streams between nodes. Here one thread
       runs all nodes, and hooks do the same (`_on_stream_of_forward`).

@@ -24,7 +24,7 @@ from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
 from lightning_pipe.engine.planning.planner import plan_variants
 
 # How much of what a wait was late by is taken over into what later ones are expected to be late by.
-_LEARNT = 0.1
+_LEARNED = 0.1
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Link:
                 limit = (self._users[0] - self._virtual) * len(self._users) - self._late
                 begin = time.perf_counter()
                 if not self._changed.wait(limit) and limit > 0:
-                    self._late += _LEARNT * (time.perf_counter() - begin - limit - self._late)
+                    self._late += _LEARNED * (time.perf_counter() - begin - limit - self._late)
 
     def _advance(self) -> None:
         now = time.perf_counter()
@@ -163,7 +163,7 @@ class Cores:
 def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: Kernel | None = None) -> Graph:
     """A graph of four to *most_tasks* tasks.
 
-    The last one is run by the caller, like an optimiser step, and leaves state to a task of the next iteration.
+    The last one is run by the caller, like an optimizer step, and leaves state to a task of the next iteration.
     """
     draw = random.Random(seed)
     count = draw.randint(4, most_tasks)

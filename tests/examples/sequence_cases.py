@@ -1,4 +1,4 @@
-"""Invented histories that can be learnt, and training on them from the example's YAML, in one process or on ranks."""
+"""Invented histories that can be learned, and training on them from the example's YAML, in one process or on ranks."""
 
 from __future__ import annotations
 

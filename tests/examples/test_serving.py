@@ -1,4 +1,4 @@
-"""docs/serving.md from its first command to an answer, in an empty folder: HTTP, C++ and quantised tables."""
+"""docs/serving.md from its first command to an answer, in an empty folder: HTTP, C++ and quantized tables."""
 
 from __future__ import annotations
 
@@ -194,11 +194,11 @@ def test_the_pages_commands_print_the_trained_models_scores_without_python(
     run("./score model.pt2 inputs.pt || test $? -eq 1", folder)  # an error, not a signal
 
 
-# ---------------------------------------------------------------------- quantised tables
+# ---------------------------------------------------------------------- quantized tables
 
 
 # Largest derived bound of a score, and of the difference of the AUC. Both follow from the trained weights, and are not
-# measured with quantised tables.
+# measured with quantized tables.
 @pytest.mark.parametrize(("bits", "of_score", "of_auc"), [(8, 0.02, 0.02), (4, 0.3, 0.3)])
 def test_quantised_scores_and_their_auc_are_within_derived_bounds(
     model: CriteoDLRM, validation: list[Batch], tmp_path: Path, bits: int, of_score: float, of_auc: float
@@ -225,5 +225,5 @@ def test_the_command_of_the_table_prints_scores_and_bounds(
     write_quantized(model, validation[0], tmp_path / "model.pt")
     compare([str(folder / CHECKPOINT), str(tmp_path / "val.parquet"), f"8={tmp_path / 'model.pt'}"])
     printed = capsys.readouterr().out
-    assert "not quantised: AUC" in printed
+    assert "not quantized: AUC" in printed
     assert "within bounds: True" in printed

@@ -13,7 +13,7 @@ from lightning_pipe.pipe import DeferredBatchNorm, Pipe
 CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
 
 
-def normalised(momentum: float | None = 0.1) -> nn.Sequential:
+def normalized(momentum: float | None = 0.1) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(3, 4, 2),
@@ -48,11 +48,11 @@ def assert_near(found: dict[str, Tensor], whole: nn.Module) -> None:
 def test_the_first_layers_statistics_equal_the_whole_batchs(
     through: str, checkpoint: Any, momentum: float | None
 ) -> None:
-    whole = normalised(momentum)
+    whole = normalized(momentum)
     for inputs in mini_batches():
         whole(inputs)
     for chunks in (1, 3, 8):
-        pipe = Pipe(normalised(momentum), chunks, checkpoint, ["cpu"] * 2, deferred_batch_norm=True)
+        pipe = Pipe(normalized(momentum), chunks, checkpoint, ["cpu"] * 2, deferred_batch_norm=True)
         for inputs in mini_batches():
             if through == "forward":
                 pipe(inputs).sum().backward()
@@ -60,7 +60,7 @@ def test_the_first_layers_statistics_equal_the_whole_batchs(
                 pipe.loss(
                     inputs, torch.zeros(len(inputs)), lambda output, target: output.sum(), reduction="sum"
                 ).backward()
-        # The later layer sees what the first has normalised by micro-batches.
+        # The later layer sees what the first has normalized by micro-batches.
         assert_near({name: value for name, value in statistics(pipe).items() if name.startswith("1.")}, whole)
         assert pipe.state_dict()["3.0.num_batches_tracked"] == 3
         pipe.close()
@@ -92,7 +92,7 @@ def test_an_error_in_mid_batch_leaves_nothing_for_the_next() -> None:
 def test_without_it_recomputation_counts_no_batch_twice(through: str) -> None:
     found = []
     for checkpoint in CHECKPOINT:
-        pipe = Pipe(normalised(), 3, checkpoint, ["cpu"] * 2)
+        pipe = Pipe(normalized(), 3, checkpoint, ["cpu"] * 2)
         torch.manual_seed(1)
         inputs = torch.randn(6, 3, 7)
         if through == "forward":
@@ -120,7 +120,7 @@ def test_a_layer_that_is_there_twice_moves_twice_as_in_the_whole_batch(chunks: i
         return nn.Sequential(layer, nn.Identity(), layer)
 
     pipe = Pipe(twice(), chunks, devices=["cpu"], deferred_batch_norm=True)
-    # Of four equal micro-batches each is normalised as the whole.
+    # Of four equal micro-batches each is normalized as the whole.
     whole = twice()
     for _ in range(2):
         inputs = (torch.randn(4, 3) * 2 + 1).repeat(4, 1)

@@ -173,7 +173,7 @@ def adam(model: ShardedModel) -> torch.optim.Optimizer:
 
 
 def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimiser's state, by place and name."""
+    """The optimizer's state, by place and name."""
     return {
         f"dense optimizer {index} {name}": torch.as_tensor(value).clone()
         for index, state in optimizer.state_dict()["state"].items()
@@ -182,7 +182,7 @@ def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def values_of(model: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """This rank's shards of tables and of their optimisers' states, dense values, the dense optimiser's state."""
+    """This rank's shards of tables and of their optimizers' states, dense values, the dense optimizer's state."""
     found: dict[str, torch.Tensor] = {}
     states = {
         f"optimizer {name} {key}": value

@@ -191,7 +191,7 @@ def fill_tables(model: nn.Module) -> None:
 
 
 def table_values(model: Any) -> dict[str, torch.Tensor]:
-    """This rank's shards of all tables and fused optimiser states, and the dense values."""
+    """This rank's shards of all tables and fused optimizer states, and the dense values."""
     values: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, ShardedTensor):
@@ -357,7 +357,7 @@ def pipelined_losses(
 
 
 def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tables, optimiser states and dense values of this rank, with the dense gradients that have added up."""
+    """Tables, optimizer states and dense values of this rank, with the dense gradients that have added up."""
     gradients = {f"gradient {name}": value.grad for name, value in model.named_parameters() if value.grad is not None}
     return {**table_values(model), **gradients}
 

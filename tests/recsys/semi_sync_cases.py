@@ -33,7 +33,7 @@ TRAININGS = {
     if not (optimizer == "row-wise Adagrad" and kinds == "of all kinds")
 }
 
-# Called after each batch with the model, the optimiser and how many are trained.
+# Called after each batch with the model, the optimizer and how many are trained.
 AfterBatch = Callable[[ShardedModel, torch.optim.Optimizer, int], None]
 
 

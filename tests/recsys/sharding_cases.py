@@ -22,7 +22,7 @@ from tests.rounding import Reference
 
 CPU = torch.device("cpu")
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
-# As the classes have it: an eps that is left out is the kernel's where the optimiser is given in TorchRec's way.
+# As the classes have it: an eps that is left out is the kernel's where the optimizer is given in TorchRec's way.
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 USERS, MOVIES, HISTORY = (
@@ -120,7 +120,7 @@ def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def apply_in_backward(model: nn.Module, optimizer: dict[str, Any], tables: Iterable[str] | None = None) -> None:
-    """TorchRec's own way to say an optimiser, and torch's to train an unsharded table by it."""
+    """TorchRec's own way to say an optimizer, and torch's to train an unsharded table by it."""
     from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
 
     chosen = SparseOptimizer.from_config(optimizer)
@@ -143,7 +143,7 @@ FACTORS = (1.0, 1.0, 0.5, 0.5, 2.0, 0.1)  # of the learning rate, by step
 
 @cache
 def unsharded(class_path: str, rate: float, kind: type[nn.Module], world_size: int) -> Reference:
-    """Tables, and states of their optimisers, trained in one module on all ranks' batches at once."""
+    """Tables, and states of their optimizers, trained in one module on all ranks' batches at once."""
 
     def trained() -> dict[str, Any]:
         model = make_model(kind)

@@ -49,7 +49,7 @@ class Seen:
 
     Attributes:
         findings: all findings, as text.
-        syncs: host synchronisations of `COUNTED` steps.
+        syncs: host synchronizations of `COUNTED` steps.
         all_syncs: those of all steps but the first.
         operators: number of operators.
     """
@@ -188,7 +188,7 @@ def place_on_host(
                 accelerator.put(getattr(kernel, name), PAGEABLE)
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):  # of PyTorch's optimisers, unless fused or capturable
+            if isinstance(state.get("step"), torch.Tensor):  # of PyTorch's optimizers, unless fused or capturable
                 accelerator.put(state["step"], PAGEABLE)
 
 
@@ -245,7 +245,7 @@ class StreamedBatch(Batch, Pipelineable):
 
 
 def watch_torchrec(rank: int, world_size: int) -> list[Sync]:
-    """Host synchronisations of `COUNTED` steps of TorchRec's own pipeline, with the model and data of "pooled"."""
+    """Host synchronizations of `COUNTED` steps of TorchRec's own pipeline, with the model and data of "pooled"."""
     model, optimizer = torchrec_model(Bags, "table_wise")
     with built_for_gpu(), watched() as accelerator:
         modules = [module for module in model.modules() if isinstance(module, ShardedModule)]

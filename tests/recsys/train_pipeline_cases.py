@@ -502,7 +502,7 @@ def schedules() -> dict[str, bool]:
     }
 
 
-# Several batches in one step of the optimiser.
+# Several batches in one step of the optimizer.
 
 
 def accumulated(plan: str) -> dict[str, torch.Tensor]:

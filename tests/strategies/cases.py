@@ -44,7 +44,7 @@ from tests.loops.models import trainer as quiet_trainer
 
 PLANS = ("serial", "base", "threaded_input", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
-# As the classes have it: an eps that is left out is the kernel's where the optimiser is given in TorchRec's way.
+# As the classes have it: an eps that is left out is the kernel's where the optimizer is given in TorchRec's way.
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 
@@ -408,9 +408,9 @@ def predictions(used: pl.Trainer, module: pl.LightningModule, data: Any) -> Tens
 
 
 def state_of(used: pl.Trainer) -> dict[str, Tensor]:
-    """All that training left: tables as a whole, dense values, states of the optimisers. Every rank calls it.
+    """All that training left: tables as a whole, dense values, states of the optimizers. Every rank calls it.
 
-    The names are the same for a sharded module and an unsharded one, but for states of fused optimisers.
+    The names are the same for a sharded module and an unsharded one, but for states of fused optimizers.
     """
     module, strategy = used.lightning_module, used.strategy
     found: dict[str, Tensor] = {}
@@ -435,7 +435,7 @@ def state_of(used: pl.Trainer) -> dict[str, Tensor]:
 
 
 def outcome(module: Clicks, used: pl.Trainer) -> dict[str, Any]:
-    """Losses of this rank, parameters, buffers and states of the optimisers."""
+    """Losses of this rank, parameters, buffers and states of the optimizers."""
     return {"losses": module.losses, **state_of(used)}
 
 

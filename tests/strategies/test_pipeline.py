@@ -43,7 +43,7 @@ class Iterating(Net):
 
 
 class ClosureTwice(Net):
-    """An optimiser that asks for several forward passes on one batch."""
+    """An optimizer that asks for several forward passes on one batch."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
@@ -58,14 +58,14 @@ FEATURES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "validation in mid-epoch": (Net, {"val_check_interval": 2}),
     "max_steps": (Net, {"max_steps": 4, "max_epochs": -1}),
     "fast_dev_run": (Net, {"fast_dev_run": True}),
-    "manual optimisation": (Manual, {}),
-    "an optimiser that calls its closure again": (ClosureTwice, {}),
+    "manual optimization": (Manual, {}),
+    "an optimizer that calls its closure again": (ClosureTwice, {}),
     "a step that takes the iterator": (Iterating, {}),
 }
 
 
 def outcome(make: Callable[[], Net], strategy: Any, **options: Any) -> tuple[Any, ...]:
-    """Losses, batches trained, optimiser steps, and what is left."""
+    """Losses, batches trained, optimizer steps, and what is left."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         module = make()
@@ -105,7 +105,7 @@ def test_two_processes_train_to_the_same_bits_as_lightnings_ddp() -> None:
             found, expected = results[feature]
             assert_same(found, expected, 1)
         assert first[feature][0][1] != second[feature][0][1], "both ranks trained the same rows"
-        # An optimiser may keep its own rank's loss.
+        # An optimizer may keep its own rank's loss.
         values, others = (
             {name: value for name, value in results[feature][0][3].items() if not name.startswith("optimizer")}
             for results in (first, second)

@@ -38,7 +38,7 @@ class Keeper(Protocol):
         """Take a snapshot of the current state."""
         ...
 
-    def restore(self, kept: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore the state from a snapshot."""
         ...
 

@@ -3,7 +3,7 @@
 A status is posted when the batch is fetched and collected one batch later, so that no rank waits for it. It travels in
 a message that training sends anyway, or in an all-reduce of its own::
 
-    post      the previous status travelled in a message: waits for one
+    post      the previous status traveled in a message: waits for one
               otherwise: an all-reduce begins
     take      a message is made: the waiting status is sent with it
     collect   from the message, or from the all-reduce; a status that is still waiting is reduced now

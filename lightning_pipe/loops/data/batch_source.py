@@ -41,21 +41,21 @@ _ADVICE = (
 
 
 class BatchSource:
-    """Source of one rank's batches: first *kept* ones, then those of *fetch*."""
+    """Source of one rank's batches: first *unread* ones, then those of *fetch*."""
 
     to_end = False  # True after any rank was told to end training, from the same batch on all ranks
 
-    def __init__(self, fetch: Callable[[], Fetched], kept: Sequence[Callable[[], Fetched]] = ()) -> None:
+    def __init__(self, fetch: Callable[[], Fetched], unread: Sequence[Callable[[], Fetched]] = ()) -> None:
         self._fetch = fetch
-        self._kept = deque(kept)
+        self._unread = deque(unread)
 
     def __call__(self) -> Fetched:
         """Return the next batch. Raises ``StopIteration`` after the last one."""
-        return self._kept.popleft()() if self._kept else self._fetch()
+        return self._unread.popleft()() if self._unread else self._fetch()
 
     def unread(self) -> list[Callable[[], Fetched]]:
         """Return functions that give the batches that were read but not returned, in order."""
-        return list(self._kept)
+        return list(self._unread)
 
     def close(self) -> None:
         """End the source after its last batch."""
@@ -67,19 +67,19 @@ class AgreedSource(BatchSource):
     def __init__(
         self,
         fetch: Callable[[], Fetched],
-        kept: Sequence[Callable[[], Fetched]],
+        unread: Sequence[Callable[[], Fetched]],
         statuses: Statuses,
         remaining: Callable[[], int | None],
         uneven: Uneven | None = "shortest",
         told_to_end: Callable[[], bool] | None = None,
         *,
         kind: Callable[[Fetched], int] | None = None,
-        of: str = "epoch",
+        phase: str = "epoch",
         advice: str = _ADVICE,
     ) -> None:
-        super().__init__(fetch, kept)
+        super().__init__(fetch, unread)
         self._kind = kind
-        self._of = of
+        self._phase = phase
         self._advice = advice
         self._told_to_end = told_to_end
         self._statuses = statuses
@@ -119,33 +119,33 @@ class AgreedSource(BatchSource):
 
     def _read(self) -> None:
         """Fetch a batch, and post its status to the other ranks."""
-        says = _HAS
+        status = _HAS
         try:
             fetched = super().__call__()
             self._ahead.append(fetched)
-            says += 0 if self._kind is None else self._kind(fetched)
+            status += 0 if self._kind is None else self._kind(fetched)
             self._read_here += 1
         except StopIteration:
-            says = _ENDED
+            status = _ENDED
         except BaseException as error:  # any exception, since the other ranks wait for this rank's status
-            says, self._error = -self._statuses.group.rank() - 1, error
-        self._statuses.post(says, self._told_to_end is not None and self._told_to_end())
+            status, self._error = -self._statuses.group.rank() - 1, error
+        self._statuses.post(status, self._told_to_end is not None and self._told_to_end())
 
     def _all_have_it(self) -> bool:
         try:
             least, most, told_to_end = self._statuses.collect()
         except RuntimeError as error:
             raise self._error or InputError(
-                f"The ranks could not agree on batch {self._had_by_all} of the {self._of}, because a rank has ended or"
-                f" did not respond in time ({error}). See the output of that rank for the cause, and restart all ranks"
-                " from the last checkpoint."
+                f"The ranks could not agree on batch {self._had_by_all} of the {self._phase}, because a rank has ended"
+                f" or did not respond in time ({error}). See the output of that rank for the cause, and restart all"
+                " ranks from the last checkpoint."
             ) from error
         if self._error is not None:
             raise self._error
         self.to_end |= told_to_end
         if least < _ENDED:
             raise InputError(
-                f"Rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._of}. See the error of"
+                f"Rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._phase}. See the error of"
                 " that rank for the cause."
             )
         even = least == most
@@ -162,10 +162,10 @@ class AgreedSource(BatchSource):
         counts = ", ".join(
             f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
         )
-        said = f"Ranks have uneven numbers of batches: all ranks have {had}, with {counts} left over"
+        message = f"Ranks have uneven numbers of batches: all ranks have {had}, with {counts} left over"
         if self._uneven == "error":
-            raise InputError(f"{said}. {self._advice}")
-        rank_zero_info(f"{said}. The epoch ends after {had} batches on every rank.")
+            raise InputError(f"{message}. {self._advice}")
+        rank_zero_info(f"{message}. The epoch ends after {had} batches on every rank.")
 
 
 def given_again(fetched: Fetched) -> Fetched:

@@ -24,8 +24,8 @@ _PERIOD = 5.0
 class EndsWithRank:
     """``worker_init_fn`` of a loader that makes a worker end after its rank."""
 
-    def __init__(self, then: Callable[[int], object] | None) -> None:
-        self.then = then
+    def __init__(self, init_fn: Callable[[int], object] | None) -> None:
+        self.then = init_fn
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=_watch, args=(os.getppid(),), name="watches the rank", daemon=True).start()

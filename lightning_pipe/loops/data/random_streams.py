@@ -33,32 +33,32 @@ class RandomStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._own: dict[str, States] = {}
+        self._streams: dict[str, States] = {}
         self.common: States | None = None
 
-    def restart(self, own: dict[str, States] | None = None) -> None:
+    def restart(self, streams: dict[str, States] | None = None) -> None:
         """Begin an epoch. The first fetch uses the common stream, and the streams start from its states."""
-        self._own = dict(own or {})
+        self._streams = dict(streams or {})
 
     def draw(self, stream: Stream, work: Callable[[], T]) -> T:
         """Run *work* with a stream and return its result. The first call of an epoch must use ``fetch``."""
-        if not self._own:
+        if not self._streams:
             result = work()
-            self._own["fetch"] = self.common = get_states(self._device)
+            self._streams["fetch"] = self.common = get_states(self._device)
         else:
-            common = self.common = swap_states(self._own[stream], self._device)
+            common = self.common = swap_states(self._streams[stream], self._device)
             try:
                 result = work()
             finally:
-                self._own[stream] = swap_states(common, self._device)
-        if len(self._own) == 1:
-            self._own["prepare"] = _derived(self._own["fetch"])
-            self._own["transfer"] = _derived(self._own["prepare"])
+                self._streams[stream] = swap_states(common, self._device)
+        if len(self._streams) == 1:
+            self._streams["prepare"] = _derived(self._streams["fetch"])
+            self._streams["transfer"] = _derived(self._streams["prepare"])
         return result
 
     def states(self, stream: Stream) -> States:
         """Return the states of a stream before its next use. Before the first fetch, all are the common stream."""
-        return self._own[stream] if self._own else get_states(self._device)
+        return self._streams[stream] if self._streams else get_states(self._device)
 
 
 def get_states(device: torch.device) -> States:
@@ -97,27 +97,27 @@ def swap_states(states: States, device: torch.device) -> States:
     return before
 
 
-def _is_same_numpy_state(one: Any, other: Any) -> bool:
+def _is_same_numpy_state(first: Any, second: Any) -> bool:
     """Return True if two states of NumPy's Mersenne Twister are equal. States of other generators are not compared."""
-    if not (isinstance(one, tuple) and isinstance(other, tuple)):
+    if not (isinstance(first, tuple) and isinstance(second, tuple)):
         return False
-    return one[2:] == other[2:] and bool(one[1].tobytes() == other[1].tobytes())
+    return first[2:] == second[2:] and bool(first[1].tobytes() == second[1].tobytes())
 
 
 def pack_states(states: States) -> States:
     """Return *states* as tensors and plain values, which any checkpoint can hold."""
     if "numpy" not in states:
         return states
-    kind, keys, *rest = states["numpy"]
-    return {**states, "numpy": (kind, keys.tolist(), *rest)}
+    kind, keys, *fields = states["numpy"]
+    return {**states, "numpy": (kind, keys.tolist(), *fields)}
 
 
 def unpack_states(packed: States) -> States:
     """Return the states that :func:`pack_states` packed."""
     states = {name: state for name, state in packed.items() if name != "numpy"}
     if "numpy" in packed and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = packed["numpy"]
-        states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), *rest)
+        kind, keys, *fields = packed["numpy"]
+        states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), *fields)
     return states
 
 

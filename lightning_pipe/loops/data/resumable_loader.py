@@ -52,14 +52,14 @@ def can_resume(loader: Any) -> bool:
 
 def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged."""
-    made = _resumable_class(type(loader))  # type: ignore[arg-type]
-    same: DataLoader[Any] = made.__new__(made)
-    vars(same).update(vars(loader))
+    loader_class = _resumable_class(type(loader))  # type: ignore[arg-type]
+    loader_copy: DataLoader[Any] = loader_class.__new__(loader_class)
+    vars(loader_copy).update(vars(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # DataLoader.__setattr__ refuses to set its sampler.
-    vars(same)[name] = vars(same)["_indices"] = _Indices(vars(same)[name], loader)
-    vars(same)["_iterator"] = None  # persistent workers of the given loader do not belong to the copy
-    return same
+    vars(loader_copy)[name] = vars(loader_copy)["_indices"] = _Indices(vars(loader_copy)[name], loader)
+    vars(loader_copy)["_iterator"] = None  # persistent workers of the given loader do not belong to the copy
+    return loader_copy
 
 
 def is_resumable(loader: Any) -> bool:
@@ -76,9 +76,9 @@ def draws_nothing(loader: Any) -> bool:
     return type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
 
 
-def share_samplers(one: Any, other: Any) -> bool:
+def share_samplers(first: Any, second: Any) -> bool:
     """Return True if the samplers of two loaders made by :func:`resumable` hold their state in the same objects."""
-    return bool(one._indices.held.shares_with(other._indices.held))
+    return bool(first._indices.sampler_state.shares_with(second._indices.sampler_state))
 
 
 def snapshot(loader: Any) -> Callable[[], State]:
@@ -123,10 +123,10 @@ class _Indices:
     def __init__(self, inner: Any, loader: DataLoader[Any]) -> None:
         self._inner = inner
         self._loader = loader
-        self.held = SamplerState(loader)
+        self.sampler_state = SamplerState(loader)
         self._left: State | None = None
         self._resume: State | None = None
-        self.given = 0
+        self.returned = 0
         # States of all generators when an iteration began, and when its first index was drawn.
         self._created: State | None = None
         self._begun: State | None = None
@@ -144,28 +144,28 @@ class _Indices:
         return getattr(self._inner, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._from(self.given, self._resumed)
+        return self._from(self.returned, self._resumed)
 
     def begin(self) -> bool:
         """Begin an iteration of the loader, or continue one. Returns True if an iteration is continued."""
         resume, self._resume = self._resume, None
-        self.given, self._resumed, self._left = 0, None, None
+        self.returned, self._resumed, self._left = 0, None, None
         self._sums, self._expected = {0: 0}, None
         if resume is not None and "left" in resume:
-            self._left, self.given = resume, resume["given"]
+            self._left, self.returned = resume, resume["given"]
             return False
         goes_on = resume is not None and "ended" not in resume
         if resume is not None and goes_on:
             self._put(resume["created"])
-            self.given, self._expected, self._resumed = resume["given"], resume["indices"], resume["begun"]
+            self.returned, self._expected, self._resumed = resume["given"], resume["indices"], resume["begun"]
         elif resume is not None:
-            self.held.put(resume["ended"])
+            self.sampler_state.put(resume["ended"])
         self._created, self._begun = self._where(), None
         return goes_on
 
-    def _from(self, given: int, begun: State | None) -> Iterator[Any]:
+    def _from(self, returned: int, begun: State | None) -> Iterator[Any]:
         if self._left is not None:
-            yield from self.batches_left(self._left)[given:]
+            yield from self.batches_left(self._left)[returned:]
             return
         before = get_states(_CPU)
         if begun is not None:
@@ -173,26 +173,26 @@ class _Indices:
         self._begun = self._where()
         indices = iter(self._inner)
         total: int | None = 0
-        for one in islice(indices, given):
-            total = _checksum(total, one)
-        if given and None not in (self._expected, total) and total != self._expected:
+        for index in islice(indices, returned):
+            total = _checksum(total, index)
+        if returned and None not in (self._expected, total) and total != self._expected:
             raise SetupError(
-                f"The sampler's first {given} batches are not those of the run that wrote the checkpoint: samples would"
-                " be trained twice, or never. Give the dataloader the same dataset, and a sampler that draws an epoch's"
-                " order when its iteration begins; or resume from a checkpoint written at the end of an epoch."
+                f"The sampler's first {returned} batches are not those of the run that wrote the checkpoint: samples"
+                " would be trained twice, or never. Give the dataloader the same dataset, and a sampler that draws an"
+                " epoch's order when its iteration begins; or resume from a checkpoint written at the end of an epoch."
             )
-        self._sums[given] = total
+        self._sums[returned] = total
         if begun is not None:
             # The rest of the fetch does not belong to the sampler, and continues from the previous states.
             set_states(before, _CPU)
-        for position, one in enumerate(indices, given + 1):
-            self._sums[position] = total = _checksum(total, one)
-            yield one
+        for position, index in enumerate(indices, returned + 1):
+            self._sums[position] = total = _checksum(total, index)
+            yield index
 
     def count(self) -> None:
         """Record that the loader has returned one more batch."""
-        self._sums.pop(self.given, None)
-        self.given += 1
+        self._sums.pop(self.returned, None)
+        self.returned += 1
 
     def batches_left(self, state: State) -> list[Any]:
         """Return this rank's batches of the rest of an epoch that was started with another number of ranks."""
@@ -206,25 +206,25 @@ class _Indices:
         if self._left is not None:
             batch_size = self._loader.batch_size or 1
             order = self._left["left"] | {"batch": batch_size * self._left["world"]}
-            left = self._left | {"given": self.given, "order": order}
+            left = self._left | {"given": self.returned, "order": order}
             return lambda: left
         if self._created is None:
             return dict
-        total = self._sums.get(self.given)
-        return partial(_state, self._created, self._begun, self.given, order_of(self._loader), total)
+        total = self._sums.get(self.returned)
+        return partial(_state, self._created, self._begun, self.returned, order_of(self._loader), total)
 
     def ended(self) -> State:
-        return {"ended": self.held.get(at_end=True)}
+        return {"ended": self.sampler_state.get(at_end=True)}
 
     def resume(self, state: State) -> None:
         self._resume = _read(state) if state else None
 
     def _where(self) -> State:
-        return {"common": get_states(_CPU), "own": self.held.get()}
+        return {"common": get_states(_CPU), "own": self.sampler_state.get()}
 
     def _put(self, where: State) -> None:
         set_states(where["common"], _CPU)
-        self.held.put(where["own"])
+        self.sampler_state.put(where["own"])
 
 
 class _Resumable:
@@ -271,13 +271,13 @@ class _Counted(Iterator[Any]):
 
 @cache
 def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    made: type[DataLoader[Any]] = type(base.__name__, (_Resumable, base), {"__module__": base.__module__})
-    return made
+    loader_class: type[DataLoader[Any]] = type(base.__name__, (_Resumable, base), {"__module__": base.__module__})
+    return loader_class
 
 
-def _state(created: State, begun: State | None, given: int, order: State | None, indices: int | None) -> State:
+def _state(created: State, begun: State | None, returned: int, order: State | None, indices: int | None) -> State:
     packed = None if begun is None else _pack(begun)
-    return {"created": _pack(created), "begun": packed, "given": given, "order": order, "indices": indices}
+    return {"created": _pack(created), "begun": packed, "given": returned, "order": order, "indices": indices}
 
 
 def _checksum(total: int | None, indices: Any) -> int | None:

@@ -86,7 +86,7 @@ class ResumePoint:
             "loaders": self.loaders,
             "common": pack_states(self.common),
             "streams": {name: pack_states(states) for name, states in self.streams.items()},
-            "iterators": [None if one is None else one.packed() for one in self.iterators],
+            "iterators": [None if iterator is None else iterator.packed() for iterator in self.iterators],
         }
 
     @staticmethod
@@ -96,36 +96,36 @@ class ResumePoint:
             packed["loaders"],
             unpack_states(packed["common"]),
             {name: unpack_states(states) for name, states in packed["streams"].items()},
-            [None if one is None else IteratorState.unpacked(one) for one in packed["iterators"]],
+            [None if iterator is None else IteratorState.unpacked(iterator) for iterator in packed["iterators"]],
         )
 
 
-def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
-    """Read the part *what* of a checkpoint. Every rank must call this."""
+def read_on_all_ranks(part: str, read: Callable[[], None]) -> None:
+    """Read *part* of a checkpoint. Every rank must call this."""
 
     def checked() -> None:
         try:
             read()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            known = isinstance(error, SetupError)
-            said = str(error) if known else f"{type(error).__name__}: {printable(str(error)[:200])}"
+            is_setup_error = isinstance(error, SetupError)
+            cause = str(error) if is_setup_error else f"{type(error).__name__}: {printable(str(error)[:200])}"
             raise SetupError(
-                f"{what} is damaged, or belongs to other dataloaders ({said}). Resume from another checkpoint, or load"
+                f"{part} is damaged, or belongs to other dataloaders ({cause}). Resume from another checkpoint, or load"
                 " only the weights of the module."
             ) from error
 
-    on_all_ranks(checked, f"{what} cannot be read", dist.group.WORLD)
+    on_all_ranks(checked, f"{part} cannot be read", dist.group.WORLD)
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def are_equal(first: Any, second: Any) -> bool:
     """Return True if two loader states are equal. States of the user's loaders may hold tensors and arrays."""
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(are_equal(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    same: Any = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(are_equal(value, second[name]) for name, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(are_equal, first, second))
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    equal: Any = first == second
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

@@ -29,11 +29,11 @@ class SamplerState:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._samplers = list(_reached(loader))
-        held = [
+        generators = [
             value for holder in (loader, *self._samplers) for value in vars(holder).values() if _is_generator(value)
         ]
-        self._generators: list[Any] = list({id(one): one for one in held}.values())
-        self._at_first = [vars(one).setdefault(_FIRST, _counters(one)) for one in self._samplers]
+        self._generators: list[Any] = list({id(generator): generator for generator in generators}.values())
+        self._at_first = [vars(sampler).setdefault(_FIRST, _counters(sampler)) for sampler in self._samplers]
 
     def get(self, *, at_end: bool = False) -> list[Any]:
         """Return the states of the generators, then the changed counters of each sampler."""
@@ -56,12 +56,12 @@ class SamplerState:
 
     def shares_with(self, other: SamplerState) -> bool:
         """Return True if the state is held by the same objects as that of another loader."""
-        return [id(one) for one in self._stateful()] == [id(one) for one in other._stateful()]
+        return [id(holder) for holder in self._stateful()] == [id(holder) for holder in other._stateful()]
 
     def _stateful(self) -> list[Any]:
         """Return the generators, and the samplers that may have counters, which excludes PyTorch's and Lightning's."""
         libraries = ("torch.", "lightning.")
-        samplers = [one for one in self._samplers if not type(one).__module__.startswith(libraries)]
+        samplers = [sampler for sampler in self._samplers if not type(sampler).__module__.startswith(libraries)]
         return [*self._generators, *samplers]
 
 
@@ -70,14 +70,14 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
     due: list[Any] = [loader.batch_sampler, loader.sampler]
     seen: set[int] = set()
     while due:
-        one = due.pop(0)
-        if one is None or id(one) in seen or not hasattr(one, "__dict__"):
+        sampler = due.pop(0)
+        if sampler is None or id(sampler) in seen or not hasattr(sampler, "__dict__"):
             continue
-        seen.add(id(one))
-        yield one
-        due += [value for value in vars(one).values() if isinstance(value, Sampler)]
+        seen.add(id(sampler))
+        yield sampler
+        due += [value for value in vars(sampler).values() if isinstance(value, Sampler)]
         # Lightning distributes the indices of a sampler over ranks by wrapping the sampler as a dataset.
-        due.append(wrapped_sampler(one))
+        due.append(wrapped_sampler(sampler))
 
 
 def _counters(sampler: Any) -> dict[str, Any]:
@@ -114,5 +114,5 @@ def _plain(state: Any) -> Any:
 
 def _bits(generator: Any) -> Any:
     """Return the bit generator of a NumPy generator."""
-    found = getattr(generator, "bit_generator", None)
-    return generator._bit_generator if found is None else found
+    bit_generator = getattr(generator, "bit_generator", None)
+    return generator._bit_generator if bit_generator is None else bit_generator

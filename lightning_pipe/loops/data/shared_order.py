@@ -36,17 +36,17 @@ def order_of(loader: DataLoader[Any]) -> State | None:
 
 def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> list[State | None] | None:
     """Convert states of loaders to another number of ranks."""
-    found: list[State | None] = []
+    converted: list[State | None] = []
     for state in states:
         if state and "ended" in state:
-            found.append({"ended": []})
+            converted.append({"ended": []})
         elif state and state.get("order") is not None:
             order = state["order"]
             trained = order.get("trained", 0) + state["given"] * order["batch"]
-            found.append({"left": order | {"trained": trained}, "rank": rank, "world": world, "given": 0})
+            converted.append({"left": order | {"trained": trained}, "rank": rank, "world": world, "given": 0})
         else:
             return None
-    return found
+    return converted
 
 
 def batches_left(
@@ -60,14 +60,14 @@ def batches_left(
     left = state["left"]
     order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])
     order.set_epoch(left["epoch"])
-    whole, world = list(order), state["world"]
-    rest = whole[left["trained"] :]
+    indices, world = list(order), state["world"]
+    remaining = indices[left["trained"] :]
 
     def of_rank(rank: int) -> list[list[int]] | list[int]:
-        own = rest[rank::world]
-        return own if batch_size is None else list(BatchSampler(own, batch_size, drop_last))
+        rank_indices = remaining[rank::world]
+        return rank_indices if batch_size is None else list(BatchSampler(rank_indices, batch_size, drop_last))
 
     # The first rank has the most samples, and the last rank the fewest.
     if len(of_rank(0)) > len(of_rank(world - 1)):
-        rest += islice(cycle(whole), -len(rest) % world)
+        remaining += islice(cycle(indices), -len(remaining) % world)
     return of_rank(state["rank"])

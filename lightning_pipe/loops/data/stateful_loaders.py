@@ -69,44 +69,47 @@ class IteratorState:
 
 def watch(combined: CombinedLoader) -> None:
     """Record the iterators that a combined loader creates from now on from loaders with their own state."""
-    known = {id(one.loader): one for one in _watched(combined) if one is not None}
-    own = [one if _has_own_state(one) else None for one in combined.flattened]
-    if any(one is not None for one in own):
-        found = [None if one is None else known.get(id(one), _WatchedLoader(one)) for one in own]
+    earlier = {id(watched.loader): watched for watched in _watched(combined) if watched is not None}
+    stateful = [loader if _has_own_state(loader) else None for loader in combined.flattened]
+    if any(loader is not None for loader in stateful):
+        watched_loaders = [
+            None if loader is None else earlier.get(id(loader), _WatchedLoader(loader)) for loader in stateful
+        ]
         if not _watched(combined):
             combined.__class__ = _watching(type(combined))
-        vars(combined)["_lightning_pipe_watched"] = found
+        vars(combined)["_lightning_pipe_watched"] = watched_loaders
 
 
 def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
     """Return the state of each loader's iterator; None for a loader without its own state."""
     watched = _watched(combined) or [None] * len(combined.flattened)
-    return [None if one is None else one.state() for one in watched]
+    return [None if loader is None else loader.state() for loader in watched]
 
 
 def loader_states(combined: CombinedLoader) -> list[Callable[[], State] | None]:
     """Return functions that give the present state of each loader; None for a loader without a state."""
     watched = _watched(combined) or [None] * len(combined.flattened)
-    found: list[Callable[[], State] | None] = []
-    for one, loader in zip(watched, combined.flattened, strict=True):
-        if one is not None and one.is_loaded:  # until its next batch, litdata's loader gives the state of a first epoch
-            found.append(fixed(one.loaded))
+    states: list[Callable[[], State] | None] = []
+    for watched_loader, loader in zip(watched, combined.flattened, strict=True):
+        # Until its next batch, litdata's loader gives the state of a first epoch.
+        if watched_loader is not None and watched_loader.is_loaded:
+            states.append(fixed(watched_loader.loaded))
         else:
-            found.append(snapshot(loader) if hasattr(loader, "state_dict") else None)
-    return found
+            states.append(snapshot(loader) if hasattr(loader, "state_dict") else None)
+    return states
 
 
 def positions_at_end(combined: CombinedLoader) -> Positions:
     """Return the positions of loaders and iterators if their epoch is over or has not begun."""
     watched = _watched(combined) or [None] * len(combined.flattened)
     # To return its state, torchdata's loader would create the pending iterator, and draw random numbers.
-    found = [
-        (end_of_epoch(of), None if one is None else replace(one.state(), replaced=True))
-        if one is None or one.due is None
-        else (one.loaded, one.due)
-        for one, of in zip(watched, combined.flattened, strict=True)
+    positions = [
+        (end_of_epoch(loader), None if watched_loader is None else replace(watched_loader.state(), replaced=True))
+        if watched_loader is None or watched_loader.due is None
+        else (watched_loader.loaded, watched_loader.due)
+        for watched_loader, loader in zip(watched, combined.flattened, strict=True)
     ]
-    return [loader for loader, _ in found], [iterator for _, iterator in found]
+    return [loader for loader, _ in positions], [iterator for _, iterator in positions]
 
 
 def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool) -> Positions:
@@ -138,10 +141,12 @@ def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: 
 
 def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     """Return the states of the iterators that will be created next, in the format of a ledger's entries."""
-    found = [None if one is None else one.peek() for one in _watched(combined)] or [None] * len(combined.flattened)
+    positions = [None if loader is None else loader.peek() for loader in _watched(combined)] or [None] * len(
+        combined.flattened
+    )
     return {
-        "loaders": [None if one is None else fixed(one[0]) for one in found],
-        "iterators": [None if one is None else one[1] for one in found],
+        "loaders": [None if position is None else fixed(position[0]) for position in positions],
+        "iterators": [None if position is None else position[1] for position in positions],
     }
 
 
@@ -218,8 +223,8 @@ class _WatchedLoader:
     def state(self) -> IteratorState:
         generator = _generator(self.loader)
         made_with, samplers = self._made_with
-        own = None if generator is None else generator.get_state()
-        return IteratorState(self.ended, False, made_with, own, samplers)
+        generator_state = None if generator is None else generator.get_state()
+        return IteratorState(self.ended, False, made_with, generator_state, samplers)
 
     def _random_states(self) -> tuple[States, list[Any]]:
         # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
@@ -252,14 +257,17 @@ def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
         "__module__": base.__module__,
         "__iter__": lambda combined: _iterate_over_watched(base.__iter__, combined),
     }
-    made: type[CombinedLoader] = type(base.__name__, (base,), changed)
-    return made
+    watching_class: type[CombinedLoader] = type(base.__name__, (base,), changed)
+    return watching_class
 
 
 def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
     loaders = combined.flattened
     watched = _watched(combined)
-    combined.flattened = [of if one is None else one for one, of in zip(watched, loaders, strict=True)]
+    combined.flattened = [
+        loader if watched_loader is None else watched_loader
+        for watched_loader, loader in zip(watched, loaders, strict=True)
+    ]
     try:
         return iterate(combined)
     finally:
@@ -267,8 +275,8 @@ def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
 
 
 def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
-    found: list[_WatchedLoader | None] = vars(combined).get("_lightning_pipe_watched", [])
-    return found
+    watched: list[_WatchedLoader | None] = vars(combined).get("_lightning_pipe_watched", [])
+    return watched
 
 
 def _has_own_state(loader: Any) -> bool:
@@ -276,5 +284,5 @@ def _has_own_state(loader: Any) -> bool:
 
 
 def _generator(loader: Any) -> torch.Generator | None:
-    found = getattr(loader, "generator", None)
-    return found if isinstance(found, torch.Generator) else None
+    generator = getattr(loader, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None

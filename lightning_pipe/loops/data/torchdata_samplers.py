@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, SequentialSampler
 from lightning_pipe._compat.lightning import wrapped_sampler
 
 
-def is_from(project: str, one: Any) -> bool:
-    """Return True if the class of *one* is defined in *project*, or derived from such a class."""
-    return any(base.__module__.startswith(f"{project}.") for base in type(one).__mro__)
+def is_from(project: str, instance: Any) -> bool:
+    """Return True if the class of *instance* is defined in *project*, or derived from such a class."""
+    return any(base.__module__.startswith(f"{project}.") for base in type(instance).__mro__)
 
 
 def shuffled_over_ranks(loader: Any) -> Any:

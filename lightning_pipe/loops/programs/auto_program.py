@@ -186,7 +186,7 @@ class AutoProgram(TrainingProgram):
         self._choice: PlanChoice | None = None
         self._by_name: dict[str, PipelinePlan] = {}
         self._times: dict[str, list[float]] = {}
-        self._own: dict[str, float] = {}
+        self._seconds_of_task: dict[str, float] = {}
         self._blocks = deque([_Block(self._hand_written[0], traced=True)])
         self._begin_block()
 
@@ -258,22 +258,22 @@ class AutoProgram(TrainingProgram):
         if self.pipeline.trace is trace:  # a callback may have started its own recording
             self.pipeline.stop_trace()
         traces, self._traces = self._traces, []
-        taken = task_seconds(span for one in traces if one is not None for span in one.spans())
-        *own, seconds = self._mean_of_ranks([*(taken.get(name, 0.0) for name in names), seconds])
-        self._own = dict(zip(names, own, strict=True))
-        found: list[PipelinePlan] = []
+        task_times = task_seconds(span for recorded in traces if recorded is not None for span in recorded.spans())
+        *mean_times, seconds = self._mean_of_ranks([*(task_times.get(name, 0.0) for name in names), seconds])
+        self._seconds_of_task = dict(zip(names, mean_times, strict=True))
+        proposed: list[PipelinePlan] = []
         rounds = self._exploration.rounds + self._exploration.extra_rounds
         if most := min(self._exploration.found, most_found(rounds)):
-            beside = max(0.0, seconds - sum(own))
+            beside = max(0.0, seconds - sum(mean_times))
             # Ranks on unequal machines would propose unequal plans.
             specs = from_rank(
-                lambda: [plan.spec for plan in self._propose(self._own, beside)],
+                lambda: [plan.spec for plan in self._propose(self._seconds_of_task, beside)],
                 "the first rank could not propose plans",
                 self._group,
             )
             tasks = self.pipeline.plan.tasks.values()
-            found = [PipelinePlan.from_spec(spec, tasks) for spec in specs[:most]]
-        self._by_name = {plan.name: plan for plan in [*self._hand_written, *found]}
+            proposed = [PipelinePlan.from_spec(spec, tasks) for spec in specs[:most]]
+        self._by_name = {plan.name: plan for plan in [*self._hand_written, *proposed]}
 
     def _names_by_hand(self) -> list[str]:
         return [plan.name for plan in self._hand_written]
@@ -281,7 +281,7 @@ class AutoProgram(TrainingProgram):
     def _choose(self) -> None:
         hand_written = self._names_by_hand()
         winner = self._by_name[fastest(self._times, hand_written)]
-        self._choice = PlanChoice(winner, self._times, hand_written, self._own)
+        self._choice = PlanChoice(winner, self._times, hand_written, self._seconds_of_task)
         self._blocks = deque([_Block(winner)])
         self._begin_block()
         self._left = -1  # until training ends
@@ -294,16 +294,16 @@ class AutoProgram(TrainingProgram):
         above, choice = self._exploration.replan_above, self._choice
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
             return
-        (now,) = self._mean_of_ranks([self._typical_seconds()])
+        (current_seconds,) = self._mean_of_ranks([self._typical_seconds()])
         self._timed.clear()
-        if now > above * typical(choice.measured[choice.plan.name]):
+        if current_seconds > above * typical(choice.measured[choice.plan.name]):
             self._explore()
 
     # ------------------------------------------------------------------ helpers
 
     def _pipeline_of(self, plan: PipelinePlan) -> SWPipeline:
-        known = self._pipelines.get(plan.name)
-        if known is not None and _schedule_of(known.plan) != _schedule_of(plan):
+        pipeline = self._pipelines.get(plan.name)
+        if pipeline is not None and _schedule_of(pipeline.plan) != _schedule_of(plan):
             self._pipelines.pop(plan.name).close()  # every search gives the same names to the plans that it finds
         if plan.name not in self._pipelines:
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)

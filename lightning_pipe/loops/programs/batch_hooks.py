@@ -72,13 +72,18 @@ class BatchHooks:
 
 def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
     """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any."""
-    own = (
+    of_strategy = (
         [f"{type(trainer.strategy).__name__}.batch_to_device"] if replaces(trainer.strategy, "batch_to_device") else []
     )
     if hooks_may_leave:
-        return own
-    found = [f"{type(one).__name__}.{name}" for one in _holders(trainer) for name in _TRANSFERS if replaces(one, name)]
-    return [*found, *own, *(["a profiler of hooks"] if is_watched(trainer) else [])]
+        return of_strategy
+    of_hooks = [
+        f"{type(holder).__name__}.{name}"
+        for holder in _holders(trainer)
+        for name in _TRANSFERS
+        if replaces(holder, name)
+    ]
+    return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_watched(trainer) else [])]
 
 
 def _holders(trainer: pl.Trainer) -> list[Any]:

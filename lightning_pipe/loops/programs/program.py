@@ -28,7 +28,7 @@ class TrainingProgram:
         pipeline: pipeline; the program closes it.
         transfer: name of the task that moves the batch to the device. Each period runs up to it before
             ``on_train_batch_start``, so that users' transfer hooks run at a fixed point.
-        step: name of the task whose work the caller does: the optimiser step, or the whole training of a batch.
+        step: name of the task whose work the caller does: the optimizer step, or the whole training of a batch.
         forward: name of the last task of ``training_step``; None if *step* is the whole training of a batch (default
             None).
         backward: name of the last task of ``backward`` (default None).
@@ -113,8 +113,8 @@ class TrainingProgram:
         ctx = self._current()
         if ctx.has("training_step"):
             raise SetupError(
-                "the optimiser called its closure a second time for one batch, but a pipelined batch has one forward"
-                " pass, because its embedding lookups have already run. Use an optimiser that calls the closure once"
+                "the optimizer called its closure a second time for one batch, but a pipelined batch has one forward"
+                " pass, because its embedding lookups have already run. Use an optimizer that calls the closure once"
                 " (LBFGS does not), or strategy='pipeline', which supports several calls"
             )
         ctx.training_step = training_step

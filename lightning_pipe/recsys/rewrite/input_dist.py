@@ -96,9 +96,9 @@ class Layout:
         for rank in range(self.group.size()):
             before = len(order)
             for route, lengths, strides in zip(routes, self.lengths, self.strides, strict=True):
-                own = slice(route.bounds[rank], route.bounds[rank + 1])
-                order += range(self.size)[lengths][own]
-                order += range(self.size)[strides][own] if route.variable else [strides.start]
+                rank_keys = slice(route.bounds[rank], route.bounds[rank + 1])
+                order += range(self.size)[lengths][rank_keys]
+                order += range(self.size)[strides][rank_keys] if route.variable else [strides.start]
             order += range(end, self.size)
             self.sent.append(len(order) - before)
         self.received = self.sent[self.group.rank()]  # from each rank

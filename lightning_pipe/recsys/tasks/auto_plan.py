@@ -143,7 +143,7 @@ def propose_plans(
     keep: int,
     cached: bool = False,
 ) -> list[PipelinePlan]:
-    """Variants of *hand_written* for tasks that took *own* seconds serially, with *beside* seconds between them.
+    """Variants of *hand_written* for tasks that took *task_times* seconds serially, with *beside* seconds between them.
 
     If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """

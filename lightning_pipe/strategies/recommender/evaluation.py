@@ -49,14 +49,14 @@ class TableEvaluation:
 
         It is called after checkpoints and user hooks, which may replace these rows.
         """
-        known, self._rows_are_known = self._rows_are_known, True
+        rows_are_known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()
 
         def refuse() -> None:
             for rows in modules:
                 rows.refuse_existing()
 
-        if modules and not known:
+        if modules and not rows_are_known:
             on_all_ranks(refuse, "rows of an earlier run cannot be used", dist.group.WORLD)
 
     def build(
@@ -114,7 +114,7 @@ class TableEvaluation:
 
     def join(self, detail: Any) -> None:
         """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`."""
-        rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
+        rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.attached)
         with self._precision.forward_context():
             rewrite.join(detail)
 

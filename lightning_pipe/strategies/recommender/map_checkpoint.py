@@ -45,18 +45,18 @@ class MapsInFolder:
 
     def leave_out(self, state: dict[str, Any]) -> None:
         """Remove the maps that :meth:`fill` redistributes from a state to fill."""
-        for name in [name for name in state if any(one.owns(name) for one in self._moved)]:
+        for name in [name for name in state if any(id_map.owns(name) for id_map in self._moved)]:
             del state[name]
 
     def fill(self, *, with_windows: bool) -> None:
         """Fill what *leave_out* has removed, and continue the windows, after all else is loaded."""
-        for one in self._moved:
-            begins = self._begins(one.names[0])
+        for id_map in self._moved:
+            begins = self._begins(id_map.names[0])
             assert begins is not None
-            lost = self._maps.redistribute(one, begins, partial(self._read, "model"))
+            lost = self._maps.redistribute(id_map, begins, partial(self._read, "model"))
             if lost:
                 rank_zero_warn(
-                    f"{lost} ids of {one.name} have lost their row, because the checkpoint is from another number of"
+                    f"{lost} ids of {id_map.name} have lost their row, because the checkpoint is from another number of"
                     " ranks or of rows, and a rank has more ids than rows. They begin anew when they are seen again"
                 )
         self._maps.set_windows(self._windows if with_windows else lambda _: {}, self._moved)
@@ -69,29 +69,33 @@ class MapsInFolder:
 
     def _windows(self, name: str) -> dict[int, dict[str, Tensor]]:
         """Windows of a map, by rank of the checkpoint."""
-        found: dict[int, list[str]] = {}
+        keys_by_rank: dict[int, list[str]] = {}
         for path in (self._saved.planner_data or {}).values():
             if path[0] == WINDOWS and str(path[1]).rpartition("/")[0] == name:
-                found.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
-        return {rank: self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(found.items())}
+                keys_by_rank.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
+        return {
+            rank: self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(keys_by_rank.items())
+        }
 
     def _stored(self, name: str) -> str:
         """Name in the checkpoint of an entry of a map."""
-        own, _, entry = name.rpartition(".")
-        return name if self._names is None else f"{self._names.get(own, own)}.{entry}"
+        map_name, _, entry = name.rpartition(".")
+        return name if self._names is None else f"{self._names.get(map_name, map_name)}.{entry}"
 
     def _read(self, part: str, names: Iterable[str]) -> dict[str, Tensor]:
         keys = {name: f"{part}.{self._stored(name) if part == 'model' else name}" for name in names}
-        whole = {key: room(self._saved.state_dict_metadata.get(key), _empty) for key in keys.values()}
+        values = {key: room(self._saved.state_dict_metadata.get(key), _empty) for key in keys.values()}
         failed = f"the checkpoint {str(self._folder)!r} cannot be read"
-        on_all_ranks(lambda: fill_alone(self._folder, self._saved, whole, self._weights_only), failed, dist.group.WORLD)
-        return {name: whole[key] for name, key in keys.items()}
+        on_all_ranks(
+            lambda: fill_alone(self._folder, self._saved, values, self._weights_only), failed, dist.group.WORLD
+        )
+        return {name: values[key] for name, key in keys.items()}
 
 
 def map_names(tables: Mapping[str, Table], names: Mapping[str, str], saved: dcp.Metadata) -> dict[str, str]:
     """Names of maps in a checkpoint of a model with other tables, by their names in the model."""
     stored = {str(path[1]).rpartition(".")[0] for path in saved.planner_data.values() if path[0] == "model"}
-    found = {}
+    stored_names = {}
     for name, table in tables.items():
         if name not in names:
             continue
@@ -103,16 +107,16 @@ def map_names(tables: Mapping[str, Table], names: Mapping[str, str], saved: dcp.
                 " name, so that it starts with initial values."
             )
         if had:
-            found[name_of_map(name)] = name_of_map(names[name])
-    return found
+            stored_names[name_of_map(name)] = name_of_map(names[name])
+    return stored_names
 
 
 def without_maps(saved: dcp.Metadata) -> dcp.Metadata:
     """Return a copy of the metadata without the maps, which are matched by their tables."""
-    kept = {
+    planner_data = {
         key: path for key, path in saved.planner_data.items() if not (path[0] == "model" and is_of_map(str(path[1])))
     }
-    return replace(saved, planner_data=kept)
+    return replace(saved, planner_data=planner_data)
 
 
 def _empty(size: torch.Size, dtype: torch.dtype) -> Tensor:

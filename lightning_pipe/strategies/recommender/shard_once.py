@@ -32,7 +32,7 @@ _ATTRIBUTE = "_lightning_pipe_sharding"
 @dataclass
 class _Sharding:
     model: ShardedModel
-    asked: dict[str, Any]  # arguments of the strategy that sharded the module
+    requested: dict[str, Any]  # arguments of the strategy that sharded the module
     pending: WarmStart | None  # until the module has initial values from a checkpoint
 
 
@@ -52,11 +52,11 @@ def shard_once(
     quiet_torchrec()
     check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error=SetupError)
     wire = {"quantized_comms": quantized_comms, "dedup": dedup or None}
-    own = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
-    asked = {**own, **vars(sharding)}
-    held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
-    if held is None:
-        arguments = {**asked, "sharding_plan": sharding.plan, "trains": trains}
+    options = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
+    requested = {**options, **vars(sharding)}
+    state: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
+    if state is None:
+        arguments = {**requested, "sharding_plan": sharding.plan, "trains": trains}
         del arguments["plan"], arguments["init_from"]
         replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None))
         groups = [new_group()]
@@ -70,28 +70,28 @@ def shard_once(
             for group in groups:
                 dist.destroy_process_group(group)
             raise
-        held = _Sharding(model, asked, init_from)
-        module.__dict__[_ATTRIBUTE] = held
-        return held.model
-    for name, value in asked.items():
-        if value is not None and value != held.asked[name]:
+        state = _Sharding(model, requested, init_from)
+        module.__dict__[_ATTRIBUTE] = state
+        return state.model
+    for name, value in requested.items():
+        if value is not None and value != state.requested[name]:
             raise SetupError(
-                f"the module's tables were sharded by an earlier strategy with {name}={held.asked[name]!r}, but this"
-                f" one has {name}={value!r}. Use the same value, remove the argument, or create a new module"
+                f"the module's tables were sharded by an earlier strategy with {name}={state.requested[name]!r}, but"
+                f" this one has {name}={value!r}. Use the same value, remove the argument, or create a new module"
             )
-    return held.model
+    return state.model
 
 
 def pending_start(module: pl.LightningModule) -> WarmStart | None:
     """Checkpoint that a sharded module still needs its initial values from; None without one."""
-    held: _Sharding = module.__dict__[_ATTRIBUTE]
-    return held.pending
+    state: _Sharding = module.__dict__[_ATTRIBUTE]
+    return state.pending
 
 
 def initial_values_set(module: pl.LightningModule) -> None:
     """Note that a sharded module has values from a checkpoint, which later runs keep."""
-    held: _Sharding = module.__dict__[_ATTRIBUTE]
-    held.pending = None
+    state: _Sharding = module.__dict__[_ATTRIBUTE]
+    state.pending = None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Checkpoints of a sharded model: a folder with the shards of tables and the states of their fused optimisers.
+"""Checkpoints of a sharded model: a folder with the shards of tables and the states of their fused optimizers.
 
-The rest of Lightning's checkpoint (loops, callbacks, dense optimisers) is the same on every rank; rank 0 writes it.
+The rest of Lightning's checkpoint (loops, callbacks, dense optimizers) is the same on every rank; rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
 from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, match
 
-# Key of Lightning's dictionary for the class of each table's optimiser.
+# Key of Lightning's dictionary for the class of each table's optimizer.
 TABLE_OPTIMIZERS = "table_optimizers"
 _KIND = "under a recsys plan. Use the path of such a folder, or load the module's state before it is sharded"
 _FIX = (
@@ -65,7 +65,7 @@ def load_sharded_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a model and the states of its tables' optimisers from a folder. Every rank calls this function."""
+    """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function."""
     folder, saved, rest = _open(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": _values(sharded)}
@@ -104,29 +104,29 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
         matched = match(options, without_maps(saved), optimizers, sizes, sharded.tables)
         return matched, map_names(sharded.tables, matched.names, saved)
 
-    found, of_maps = on_all_ranks(look, failed, world)
+    matched, of_maps = on_all_ranks(look, failed, world)
     maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
         on_all_ranks(rows.refuse_existing, failed, world)
-    state: dict[str, Any] = {"model": found.renamed(model)}
-    if of_tables := found.renamed(states):
+    state: dict[str, Any] = {"model": matched.renamed(model)}
+    if of_tables := matched.renamed(states):
         state["tables"] = {"state": of_tables}
-    fill_from_folder(folder, found.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
-    filled = {name: state["model"][theirs] for name, theirs in found.names.items() if name in model}
-    _install(sharded, filled, {name: states[name] for name in found.names if name in states})
+    fill_from_folder(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
+    filled = {name: state["model"][stored_name] for name, stored_name in matched.names.items() if name in model}
+    _install(sharded, filled, {name: states[name] for name in matched.names if name in states})
     maps.fill(with_windows=False)
     _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
-    rank_zero_info(found.report)
-    if found.dropped:
-        rank_zero_warn(found.dropped)
+    rank_zero_info(matched.report)
+    if matched.dropped:
+        rank_zero_warn(matched.dropped)
 
 
 def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
     """Read the metadata of a checkpoint, and the values that rank 0 wrote, on every rank."""
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
-        found = open_folder(place_of(path))
-        return found, read_metadata(found, ("model",), _KIND), read_rest(found, weights_only)
+        opened = open_folder(place_of(path))
+        return opened, read_metadata(opened, ("model",), _KIND), read_rest(opened, weights_only)
 
     return on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
 
@@ -137,7 +137,7 @@ def _module_names(sizes: Mapping[tuple[Any, ...], Any]) -> ModuleNames:
 
 
 def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load values of the model and states of its tables' optimisers by name."""
+    """Load values of the model and states of its tables' optimizers by name."""
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values
     sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **model})
@@ -160,11 +160,11 @@ def _values(sharded: ShardedModel) -> dict[str, Any]:
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
-    """Return the part ``tables``: the optimisers' states without those of dynamic tables, which are part of the rows.
+    """Return the part ``tables``: the optimizers' states without those of dynamic tables, which are part of the rows.
 
     Parameters without a state, as under SGD, are left out. Without any state, there is no part. On a rank without
     shards of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
     """
     state = sharded.fused_optimizer.state_dict()
-    states = {name: one for name, one in sharded.without_dynamic(state["state"]).items() if one}
+    states = {name: table_state for name, table_state in sharded.without_dynamic(state["state"]).items() if table_state}
     return {"tables": {**state, "state": states}} if states else {}

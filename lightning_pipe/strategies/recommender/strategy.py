@@ -80,7 +80,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     The LightningModule needs no changes: it holds unsharded TorchRec modules, its ``training_step(batch, batch_idx)``
     calls them, and it has ``configure_optimizers``. TorchRec's planner shards the tables. They are trained by their own
-    optimiser, which is fused into backward. Dense parameters are replicated, and their gradients are averaged over
+    optimizer, which is fused into backward. Dense parameters are replicated, and their gradients are averaged over
     ranks.
 
     - *Accumulation.* With ``accumulate_grad_batches=N``, tables step in every micro-batch, with the gradients of its
@@ -103,11 +103,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             plans that suit the model, and plans that a planner proposes for the measured tasks. All plans train to the
             same values except ``"semi_sync"``, which looks up a batch before the previous batch has updated the tables
             and is never a candidate of ``"auto"``. Plans that run further ahead hold more batches in memory.
-        sparse_optimizer: ``class_path`` and ``init_args`` of the optimiser for tables without one from TorchRec's
+        sparse_optimizer: ``class_path`` and ``init_args`` of the optimizer for tables without one from TorchRec's
             ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
-            every optimiser step (default None). Without it, the rate of each table follows the first group of the dense
-            optimiser: its base rate times the group's rate divided by its initial rate (``OneCycleLR``: ``max_lr``).
+            every optimizer step (default None). Without it, the rate of each table follows the first group of the dense
+            optimizer: its base rate times the group's rate divided by its initial rate (``OneCycleLR``: ``max_lr``).
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.
@@ -219,7 +219,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     @property
     def sharded_model(self) -> ShardedModel:
-        """Sharded module with its tables and their optimisers, available after set-up."""
+        """Sharded module with its tables and their optimizers, available after set-up."""
         if self._sharded is None:
             raise SetupError(
                 "the model is not sharded yet. Access it after set-up by Trainer.fit, validate, test or predict"
@@ -248,7 +248,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     ) -> ProfileResult:
         """Measure the exposed time of each task in an iteration of the current plan, by replaying the task.
 
-        The model is not trained: tables, dense parameters, optimisers, metrics and random generators are restored from
+        The model is not trained: tables, dense parameters, optimizers, metrics and random generators are restored from
         a copy on the host, which costs as much host memory. ``training_step`` is called without Lightning's hooks, and
         values that it logs are discarded. Every rank calls this method at the same point between two batches, for
         example in a callback's ``on_train_batch_end``.
@@ -332,7 +332,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         assert session is not None
         clipped, loss_scaled = clips_gradients(trainer), loss_scaler(precision) is not None
         if clipped or loss_scaled:
-            # The scale of the tables' gradients is known only after the optimiser step.
+            # The scale of the tables' gradients is known only after the optimizer step.
             check_tables_wait(sharded.sharded_modules)
         tasks = session.training_tasks(
             "training_step",

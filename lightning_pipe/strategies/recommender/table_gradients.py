@@ -59,7 +59,7 @@ class TableGradients:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context of the plugin's ``optimizer_step``. If it skips the optimiser step, the tables skip it too."""
+        """Context of the plugin's ``optimizer_step``. If it skips the optimizer step, the tables skip it too."""
         if self._scaler is None:
             yield
             return
@@ -67,7 +67,7 @@ class TableGradients:
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             nonlocal stepped
-            # An optimiser that unscales gradients itself is always called, and gets found_inf.
+            # An optimizer that unscales gradients itself is always called, and gets found_inf.
             found_inf = getattr(optimizer, "found_inf", None)
             stepped = found_inf is None or not bool(found_inf)
 
@@ -93,7 +93,7 @@ class TableGradients:
     def leave_scaler_alone(self, optimizer: Optimizer) -> bool:
         """Return True if the scaler cannot step because no rank had a loss, and so no dense gradient exists."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._without_step = self._scaler is not None and all(one.grad is None for one in parameters)
+        self._without_step = self._scaler is not None and all(parameter.grad is None for parameter in parameters)
         return self._without_step
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

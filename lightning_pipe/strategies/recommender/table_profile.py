@@ -60,16 +60,16 @@ class TableProfile:
 
         with (
             ExitStack() as rows,
-            rehearsal as found,
-            SWPipeline(plan_of(found), session.device, session.world) as pipeline,
+            rehearsal as rehearsed_tasks,
+            SWPipeline(plan_of(rehearsed_tasks), session.device, session.world) as pipeline,
             logged_values_discarded(self.trainer, self.trainer.lightning_module),
             _metrics_and_generators_kept(self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
-            for one in session.sharded.dynamic_rows.values():
-                rows.enter_context(one.rehearsal())
+            for table_rows in session.sharded.dynamic_rows.values():
+                rows.enter_context(table_rows.rehearsal())
             keeper = _Keeper(self.trainer, session)
-            kept = keeper.snapshot()
+            state = keeper.snapshot()
             try:
                 # With the rewrite method "record", this iteration finds the inputs of the sharded modules.
                 pipeline.run_one_serial_iter(batches[0])
@@ -77,14 +77,14 @@ class TableProfile:
                 return profiler.profile_many(tasks)
             finally:
                 pipeline.abandon()
-                keeper.restore(kept)
+                keeper.restore(state)
 
     def _check(self) -> None:
         trainer = self.trainer
         if accumulates(trainer.fit_loop.epoch_loop):
             raise SetupError(
                 "a profile was requested in the middle of an accumulation, whose gradients it would lose. Profile after"
-                f" an optimiser step: every {trainer.accumulate_grad_batches} batches"
+                f" an optimizer step: every {trainer.accumulate_grad_batches} batches"
             )
         if loss_scaler(trainer.precision_plugin) is not None:
             raise SetupError(
@@ -117,7 +117,7 @@ class TableProfile:
 
 
 class _Keeper:
-    """Snapshots of the model, its optimisers and the random generators that its step uses."""
+    """Snapshots of the model, its optimizers and the random generators that its step uses."""
 
     def __init__(self, trainer: pl.Trainer, session: RecsysSession) -> None:
         self._model = ModelKeeper(session.sharded, trainer.optimizers)
@@ -126,8 +126,8 @@ class _Keeper:
     def snapshot(self) -> tuple[Any, Any]:
         return self._model.snapshot(), get_states(self._device)
 
-    def restore(self, kept: tuple[Any, Any]) -> None:
-        model, generators = kept
+    def restore(self, state: tuple[Any, Any]) -> None:
+        model, generators = state
         self._model.restore(model)
         set_states(generators, self._device)
 

@@ -39,12 +39,12 @@ class UsersTransfer:
 
     def allowed(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
         """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
-        found = with_transfer_on_main(plan)
-        if found is plan:
+        main_thread_plan = with_transfer_on_main(plan)
+        if main_thread_plan is plan:
             return plan
         # A rank alone must not follow another plan, for example that of a profiler on the first rank.
         of_ranks = gather(users_transfers(trainer, self._on_worker), dist.group.WORLD)
-        users = sorted({one for names in of_ranks for one in names})
+        users = sorted({name for names in of_ranks for name in names})
         if not users:
             return plan
         if not self._told:
@@ -54,13 +54,13 @@ class UsersTransfer:
                 f" of {', '.join(users)}. Pass transfer_on_worker=True if the hooks draw no random numbers and call"
                 " neither log nor collectives; a strategy's own batch_to_device stays in the main thread"
             )
-        return found
+        return main_thread_plan
 
 
 def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return *transfer* with a check that Lightning can move the batch, unless the user overrides the transfer."""
     holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-    if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
+    if any(holder is not None and is_overridden("transfer_batch_to_device", holder) for holder in holders):
         return transfer
 
     def move(batch: Any) -> Any:
@@ -71,13 +71,13 @@ def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Cal
 
 
 def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:
-    """Remove tables from the user's optimisers, and log it. Tables are trained by their own optimisers."""
+    """Remove tables from the user's optimizers, and log it. Tables are trained by their own optimizers."""
     for optimizer in optimizers:
         names = take_tables_out(optimizer, sharded.table_parameters())
         if names:
             _log(
                 f"Removed {len(names)} table parameter(s) from {type(optimizer).__name__}'s groups, since the"
-                " tables' own optimiser trains them"
+                " tables' own optimizer trains them"
             )
             _log_names(f"Removed from {type(optimizer).__name__}'s groups: {', '.join(names)}")
         for group in optimizer.param_groups:
@@ -86,13 +86,13 @@ def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> 
 
 
 def tell_left_out(model: ShardedModel) -> None:
-    """Log the arguments of tables' optimisers that have the kernel's default instead of the class's."""
+    """Log the arguments of tables' optimizers that have the kernel's default instead of the class's."""
     tables: dict[tuple[str, str], int] = {}
     for table in model.tables.values():
         optimizer = table.known_optimizer
         for key, (kernels, classes) in optimizer.left_out.items():
-            said = optimizer.name, f"{key}={kernels} (the class's default is {classes})"
-            tables[said] = tables.get(said, 0) + 1
+            argument = optimizer.name, f"{key}={kernels} (the class's default is {classes})"
+            tables[argument] = tables.get(argument, 0) + 1
     if tables:
         values = "; ".join(f"{name} of {count} table(s) with {value}" for (name, value), count in tables.items())
         _log(

@@ -35,12 +35,12 @@ class WarmStart:
 
     Tables and other values are matched by name. Values without a counterpart in the checkpoint keep their initial
     values, and so do new rows of tables that have grown. The run starts at step 0: loops, callbacks, loggers, schedules
-    and the states of dense optimisers are not read.
+    and the states of dense optimizers are not read.
 
     Args:
         path: path or URL of a checkpoint folder that a ``recsys_*`` strategy wrote, on any number of ranks with any
             sharding.
-        optimizer_states: ``"keep"`` (default) to read the states of the tables' optimisers, ``"reset"`` to start
+        optimizer_states: ``"keep"`` (default) to read the states of the tables' optimizers, ``"reset"`` to start
             without states. A new row has the state of a row that was never trained.
         dense: ``"all"`` (default) to refuse a dense parameter or buffer whose shape has changed, ``"matching"`` to
             leave such values at their initial values.
@@ -65,11 +65,11 @@ class WarmStart:
         check_choice("init_from.smaller_tables", self.smaller_tables, ("refuse", "cut"))
 
     @classmethod
-    def from_config(cls, given: WarmStart | Mapping[str, Any] | str | Path | None) -> WarmStart | None:
+    def from_config(cls, config: WarmStart | Mapping[str, Any] | str | Path | None) -> WarmStart | None:
         """Read the argument ``init_from``: a path, this class, a mapping of its fields, or None for no warm start."""
-        if given is None:
+        if config is None:
             return None
-        return option_group(cls, "init_from", {"path": given} if isinstance(given, str | Path) else given)
+        return option_group(cls, "init_from", {"path": config} if isinstance(config, str | Path) else config)
 
 
 @dataclass(frozen=True)
@@ -90,42 +90,48 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     """Match a checkpoint with a model. Ranks do not communicate; all get the same result."""
     keys = {path: key for key, path in saved.planner_data.items()}
     stored = {path: getattr(saved.state_dict_metadata[key], "size", None) for path, key in keys.items()}
-    theirs, ours = _shapes(stored, "model"), _shapes(sizes, "model")
-    their_states, our_states = _shapes(stored, "tables", "state"), _shapes(sizes, "tables", "state")
-    if options.optimizer_states == "keep" and our_states and not their_states and optimizers is None:
+    stored_shapes, model_shapes = _shapes(stored, "model"), _shapes(sizes, "model")
+    stored_states, model_states = _shapes(stored, "tables", "state"), _shapes(sizes, "tables", "state")
+    if options.optimizer_states == "keep" and model_states and not stored_states and optimizers is None:
         raise SetupError(
-            f"init_from: the checkpoint {options.path!r} has no states of the tables' optimisers. {_RESET}."
+            f"init_from: the checkpoint {options.path!r} has no states of the tables' optimizers. {_RESET}."
         )
-    names = _names(theirs, ours, tables)
+    names = _names(stored_shapes, model_shapes, tables)
     problems: dict[str, list[str]] = defaultdict(list)  # by their fix
     resized: dict[str, tuple[torch.Size, int, int]] = {}
     grown: list[str] = []
     cut: list[str] = []
     reshaped: list[str] = []
-    for name, other in list(names.items()):
-        before, now = theirs[other], ours[name]
+    for name, stored_name in list(names.items()):
+        stored_shape, shape = stored_shapes[stored_name], model_shapes[name]
         if name not in tables:
-            if before != now:
-                reshaped.append(f"{name} (shape {before} in it, expected {now})")
+            if stored_shape != shape:
+                reshaped.append(f"{name} (shape {stored_shape} in it, expected {shape})")
                 del names[name]
             continue
-        if not isinstance(before, list) or before[1:] != now[1:]:
+        if not isinstance(stored_shape, list) or stored_shape[1:] != shape[1:]:
             fix = "Use the checkpoint's embedding_dim, or another name for a table that starts with initial values"
-            problems[fix].append(f"table {name} has the shape {before} in it, expected {now[1]} columns")
+            problems[fix].append(f"table {name} has the shape {stored_shape} in it, expected {shape[1]} columns")
             continue
         states: dict[str, list[int]] = {}
         if options.optimizer_states == "keep":
-            former = optimizers.get(other) if isinstance(optimizers, Mapping) else None
-            was, states = their_states.get(other), our_states.get(name, {})
-            for fix, problem in _misfits(former, was, tables[name].known_optimizer.name, states, before[0], now[0]):
+            former = optimizers.get(stored_name) if isinstance(optimizers, Mapping) else None
+            was, states = stored_states.get(stored_name), model_states.get(name, {})
+            for fix, problem in _misfits(
+                former, was, tables[name].known_optimizer.name, states, stored_shape[0], shape[0]
+            ):
                 problems[fix].append(f"table {name} {problem}")
-        if before[0] != now[0]:
-            (grown if before[0] < now[0] else cut).append(f"{name} ({before[0]} rows in it, now {now[0]})")
-            paths = {("model", other): now} | {("tables", "state", other, key): one for key, one in states.items()}
+        if stored_shape[0] != shape[0]:
+            (grown if stored_shape[0] < shape[0] else cut).append(
+                f"{name} ({stored_shape[0]} rows in it, now {shape[0]})"
+            )
+            paths = {("model", stored_name): shape} | {
+                ("tables", "state", stored_name, key): state_shape for key, state_shape in states.items()
+            }
             resized |= {
-                keys[path]: (torch.Size(one), max(1, before[0]), now[0])
-                for path, one in paths.items()
-                if path in keys and one[0] % now[0] == 0
+                keys[path]: (torch.Size(path_shape), max(1, stored_shape[0]), shape[0])
+                for path, path_shape in paths.items()
+                if path in keys and path_shape[0] % shape[0] == 0
             }
     if cut and options.smaller_tables == "refuse":
         fix = "Increase num_embeddings, or set smaller_tables='cut' to ignore the checkpoint's last rows"
@@ -133,25 +139,31 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
     if reshaped and options.dense == "all":
         problems["Set dense='matching' to leave values of another shape at their initial values"] = reshaped
     if not names:
-        found = f"it has {', '.join([*theirs][:5]) or 'no values'}, expected some of {', '.join([*ours][:5])}"
-        problems["Use a checkpoint of this module"].append(found)
+        difference = (
+            f"it has {', '.join([*stored_shapes][:5]) or 'no values'},"
+            f" expected some of {', '.join([*model_shapes][:5])}"
+        )
+        problems["Use a checkpoint of this module"].append(difference)
     if problems:
-        text = " ".join(f"{'; '.join(found)}. {fix}." for fix, found in problems.items())
+        text = " ".join(f"{'; '.join(descriptions)}. {fix}." for fix, descriptions in problems.items())
         raise SetupError(printable(f"init_from: the checkpoint {options.path!r} does not fit the module: {text}"))
-    present, used = names.keys() | theirs.keys(), ours.keys() | names.values()
+    present, used = names.keys() | stored_shapes.keys(), model_shapes.keys() | names.values()
     changes = {
         "grown, with initial values in new rows": grown,
         "cut": cut,
         "of another shape, with initial values": reshaped,
-        "renamed": [f"{other} -> {name}" for name, other in names.items() if name != other],
-        "new, with initial values": [name for name in ours if name not in present],
-        "dropped": [name for name in theirs if name not in used],
+        "renamed": [f"{stored_name} -> {name}" for name, stored_name in names.items() if name != stored_name],
+        "new, with initial values": [name for name in model_shapes if name not in present],
+        "dropped": [name for name in stored_shapes if name not in used],
     }
     count = len(names.keys() & tables.keys())
     report = (
         f"A new run starts with {count} table(s) ({'with' if options.optimizer_states == 'keep' else 'without'} the"
-        f" states of their optimisers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
-        + ("; ".join(f"{what}: {', '.join(found)}" for what, found in changes.items() if found) or "no differences")
+        f" states of their optimizers) and {len(names) - count} other values of the checkpoint {options.path!r}: "
+        + (
+            "; ".join(f"{change}: {', '.join(entries)}" for change, entries in changes.items() if entries)
+            or "no differences"
+        )
     )
     dense = [name for name in changes["dropped"] if not _TABLE.fullmatch(name)]
     warning = (
@@ -164,13 +176,16 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
 def _misfits(
     former: Any, was: Any, optimizer: str, states: Mapping[str, list[int]], stored_rows: int, rows: int
 ) -> Iterator[tuple[str, str]]:
-    """Differences between the optimiser states of a table in the checkpoint and in the model, each after its fix."""
+    """Differences between the optimizer states of a table in the checkpoint and in the model, each after its fix."""
     was = was if isinstance(was, dict) else {}
     # torch.optim.Adagrad and torchrec.optim.Adagrad have one kernel.
     changed = former is not None and str(former).rpartition(".")[2] != optimizer.rpartition(".")[2]
     if changed or was.keys() != states.keys():
-        before, now = (", ".join(map(str, one)) or "no states" for one in (was, states))
-        yield _RESET, f"was trained by {former or 'an optimiser'} with {before}, expected {optimizer} with {now}"
+        stored_keys, expected_keys = (", ".join(map(str, keys)) or "no states" for keys in (was, states))
+        yield (
+            _RESET,
+            f"was trained by {former or 'an optimizer'} with {stored_keys}, expected {optimizer} with {expected_keys}",
+        )
         return
     for key, shape in states.items():
         # A state with one number per row repeats the rows for each column shard of the table.
@@ -183,24 +198,28 @@ def _misfits(
 
 def _shapes(sizes: Sizes, *part: str) -> dict[str, Any]:
     """Shapes of the values of a part by name: None without a tensor, a dict if a value is nested."""
-    found: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for path, size in sizes.items():
         if path[: len(part)] == part and len(path) > len(part):
-            name, *rest = path[len(part) :]
-            key = rest[0] if len(rest) == 1 else tuple(rest)
-            found.setdefault(name, {})[key] = None if size is None else list(size)
-    return {name: nested.get((), nested) for name, nested in found.items()}
+            name, *inner = path[len(part) :]
+            key = inner[0] if len(inner) == 1 else tuple(inner)
+            shapes.setdefault(name, {})[key] = None if size is None else list(size)
+    return {name: nested.get((), nested) for name, nested in shapes.items()}
 
 
-def _names(theirs: Iterable[str], ours: Iterable[str], tables: Mapping[str, Table]) -> dict[str, str]:
+def _names(stored_names: Iterable[str], model_names: Iterable[str], tables: Mapping[str, Table]) -> dict[str, str]:
     """Names in the checkpoint by names in the model: the same, or that of the only table with the same config name."""
-    theirs, ours = set(theirs), list(ours)
-    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for name in ours:
-        if name in tables and name not in theirs:
-            found[tables[name].config.name][0].append(name)
-    for name in theirs.difference(ours):
+    stored_names, model_names = set(stored_names), list(model_names)
+    by_config: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for name in model_names:
+        if name in tables and name not in stored_names:
+            by_config[tables[name].config.name][0].append(name)
+    for name in stored_names.difference(model_names):
         if matched := _TABLE.fullmatch(name):
-            found[matched[1]][1].append(name)
-    moved = {own[0]: other[0] for own, other in found.values() if len(own) == len(other) == 1}
-    return {name: moved.get(name, name) for name in ours if name in theirs or name in moved}
+            by_config[matched[1]][1].append(name)
+    moved = {
+        unmatched[0]: candidates[0]
+        for unmatched, candidates in by_config.values()
+        if len(unmatched) == len(candidates) == 1
+    }
+    return {name: moved.get(name, name) for name in model_names if name in stored_names or name in moved}

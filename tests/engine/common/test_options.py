@@ -34,26 +34,26 @@ def test_choices_are_compared_by_type_too() -> None:
 
 
 @dataclass(frozen=True)
-class Colours:
+class Colors:
     sky: str = "blue"
     grass: str = "green"
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(None, Colours()), ({"sky": "grey"}, Colours("grey")), (Colours(grass="brown"), Colours(grass="brown"))],
+    [(None, Colors()), ({"sky": "gray"}, Colors("gray")), (Colors(grass="brown"), Colors(grass="brown"))],
 )
-def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expected: Colours) -> None:
-    assert option_group(Colours, "colours", given) == expected
+def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expected: Colors) -> None:
+    assert option_group(Colors, "colors", given) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sky": "grey", "sea": "red"}, "colours has 'sea'; expected only sky, grass"),
-        ("grey", "colours is 'grey'; expected a mapping of sky, grass, or a Colours"),
+        ({"sky": "gray", "sea": "red"}, "colors has 'sea'; expected only sky, grass"),
+        ("gray", "colors is 'gray'; expected a mapping of sky, grass, or a Colors"),
     ],
 )
 def test_what_is_no_such_group_is_refused_with_its_fields(given: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        option_group(Colours, "colours", given)
+        option_group(Colors, "colors", given)

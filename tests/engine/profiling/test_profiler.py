@@ -202,13 +202,13 @@ def test_an_effect_that_is_not_declared_is_noticed(clock: Clock) -> None:
 def test_a_task_that_cannot_be_replayed_has_its_own_time_alone(clock: Clock) -> None:
     tasks = [
         taking(clock, "a", 1.0),
-        taking(clock, "schedule", 5.0, "a", not_replayable="its neighbours would wait"),
+        taking(clock, "schedule", 5.0, "a", not_replayable="its neighbors would wait"),
     ]
     profiler = TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=2)
     result = profiler.profile_many()
     assert result.exposed == pytest.approx({"a": 1.0})
-    assert result.tasks["schedule"] == TaskProfile(5.0, not_measured="not replayed: its neighbours would wait")
-    with pytest.raises(PlanError, match="'schedule' cannot be replayed, since its neighbours would wait"):
+    assert result.tasks["schedule"] == TaskProfile(5.0, not_measured="not replayed: its neighbors would wait")
+    with pytest.raises(PlanError, match="'schedule' cannot be replayed, since its neighbors would wait"):
         profiler.profile("schedule")
 
 

@@ -58,8 +58,8 @@ class Message:
 
 
 def in_messages(rank: int, size: int) -> tuple[list[Collected], list[bool], list[bool]]:
-    """Statuses of rounds, whether each travelled in a message, and what another thread and another group were given."""
-    statuses, collected, travelled, refused = Statuses(), [], [], []
+    """Statuses of rounds, whether each traveled in a message, and what another thread and another group were given."""
+    statuses, collected, traveled, refused = Statuses(), [], [], []
     world: Any = dist.group.WORLD
     part: Any = dist.new_group([0, 1])
 
@@ -77,10 +77,10 @@ def in_messages(rank: int, size: int) -> tuple[list[Collected], list[bool], list
         status = statuses.take(world) if index % 5 else None
         if status is not None:
             statuses.travels_in(Message(status))
-        travelled.append(status is not None)
+        traveled.append(status is not None)
         collected.append(statuses.collect())
     statuses.close()
-    return collected, travelled, refused
+    return collected, traveled, refused
 
 
 def in_turn(rank: int, size: int) -> list[Any]:

@@ -218,13 +218,13 @@ def test_an_effect_outside_the_context_is_restored_for_who_comes_later() -> None
 
 def test_an_unknown_task_a_task_that_cannot_be_replayed_and_an_open_period_are_refused() -> None:
     tasks = (
-        PipelineTask("step", lambda ctx: None, not_replayable="its neighbours would wait for what it sends"),
+        PipelineTask("step", lambda ctx: None, not_replayable="its neighbors would wait for what it sends"),
         PipelineTask("other", lambda ctx: None),
     )
     pipeline = pipeline_of(*tasks)
     with pytest.raises(PlanError, match="no task 'stop'; its tasks are step, other"):
         pipeline.enable_shortcut("stop")
-    with pytest.raises(PlanError, match="'step' cannot be replayed, since its neighbours would wait"):
+    with pytest.raises(PlanError, match="'step' cannot be replayed, since its neighbors would wait"):
         pipeline.enable_shortcut("other", "step")
     assert pipeline.shortcuts == ()
     with pytest.raises(PlanError, match="no task 'stop'"):

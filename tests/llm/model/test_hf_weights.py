@@ -139,7 +139,7 @@ def test_nothing_is_initialised_or_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     saved(tmp_path)
 
     def refuse(self: Any, module: nn.Module) -> None:
-        raise AssertionError("an initialiser was run")
+        raise AssertionError("an initializer was run")
 
     monkeypatch.setattr(LlamaForCausalLM, "_init_weights", refuse)
     torch.manual_seed(3)
@@ -148,7 +148,7 @@ def test_nothing_is_initialised_or_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(torch.get_rng_state(), before)
     part_of(tmp_path, 0)
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(AssertionError, match="an initialiser was run"):
+    with pytest.raises(AssertionError, match="an initializer was run"):
         AutoModelForCausalLM.from_config(LlamaConfig(**hf_config("llama")))
 
 
@@ -352,7 +352,7 @@ def test_weights_of_another_model_are_refused_by_the_models_names(tmp_path: Path
 def test_a_missing_parameter_is_an_error_even_where_the_class_ignores_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has initialised it."""
+    """Nothing has initialized it."""
     saved(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["lm_head"])
@@ -414,7 +414,7 @@ def name_files(folder: Path, name: object) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
 
 
-def quantise(folder: Path) -> None:
+def quantize(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
 
@@ -449,7 +449,7 @@ def empty(folder: Path) -> None:
             lambda folder: (folder / "config.json").write_text("{"),
             r"config\.json' cannot be used: ",
         ),
-        ("1GB", quantise, r"are quantized \(config\.json has a quantization_config\)"),
+        ("1GB", quantize, r"are quantized \(config\.json has a quantization_config\)"),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_refused(

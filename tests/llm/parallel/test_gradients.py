@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "head": (3, 12),
 }
 FIRST_STAGE = ("embed", "layers.0.weight", "layers.0.bias", "scale")
-# An optimiser's order need not be the model's: here its groups are decayed and other parameters.
+# An optimizer's order need not be the model's: here its groups are decayed and other parameters.
 GROUPED = ("embed", "layers.0.weight", "layers.1.weight", "head", "layers.0.bias", "layers.1.bias", "scale", "norm")
 MIXED = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 

@@ -159,7 +159,7 @@ def test_after_a_step_that_fails_the_state_is_on_the_host_whole(slow_device: Sec
     assert state_bytes(optimizer) == 0
 
 
-# ---------------------------------------------------------------------- checkpoints and neighbours
+# ---------------------------------------------------------------------- checkpoints and neighbors
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -32,7 +32,7 @@ def run(batches: list[Any]) -> list[str]:
         ctx.run_backward = lambda index=index: happened.append(f"scale {index}")
         pipeline.run_until("ScaleGradients")
         pipeline.begin_task("OptimStep")
-        happened.append(f"optimise {index}")
+        happened.append(f"optimize {index}")
         pipeline.end_task("OptimStep")
         pipeline.finish()
         assert handed_over[-1] is None  # what is prepared for a batch is for that batch's step alone
@@ -42,10 +42,10 @@ def run(batches: list[Any]) -> list[str]:
 
 def test_a_batch_is_copied_and_prepared_before_the_one_ahead_of_it_is_trained() -> None:
     happened = run(["a", "b", "c"])
-    for before, after in (("copy a", "prepare a"), ("prepare a", "step prepared a"), ("prepare b", "optimise 0")):
+    for before, after in (("copy a", "prepare a"), ("prepare a", "step prepared a"), ("prepare b", "optimize 0")):
         assert happened.index(before) < happened.index(after)
     assert [one for one in happened if not one.startswith(("copy", "prepare"))] == [
-        *("step prepared a", "scale 0", "optimise 0"),
-        *("step prepared b", "scale 1", "optimise 1"),
-        *("step prepared c", "scale 2", "optimise 2"),
+        *("step prepared a", "scale 0", "optimize 0"),
+        *("step prepared b", "scale 1", "optimize 1"),
+        *("step prepared c", "scale 2", "optimize 2"),
     ]

@@ -33,7 +33,7 @@ class Recorded:
         self.losses: list[tuple[float, float]] = []
 
 
-def make_neighbour_late(stages: list[TimedStage], rank: int, name: str) -> None:
+def make_neighbor_late(stages: list[TimedStage], rank: int, name: str) -> None:
     """Rank 0 begins its first forward once rank 1 has asked for the result."""
     store = _get_default_store()
     if rank == 0:
@@ -61,7 +61,7 @@ def record(rank: int, name: str) -> Recorded:
         return loss
 
     stages = make_stages(spec, rank, pieces, events=recorded.train, recording=lambda: True)
-    make_neighbour_late(stages, rank, name)
+    make_neighbor_late(stages, rank, name)
     schedule = build_schedule(spec, stages, MICROBATCHES, timed_loss)
     run_schedule(schedule, *make_batch(MICROBATCHES))
     dist.barrier()
@@ -77,7 +77,7 @@ def ranks() -> list[dict[str, Recorded]]:
     return run_ranks(record_all, 2)
 
 
-def of_neighbour(name: str, rank: int, event: Bar) -> bool:
+def of_neighbor(name: str, rank: int, event: Bar) -> bool:
     """Whether what the event needs comes from the other rank."""
     stages = {action.stage_index: r for r, row in actions_of(SCHEDULES[name], 2, 4).items() for action in row}
     step = {"forward": -1, "backward": 1, "input_backward": 1, "weight_backward": 0}[event.kind]
@@ -101,7 +101,7 @@ def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
         for event in events:
             if event.kind not in KINDS:
                 continue
-            assert (id(event) in waited) == of_neighbour(name, rank, event)
+            assert (id(event) in waited) == of_neighbor(name, rank, event)
             if id(event) in waited:
                 wait = waited[id(event)]
                 kind = "wait_forward" if event.kind == "forward" else "wait_backward"

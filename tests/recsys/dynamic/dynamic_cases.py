@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 WIDTH = 4
 KEYS = ["friend", "item", "past", "user"]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
-# As the classes have it: an eps that is left out is the kernel's where the optimiser is given in TorchRec's way.
+# As the classes have it: an eps that is left out is the kernel's where the optimizer is given in TorchRec's way.
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05, "betas": [0.9, 0.99], "eps": 1e-6}}

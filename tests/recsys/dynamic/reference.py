@@ -1,4 +1,4 @@
-"""A table without a cache: every row in a dictionary. What a cache must be equal to, and optimisers for both."""
+"""A table without a cache: every row in a dictionary. What a cache must be equal to, and optimizers for both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adam(columns: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
     return [weights - (0.1 * first / (second.sqrt() + 1e-6)).float(), first, second, steps]
 
 
-# With what each optimiser's states begin, and their types; whether a state has a number for each weight.
+# With what each optimizer's states begin, and their types; whether a state has a number for each weight.
 OPTIMIZERS: dict[str, tuple[Optimizer, list[tuple[float, torch.dtype, bool]]]] = {
     "sgd": (sgd, []),
     "row_wise_adagrad": (row_wise_adagrad, [(0.25, torch.float32, False)]),

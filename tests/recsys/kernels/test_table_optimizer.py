@@ -1,4 +1,4 @@
-"""Which optimisers a table can have, with which hyper-parameters, and what is said about the others."""
+"""Which optimizers a table can have, with which hyper-parameters, and what is said about the others."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_adam_on_cuda_is_accepted_once_all_of_it_is_said() -> None:
     assert "betas, eps" in refusal("torch.optim.Adam", CUDA, lr=0.1)
     found = resolve("torch.optim.Adam", CUDA, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
     assert found.fused_arguments() == {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
-    assert found.step_class is None  # stepping a whole table would be another optimiser
+    assert found.step_class is None  # stepping a whole table would be another optimizer
     assert "weight_decay=0.1" in refusal("torch.optim.Adam", CUDA, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
 
 

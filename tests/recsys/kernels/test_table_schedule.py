@@ -23,7 +23,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def expected(config: dict[str, Any], steps: int) -> list[list[float]]:
-    """What the scheduler itself gives to an optimiser with a group for each table."""
+    """What the scheduler itself gives to an optimizer with a group for each table."""
     groups: list[Any] = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in RATES.values()]
     optimizer = torch.optim.SGD(groups)
     kind: type[LRScheduler] = getattr(torch.optim.lr_scheduler, config["class_path"].rpartition(".")[2])

@@ -179,7 +179,7 @@ HEALTHY: dict[str, Callable[[], KeyedJaggedTensor]] = {
     "offsets": lambda: malformed(lengths=None, offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6])),
     "lengths and offsets": lambda: malformed(offsets=torch.tensor([0, 1, 2, 4, 4, 4, 6])),
     "sums": lambda: malformed(length_per_key=[2, 2, 2], offset_per_key=[0, 2, 4, 6], stride=2),
-    "synchronised": lambda: malformed().sync(),
+    "synchronized": lambda: malformed().sync(),
     "no ids": lambda: malformed(values=torch.empty(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int64)),
     "no keys": KeyedJaggedTensor.empty,
     "a size per feature": lambda: malformed(stride_per_key_per_rank=OF_SIZES),

@@ -152,7 +152,7 @@ def compare(
     }
 
 
-def behaviours(rank: int, world: int) -> dict[str, Any]:
+def behaviors(rank: int, world: int) -> dict[str, Any]:
     used = groups()
     results: dict[str, Any] = {
         "twice": compare(Twice, used),
@@ -331,8 +331,8 @@ def wrong_piece(used: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def behaviour(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(behaviours, request.param)
+def behavior(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(behaviors, request.param)
 
 
 def both(results: list[dict[str, Any]], name: str) -> None:
@@ -341,91 +341,91 @@ def both(results: list[dict[str, Any]], name: str) -> None:
         assert of_rank[name]["values"], name
 
 
-def test_a_module_called_twice_in_the_first_step_runs_unpipelined(behaviour: list[dict[str, Any]]) -> None:
-    both(behaviour, "twice")
-    assert behaviour[0]["twice"]["pipelined"] == {"b": "batch.sparse"}
-    assert behaviour[0]["twice"]["unpipelined"] == {"a": "was called 2 times in the first step"}
-    assert behaviour[0]["twice"]["warnings"] == [
+def test_a_module_called_twice_in_the_first_step_runs_unpipelined(behavior: list[dict[str, Any]]) -> None:
+    both(behavior, "twice")
+    assert behavior[0]["twice"]["pipelined"] == {"b": "batch.sparse"}
+    assert behavior[0]["twice"]["unpipelined"] == {"a": "was called 2 times in the first step"}
+    assert behavior[0]["twice"]["warnings"] == [
         "These sharded modules are not pipelined and do all their work inside the step: 'a' was called 2 times in the"
         " first step"
     ]
-    assert [of_rank["twice"]["warnings"] for of_rank in behaviour[1:]] == [[]] * (len(behaviour) - 1)
+    assert [of_rank["twice"]["warnings"] for of_rank in behavior[1:]] == [[]] * (len(behavior) - 1)
 
 
-def test_a_second_call_in_a_later_step_looks_up_anew(behaviour: list[dict[str, Any]]) -> None:
-    both(behaviour, "twice later")
-    assert behaviour[0]["twice later"]["unpipelined"] == {}
+def test_a_second_call_in_a_later_step_looks_up_anew(behavior: list[dict[str, Any]]) -> None:
+    both(behavior, "twice later")
+    assert behavior[0]["twice later"]["unpipelined"] == {}
 
 
-def test_a_module_whose_argument_the_step_makes_runs_unpipelined(behaviour: list[dict[str, Any]]) -> None:
-    both(behaviour, "made")
-    reason = behaviour[0]["made"]["unpipelined"]["a"]
+def test_a_module_whose_argument_the_step_makes_runs_unpipelined(behavior: list[dict[str, Any]]) -> None:
+    both(behavior, "made")
+    reason = behavior[0]["made"]["unpipelined"]["a"]
     assert "is not an object of the batch: the step made it, by call_" in reason
     assert reason.count("its argument") == 1, "the same is said twice"
-    assert behaviour[0]["made"]["warnings"][0].count("its argument") == 1
-    assert behaviour[0]["made"]["pipelined"] == {"b": "batch.sparse"}
+    assert behavior[0]["made"]["warnings"][0].count("its argument") == 1
+    assert behavior[0]["made"]["pipelined"] == {"b": "batch.sparse"}
 
 
-def test_a_module_fed_otherwise_on_one_rank_runs_unpipelined_on_all(behaviour: list[dict[str, Any]]) -> None:
-    if len(behaviour) == 1:
+def test_a_module_fed_otherwise_on_one_rank_runs_unpipelined_on_all(behavior: list[dict[str, Any]]) -> None:
+    if len(behavior) == 1:
         pytest.skip("needs two ranks")
-    both(behaviour, "made on one rank")
-    for of_rank in behaviour:
+    both(behavior, "made on one rank")
+    for of_rank in behavior:
         assert list(of_rank["made on one rank"]["pipelined"]) == ["b"]
         assert of_rank["made on one rank"]["unpipelined"]["a"].endswith("(rank 0)")
 
 
-def test_an_output_unused_on_one_rank_sends_zeros_and_no_rank_waits(behaviour: list[dict[str, Any]]) -> None:
-    if len(behaviour) == 1:
+def test_an_output_unused_on_one_rank_sends_zeros_and_no_rank_waits(behavior: list[dict[str, Any]]) -> None:
+    if len(behavior) == 1:
         pytest.skip("needs two ranks")
-    both(behaviour, "partial")
+    both(behavior, "partial")
 
 
-def test_changes_in_place_of_an_output_train_as_without_a_rewrite(behaviour: list[dict[str, Any]]) -> None:
-    both(behaviour, "in place")
+def test_changes_in_place_of_an_output_train_as_without_a_rewrite(behavior: list[dict[str, Any]]) -> None:
+    both(behavior, "in place")
 
 
-def test_direct_and_fx_train_from_the_first_batch_on_as_recording_does(behaviour: list[dict[str, Any]]) -> None:
+def test_direct_and_fx_train_from_the_first_batch_on_as_recording_does(behavior: list[dict[str, Any]]) -> None:
     for method in ("direct", "fx"):
-        both(behaviour, method)
-        assert behaviour[0][method]["pipelined"] == {"a": "batch.sparse", "b": "batch.sparse"}
+        both(behavior, method)
+        assert behavior[0][method]["pipelined"] == {"a": "batch.sparse", "b": "batch.sparse"}
 
 
-def test_post_processing_runs_ahead_once_for_a_batch(behaviour: list[dict[str, Any]]) -> None:
-    both(behaviour, "shifted")
-    assert behaviour[0]["shifted"]["pipelined"] == {"a": "shift(batch.sparse)", "b": "batch.sparse"}
-    assert behaviour[0]["shift calls"] == 4 + 4, "four batches each, plain and pipelined"
-    both(behaviour, "shifted, record")
-    assert list(behaviour[0]["shifted, record"]["pipelined"]) == ["b"]
+def test_post_processing_runs_ahead_once_for_a_batch(behavior: list[dict[str, Any]]) -> None:
+    both(behavior, "shifted")
+    assert behavior[0]["shifted"]["pipelined"] == {"a": "shift(batch.sparse)", "b": "batch.sparse"}
+    assert behavior[0]["shift calls"] == 4 + 4, "four batches each, plain and pipelined"
+    both(behavior, "shifted, record")
+    assert list(behavior[0]["shifted, record"]["pipelined"]) == ["b"]
 
 
-def test_outputs_are_what_the_modules_return_without_the_rewrite(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_outputs_are_what_the_modules_return_without_the_rewrite(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert all(of_rank["structure"])
 
 
-def test_evaluation_in_mid_training_leaves_no_trace(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_evaluation_in_mid_training_leaves_no_trace(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert of_rank["evaluation"] == dict.fromkeys(of_rank["evaluation"], True)
 
 
-def test_a_scale_multiplies_gradients_and_without_backward_nothing_steps(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_a_scale_multiplies_gradients_and_without_backward_nothing_steps(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert of_rank["scale"] == {"same": True, "stepped": True, "untouched": True}
 
 
-def test_a_module_that_no_rank_used_can_be_left_out_of_backward(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_a_module_that_no_rank_used_can_be_left_out_of_backward(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert of_rank["unused"] == [False, True]
 
 
-def test_what_is_replaced_is_put_back_and_can_be_replaced_again(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_what_is_replaced_is_put_back_and_can_be_replaced_again(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert of_rank["restore"] == {"refused": True, "clean": True, "training": True}
 
 
-def test_another_piece_than_was_distributed_is_an_error_that_names_the_module(behaviour: list[dict[str, Any]]) -> None:
-    for of_rank in behaviour:
+def test_another_piece_than_was_distributed_is_an_error_that_names_the_module(behavior: list[dict[str, Any]]) -> None:
+    for of_rank in behavior:
         assert "'a' must be called with the objects that were distributed for it" in of_rank["wrong piece"]
         assert "batch.sparse" in of_rank["wrong piece"]
 

@@ -45,7 +45,7 @@ ON_TWO_NODES = [("adagrad", pooled, "row_wise") for pooled in ("table_row_wise",
 PROCESSED = ["table_wise", "row_wise", "data_parallel", "column_wise"]
 
 
-# Training: the same as the unsharded module under torch's in-backward optimiser.
+# Training: the same as the unsharded module under torch's in-backward optimizer.
 
 
 def train_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> dict[Any, Any]:
@@ -364,7 +364,7 @@ def test_tables_that_are_only_evaluated_need_no_optimiser_and_cannot_be_trained_
     assert all(torch.equal(sharded.full_table(name), value) for name, value in values.items())
     with pytest.raises(SetupError, match=rf"sharded for an evaluation.*{USERS}.*{MOVIES}.*cannot be trained"):
         sharded.refuse_untrained()
-    shard(make_model(), trains=False).refuse_untrained()  # these have an optimiser
+    shard(make_model(), trains=False).refuse_untrained()  # these have an optimizer
 
 
 @pytest.mark.usefixtures("one_rank")

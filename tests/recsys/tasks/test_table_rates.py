@@ -1,4 +1,4 @@
-"""Learning rates of the tables under a Trainer: they follow the dense optimiser, from searches to schedules."""
+"""Learning rates of the tables under a Trainer: they follow the dense optimizer, from searches to schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE = 0.02
 
 
 class Rates(pl.Callback):
-    """Rates of the dense optimiser and of the tables in each batch."""
+    """Rates of the dense optimizer and of the tables in each batch."""
 
     def __init__(self) -> None:
         self.dense: list[float] = []
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, tuple[Any, list[float]]] = {
     ),
     # Relative to base_lr: tables exceed their base rate.
     "cyclic": (lambda optimizer: CyclicLR(optimizer, base_lr=0.02, max_lr=0.1, step_size_up=3), [0.02, 0.1, 0.02]),
-    # Relative to the rate of the optimiser, before the schedule changes it.
+    # Relative to the rate of the optimizer, before the schedule changes it.
     "warm-up": (lambda optimizer: LambdaLR(optimizer, lambda step: (step + 1) / 4), [DENSE / 4, DENSE * 6 / 4, DENSE]),
 }
 

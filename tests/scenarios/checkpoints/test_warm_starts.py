@@ -119,7 +119,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "nothing there": (folder / "nothing", shop(), {}),
         "fewer rows": (kept, shop(people=16), {}),
         "other columns": (kept, shop(width=16), {}),
-        "other optimiser": (kept, shop(), {"optimizer": ROW_WISE_ADAGRAD}),
+        "other optimizer": (kept, shop(), {"optimizer": ROW_WISE_ADAGRAD}),
         "another model": (kept, Clicks(), {"kinds": SHARDINGS["row_wise"]}),
     }
     found = {}
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
         "nothing there": "nothing' is not there, expected a folder written under a recsys plan",
         "fewer rows": f"fewer rows are expected of table {PEOPLE} (24 rows in it, now 16)",
         "other columns": f"table {THINGS} has the shape [24, 8] in it, expected 16 columns",
-        "other optimiser": "with people.momentum1, expected torchrec.optim.RowWiseAdagrad with people.momentum1",
+        "other optimizer": "with people.momentum1, expected torchrec.optim.RowWiseAdagrad with people.momentum1",
         "another model": "network.over.0.weight (shape [8, 19] in it, expected [8, 27])",
     }
     for found in run_ranks(refusals, 2, tmp_path):

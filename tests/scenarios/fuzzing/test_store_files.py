@@ -92,7 +92,7 @@ ROW_FILES: dict[str, Callable[[], bytes]] = {
     "a tensor of one number for all": lambda: tensors(ids=torch.zeros(1, dtype=torch.int64).expand(10**12)),
     "a tensor without values": lambda: tensors(ids=torch.empty(10**12, dtype=torch.int64, device="meta")),
     "a sparse tensor": lambda: tensors(ids=torch.zeros(5, 5).to_sparse()),
-    "a quantised tensor": lambda: tensors(ids=torch.quantize_per_tensor(torch.zeros(5), 0.1, 0, torch.qint8)),
+    "a quantized tensor": lambda: tensors(ids=torch.quantize_per_tensor(torch.zeros(5), 0.1, 0, torch.qint8)),
     "something more": lambda: tensors(more=torch.zeros(5)),
     "another kind": lambda: saved([torch.zeros(5)]),
     "a call": lambda: zipped(pickle.dumps(_Called(os.system, "exit 3"), 2)),

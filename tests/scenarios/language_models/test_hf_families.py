@@ -66,7 +66,7 @@ def trained_by_a_plain_loop(folder: Path, family: str, steps: Any = None) -> lis
         optimizer.zero_grad()
         losses.append(total)
     moved = [float((one - first).abs().max()) for one, first in zip(model.parameters(), before, strict=True)]
-    assert max(moved) > 100 * WITHIN, "nothing was learnt"
+    assert max(moved) > 100 * WITHIN, "nothing was learned"
     return losses
 
 

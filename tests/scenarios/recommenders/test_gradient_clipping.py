@@ -37,7 +37,7 @@ CLIP = 0.05
 
 
 class Joint(torch.optim.Optimizer):
-    """Two optimisers as one, which is all that automatic optimisation takes."""
+    """Two optimizers as one, which is all that automatic optimization takes."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -90,7 +90,7 @@ def unsharded(
 
 
 def own(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values without the states of optimisers, whose names differ."""
+    """Values without the states of optimizers, whose names differ."""
     return {name: value for name, value in state.items() if " " not in name}
 
 

@@ -201,7 +201,7 @@ def test_a_rank_without_a_loss_steps_with_the_others(by_two: Any) -> None:
 
 
 class SkipsSteps(Clicks):
-    """Steps its optimiser every second batch, in a hook of its own."""
+    """Steps its optimizer every second batch, in a hook of its own."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:

@@ -92,7 +92,7 @@ def test_a_run_continues_from_every_checkpoint(tmp_path: Path) -> None:
 
 
 def rows_of_ids(model: ShardedModel) -> dict[str, dict[int, list[Tensor]]]:
-    """The row of each id, and the states of its optimiser, by table."""
+    """The row of each id, and the states of its optimizer, by table."""
     found: dict[str, dict[int, list[Tensor]]] = {}
     for _, one in model.id_maps._maps:
         ids_name, rows_name = one.names
@@ -250,7 +250,7 @@ def test_evicted_rows_begin_anew_with_clear_states(optimizer: dict[str, Any], on
     assert not torch.equal(lookup(1).detach(), torch.ones(1, 4))
     trained_rows = rows_of_ids(sharded)["few"]
     assert trained_rows.keys() == {1, 2, 3}
-    assert all(float(values[1].abs().sum()) > 0 for values in trained_rows.values())  # the state of the optimiser
+    assert all(float(values[1].abs().sum()) > 0 for values in trained_rows.values())  # the state of the optimizer
     assert torch.equal(lookup(50, 51).detach(), torch.ones(2, 4))  # in place of the two that are longest unused
     for number, (row, *states) in rows_of_ids(sharded)["few"].items():
         if number in (50, 51):

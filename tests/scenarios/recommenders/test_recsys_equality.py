@@ -54,7 +54,7 @@ def test_one_process_trains_as_lightning_does_without_sharding(reference: Refere
 
 
 def all_in_one(optimizer: type[torch.optim.Optimizer], lr: float) -> Any:
-    """One optimiser for dense parameters and tables: a user's who does not think of sharding."""
+    """One optimizer for dense parameters and tables: a user's who does not think of sharding."""
     return lambda module: optimizer(module.parameters(), lr=lr)  # type: ignore[call-arg]
 
 
@@ -65,7 +65,7 @@ IN_ONE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def as_ddp(rank: int, world_size: int) -> dict[str, Any]:
-    """Of each optimiser: what differs from Lightning's DDP; of three more: losses and state with sharding."""
+    """Of each optimizer: what differs from Lightning's DDP; of three more: losses and state with sharding."""
     results: dict[str, Any] = {}
     for name, (optimizer, config) in IN_ONE.items():
         configure = all_in_one(optimizer, config["init_args"]["lr"])
@@ -73,7 +73,7 @@ def as_ddp(rank: int, world_size: int) -> dict[str, Any]:
         def replicated(configure: Any = configure) -> dict[str, Any]:
             module = Clicks(Sequenced, optimizers=configure)
             found = outcome(module, fit(module, "ddp", max_epochs=3))
-            # The optimiser's states are numbered among other parameters there.
+            # The optimizer's states are numbered among other parameters there.
             return {key: value for key, value in found.items() if not key.startswith("optimizer")}
 
         reference = Reference.of(replicated)

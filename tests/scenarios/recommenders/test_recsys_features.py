@@ -136,7 +136,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 class Rates(Callback):
-    """The rate of every step: of the dense optimiser at its start, and of the tables as it ends."""
+    """The rate of every step: of the dense optimizer at its start, and of the tables as it ends."""
 
     def __init__(self) -> None:
         self.dense: list[float] = []

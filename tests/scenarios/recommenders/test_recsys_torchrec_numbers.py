@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
 
 
 class _Ported(Clicks):
-    """As a script has it: tables with an optimiser in TorchRec's way."""
+    """As a script has it: tables with an optimizer in TorchRec's way."""
 
     def __init__(self, optimizer: str) -> None:
         optimizer_class, arguments = OPTIMIZERS[optimizer]

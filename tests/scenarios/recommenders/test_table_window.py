@@ -164,7 +164,7 @@ def test_an_overflow_in_a_micro_batch_skips_the_step_of_the_window(overflow: int
 # ---------------------------------------------------------------------- plans and other features
 
 SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
-    "weights, dropout and normalisation": (Mixed, {}, {}),
+    "weights, dropout and normalization": (Mixed, {}, {}),
     "clipping": (Sequenced, {"optimizer": ROW_WISE_ADAGRAD}, {"gradient_clip_val": CLIP}),
     "balancing": (Pooled, {"balancer": True}, {}),
     "managed collision, clipping": (Managed, {"optimizer": ROW_WISE_ADAGRAD}, {"gradient_clip_val": CLIP}),

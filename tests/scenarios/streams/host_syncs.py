@@ -31,7 +31,7 @@ def place(sync: Sync) -> tuple[str, str]:
 
 
 def counts(syncs: Iterable[Sync]) -> dict[tuple[str, str], int]:
-    """Number of host synchronisations of a step, by task and function."""
+    """Number of host synchronizations of a step, by task and function."""
     return {key: number // COUNTED for key, number in Counter(map(place, syncs)).items()}
 
 
@@ -45,7 +45,7 @@ def of_dynamic_tables() -> set[tuple[str, str]]:
 
 
 def of_torchrec() -> dict[str, int]:
-    """Number of host synchronisations of a step in the input dist of TorchRec's pipeline, by function."""
+    """Number of host synchronizations of a step in the input dist of TorchRec's pipeline, by function."""
     syncs = counts(run_ranks(watch_torchrec, 2)[0])
     # In the backward, a kernel reads its learning rate, which is on the host of a GPU.
     return {function: number for (_, function), number in syncs.items() if not function.endswith("._backward")}

@@ -1,4 +1,4 @@
-"""Copies and preparation of a language model's batches, and the offload of its optimiser, whose streams are watched."""
+"""Copies and preparation of a language model's batches, and the offload of its optimizer, whose streams are watched."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_step_that_does_not_wait_for_the_copy_is_found() -> None:
     assert ("race", "H2D", "ScheduleStep") in found
 
 
-# ---------------------------------------------------------------------- the optimiser's state on the host
+# ---------------------------------------------------------------------- the optimizer's state on the host
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def layers() -> nn.Sequential:
 
 
 def run(by_loss: bool, checkpoint: Any = "except_last") -> Accelerator:
-    """Two steps, each with an optimiser's step on both devices."""
+    """Two steps, each with an optimizer's step on both devices."""
     with two_devices() as accelerator:
         made = Pipe(layers(), 4, checkpoint, devices=DEVICES, balance=[2, 2])
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)

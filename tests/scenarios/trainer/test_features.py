@@ -47,7 +47,7 @@ class Combined(Net):
 
 
 class TwoOptimizers(Net):
-    """Two optimisers by hand, one of which steps every second time."""
+    """Two optimizers by hand, one of which steps every second time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ FEATURES: dict[str, Feature] = {
     "loaders made anew": Feature(Reloading, {"reload_dataloaders_every_n_epochs": 2}, batches=12),
     "a plateau of steps": Feature(PlateauOfSteps, {"accumulate_grad_batches": 2}),
     "the rest of an epoch skipped": Feature(Skipping, {"accumulate_grad_batches": 3}, batches=12, validations=1),
-    "two optimisers by hand": Feature(TwoOptimizers),
+    "two optimizers by hand": Feature(TwoOptimizers),
     "detect_anomaly": Feature(options={"detect_anomaly": True, "gradient_clip_val": 0.1}),
     "64-true": Feature(options={"precision": "64-true"}),
     "bf16-mixed": Feature(options={"precision": "bf16-mixed", "accumulate_grad_batches": 2}),

@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[type[Everything], Callable[[], Any], dict[str, Any]]] = {
             "callbacks": [LearningRateMonitor, lambda: ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)],
         },
     ),
-    "manual optimisation": (Manual, lambda: rows(20), {"val_check_interval": 2}),
+    "manual optimization": (Manual, lambda: rows(20), {"val_check_interval": 2}),
     "several checks before training, the last batch limited": (
         Everything,
         lambda: rows(28),
@@ -208,13 +208,13 @@ def test_a_recording_has_the_hooks_of_all_kinds(tmp_path: Any) -> None:
 
 
 def of_all(module: Clicks) -> Any:
-    """One optimiser for tables and the rest, as an unsharded module has it."""
+    """One optimizer for tables and the rest, as an unsharded module has it."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
 
 
 def of_dense(module: Clicks) -> Any:
-    """For tables with optimisers in backward, which step in each micro-batch; they would not follow a schedule."""
+    """For tables with optimizers in backward, which step in each micro-batch; they would not follow a schedule."""
     optimizer = adam(module)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 1.0), "interval": "step"}}
 

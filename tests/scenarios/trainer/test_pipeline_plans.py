@@ -33,7 +33,7 @@ def net(batches: int = BATCHES) -> Net:
 
 
 def trained(strategy: Any, batches: int = BATCHES, **options: Any) -> tuple[Any, ...]:
-    """Losses, batches trained, optimiser steps, metrics, and what is left."""
+    """Losses, batches trained, optimizer steps, metrics, and what is left."""
     module = net(batches)
     used = fit(module, strategy, module.train_dataloader(), Net(Rows(8)).val_dataloader(), **options)
     return module.losses, module.trained, used.global_step, dict(used.callback_metrics), state_of(used)

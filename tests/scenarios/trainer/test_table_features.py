@@ -26,7 +26,7 @@ __all__ = ["clock"]
 
 
 def of_all(module: Clicks) -> Any:
-    """One optimiser for tables and the rest, as an unsharded module has it."""
+    """One optimizer for tables and the rest, as an unsharded module has it."""
     return torch.optim.SGD(module.parameters(), lr=0.5)
 
 
@@ -185,7 +185,7 @@ def approximately(one: Any, other: Any, within: float, place: str = "") -> list[
 
 
 REFUSED: dict[str, tuple[Feature, type[Exception], str]] = {
-    "manual optimisation": (Feature(Manual), SetupError, "uses manual optimisation"),
+    "manual optimization": (Feature(Manual), SetupError, "uses manual optimization"),
     "clipping by value": (
         Feature(Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
         SetupError,

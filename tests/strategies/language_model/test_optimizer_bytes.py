@@ -1,4 +1,4 @@
-"""Bytes of optimisers' states, without a model that has any memory."""
+"""Bytes of optimizers' states, without a model that has any memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.strategies.llm_cases import Tiny, TinyLM
 
 
 class Trained(Tiny):
-    """With an optimiser, or what else configure_optimizers may give, that the test makes."""
+    """With an optimizer, or what else configure_optimizers may give, that the test makes."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()

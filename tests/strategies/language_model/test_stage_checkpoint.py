@@ -69,7 +69,7 @@ class OneGroup(Grouped):
 
 
 class Frozen(Grouped):
-    """The optimiser has nothing of the embedding."""
+    """The optimizer has nothing of the embedding."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW((p for n, p in self.named_parameters() if "embedding" not in n), lr=0.01)

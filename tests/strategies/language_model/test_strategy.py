@@ -229,7 +229,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
         SetupError,
         ["lm_head.weight", "embed_tokens.weight", "tie_word_embeddings=False", "'sum'"],
     ),
-    "optimisation by hand": (
+    "optimization by hand": (
         (lambda _: llm(), ByHand, lambda _: GOOD),
         SetupError,
         ["automatic_optimization is False", "Use automatic optimization"],

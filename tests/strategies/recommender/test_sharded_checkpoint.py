@@ -46,7 +46,7 @@ def by_step(module: Clicks) -> Any:
 
 
 def all_in_one(module: Clicks) -> Any:
-    """The tables too, since Lightning keeps nothing of an optimiser in backward."""
+    """The tables too, since Lightning keeps nothing of an optimizer in backward."""
     return torch.optim.SGD(module.parameters(), lr=0.5)
 
 
@@ -123,7 +123,7 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         ckpt_path=folder / "from one" / "epoch=1.ckpt",
     )
     results["loaded"] = state_of(used)
-    for name, network in (("another model", Pooled), ("other optimisers", Sequenced)):
+    for name, network in (("another model", Pooled), ("other optimizers", Sequenced)):
         with pytest.raises(SetupError) as caught:
             fit(Clicks(network, optimizers=by_step), recsys(), ckpt_path=folder / "from one" / "epoch=1.ckpt")
         results[name] = str(caught.value)
@@ -165,7 +165,7 @@ def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> 
         assert "missing in it: network.bags.embedding_bags.things.weight, " in results["another model"]
         assert "unexpected in it: network.history.embeddings.past.weight" in results["another model"]
         assert "of another size: network.over.0.weight ([8, 19], expected [8, 27])" in results["another model"]
-        assert "of another size: state.network.bags.embedding_bags.people.weight." in results["other optimisers"]
+        assert "of another size: state.network.bags.embedding_bags.people.weight." in results["other optimizers"]
         assert difference(results["loaded"], from_one) == []
         assert difference(from_two, results["saved"]) == []
         check_resumed(results["resumed"])
@@ -315,7 +315,7 @@ def test_ranks_that_have_no_shard_of_a_table_go_on_too(tmp_path: Path) -> None:
 
 
 def resumed_without_states(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Train under an optimiser that has no states, with each table on one rank, and read the checkpoint again."""
+    """Train under an optimizer that has no states, with each table on one rank, and read the checkpoint again."""
     arguments: dict[str, Any] = {"kinds": {"people": "table_wise", "things": "table_wise"}, "optimizer": SGD}
     saved = fit(Clicks(), recsys(**arguments), max_epochs=1)
     saved.save_checkpoint(folder / "saved.ckpt")

@@ -220,7 +220,7 @@ def test_tables_that_the_dense_optimiser_lists_are_taken_out_with_one_line(
         module = Clicks(optimizers=everything)
         used = fit(module, recsys())
     lines = [record.getMessage() for record in caplog.records if "table parameter" in record.getMessage()]
-    assert lines == ["Removed 2 table parameter(s) from Adam's groups, since the tables' own optimiser trains them"]
+    assert lines == ["Removed 2 table parameter(s) from Adam's groups, since the tables' own optimizer trains them"]
     separate = Clicks()
     assert difference(state_of(used), state_of(fit(separate, recsys()))) == []
     assert module.losses == separate.losses
@@ -305,12 +305,12 @@ class Iterating(Clicks):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Manual, {}, "uses manual optimisation.*strategy='pipeline'"),
+        (Manual, {}, "uses manual optimization.*strategy='pipeline'"),
         (Iterating, {}, "takes the dataloader_iter.*strategy='pipeline'"),
         (Clicks, {"precision": "bf16-true"}, "precision is 'bf16-true'.*'bf16-mixed'"),
         (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*Remove the plugin"),
     ],
-    ids=["manual optimisation", "dataloader_iter", "bf16-true", "a plugin for checkpoints"],
+    ids=["manual optimization", "dataloader_iter", "bf16-true", "a plugin for checkpoints"],
 )
 def test_what_a_plan_cannot_do_is_refused(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):

@@ -104,7 +104,7 @@ def kept(folder: Path, module: Clicks | None = None, **options: Any) -> dict[str
 
 
 def tables_of(used: pl.Trainer) -> dict[str, Tensor]:
-    """All but the states of dense optimisers."""
+    """All but the states of dense optimizers."""
     return {name: value for name, value in state_of(used).items() if not name.startswith("optimizer ")}
 
 
@@ -159,7 +159,7 @@ def test_training_goes_on_as_if_the_values_had_been_set_by_hand(tmp_path: Path) 
         parameter.data[: len(before[name])] = before[name]
 
     class Restore(pl.Callback):
-        """States of the tables' optimisers, which exist only once these are sharded."""
+        """States of the tables' optimizers, which exist only once these are sharded."""
 
         def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             states = trainer.strategy.sharded_model.fused_optimizer.state_dict()["state"]  # type: ignore[attr-defined]
@@ -218,13 +218,13 @@ def test_what_is_new_grown_moved_or_dropped_is_told_in_one_message(
     assert difference(dense_of(found), dense_of(before)) == []
     (message,) = [one.getMessage() for one in caplog.records if "A new run starts" in one.getMessage()]
     assert message == (
-        "A new run starts with 1 table(s) (with the states of their optimisers) and 4 other values of the checkpoint"
+        "A new run starts with 1 table(s) (with the states of their optimizers) and 4 other values of the checkpoint"
         f" '{tmp_path / 'kept'}': grown, with initial values in new rows: {moved} (24 rows in it, now 30); renamed:"
         f" {PEOPLE} -> {moved}; new, with initial values: {new}; dropped: {THINGS}"
     )
 
 
-# ---------------------------------------------------------------------- dense values and optimisers
+# ---------------------------------------------------------------------- dense values and optimizers
 
 
 def test_dense_values_of_another_shape_are_refused_unless_they_may_start_new(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_state_per_row_and_column_shard_needs_the_same_columns(tmp_path: Path)
 def test_a_checkpoint_of_weights_alone_has_no_states_to_keep(tmp_path: Path) -> None:
     used = fit(shop(), recsys(kinds=KINDS))
     used.save_checkpoint(tmp_path / "kept", weights_only=True)
-    assert "has no states of the tables' optimisers. Set optimizer_states='reset'" in refusal(tmp_path / "kept")
+    assert "has no states of the tables' optimizers. Set optimizer_states='reset'" in refusal(tmp_path / "kept")
     found = started({"path": tmp_path / "kept", "optimizer_states": "reset"})
     assert torch.equal(found[PEOPLE], tables_of(used)[PEOPLE])
 

@@ -19,7 +19,7 @@ static_assert(sizeof(Entry) == 16, "as the dtype in id_map.py");
 // Number of keys that are prefetched ahead of the search.
 constexpr int64_t kAhead = 24;
 
-// Finaliser of MurmurHash3 (Appleby): distributes keys that differ in any bits over the whole table.
+// Finalizer of MurmurHash3 (Appleby): distributes keys that differ in any bits over the whole table.
 inline uint64_t mixed(int64_t key) {
     uint64_t x = static_cast<uint64_t>(key);
     x ^= x >> 33;

@@ -70,10 +70,10 @@ def test_values_are_distributed_as_they_should_be(one: Distribution) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 100
     if isinstance(one, Uniform):
         assert one.low <= values.min() <= values.max() <= one.high
-    _no_neighbour_tells_of_another((values - values.mean()).view(-1, 16))
+    _no_neighbor_tells_of_another((values - values.mean()).view(-1, 16))
 
 
-def _no_neighbour_tells_of_another(rows: Tensor) -> None:
+def _no_neighbor_tells_of_another(rows: Tensor) -> None:
     """Columns, and rows of ids that follow each other, are not correlated."""
     bound = 5 / len(rows) ** 0.5
     assert (torch.corrcoef(rows.T) - torch.eye(rows.shape[1])).abs().max() < bound

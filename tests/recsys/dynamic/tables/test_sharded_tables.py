@@ -112,7 +112,7 @@ def together(world_size: int) -> Callable[[int], Batch]:
 
 
 def whole_run(world_size: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Whole, list[float]]:
-    """The same training without any table; only rows of the batch are stepped, as sparse optimisers do."""
+    """The same training without any table; only rows of the batch are stepped, as sparse optimizers do."""
     model = Whole()
     dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
     steppers: dict[int, torch.optim.Optimizer] = {}
