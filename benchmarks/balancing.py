@@ -41,7 +41,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
 from lightning_pipe.recsys import TrainPipeline, shard_model
-from lightning_pipe.recsys.balancing.partition import imbalance, loads_of, partition
+from lightning_pipe.recsys.balancing.partition import imbalance, partition_samples, sum_workloads_by_rank
 
 LIMIT, PARTITION_LIMIT = 1.10, 15.0  # ratio, ms
 WAYS = ("unbalanced", "balanced", "perfect")
@@ -102,7 +102,7 @@ def train(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> No
     source = np.repeat(np.arange(ranks, dtype=np.int32), options.batch)
     data: dict[str, list[Batch]] = {"unbalanced": [], "perfect": []}
     for lengths in histories(options, ranks):
-        for way, owner in {"unbalanced": source, "perfect": partition(lengths, source, ranks)}.items():
+        for way, owner in {"unbalanced": source, "perfect": partition_samples(lengths, source, ranks)}.items():
             data[way].append(rank_batch(lengths, np.flatnonzero(owner == rank), options))
     data["balanced"] = data["unbalanced"]
     pipelines = {way: pipeline_of(options, way == "balanced") for way in WAYS}
@@ -183,17 +183,17 @@ def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
     random = np.random.default_rng(0)
     workloads = random.lognormal(4, 1.2, ranks * samples).round()
     source = np.repeat(np.arange(ranks, dtype=np.int32), samples)
-    assignment = partition(workloads, source, ranks)
+    assignment = partition_samples(workloads, source, ranks)
     seconds = []
     for _ in range(repeats):
         begun = time.perf_counter()
-        partition(workloads, source, ranks)
+        partition_samples(workloads, source, ranks)
         seconds.append(time.perf_counter() - begun)
     median = statistics.median(seconds)
-    before, after = (imbalance(loads_of(workloads, owners, ranks)) for owners in (source, assignment))
+    before, after = (imbalance(sum_workloads_by_rank(workloads, owners, ranks)) for owners in (source, assignment))
     print(f"partition of {ranks} x {samples:,}: {median * 1e3:.1f} ms (15), {before:.3f} -> {after:.4f}", end="; ")
     alone = counted(lambda: time.sleep(median * repeats))
-    beside = counted(lambda: [partition(workloads, source, ranks) for _ in range(repeats)])
+    beside = counted(lambda: [partition_samples(workloads, source, ranks) for _ in range(repeats)])
     print(f"meanwhile a Python thread counts at {beside / alone:.0%} of its speed alone")
     spread = quartiles([1e3 * value for value in seconds])
     return at_most(f"partition of {ranks} x {samples} samples", 1e3 * median, PARTITION_LIMIT, spread, "ms")

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_pipe.engine.planning.costs import TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile
-from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.network import Collective
 
 
 def dump_costs(costs: CostsFile) -> str:
@@ -37,7 +37,7 @@ def _entry(cost: TaskCost) -> dict[str, Any]:
         entry["resource"] = cost.resource
     if cost.launch:
         entry["launch_ms"] = _short(1e3 * cost.launch)
-    if isinstance(cost.background, Message):
+    if isinstance(cost.background, Collective):
         entry[cost.background.kind] = f"{round(cost.background.bytes)}B"
     elif cost.background:
         entry["background_ms"] = _short(1e3 * cost.background)

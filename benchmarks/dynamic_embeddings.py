@@ -41,7 +41,7 @@ from benchmarks.slow_store import SlowStore
 from lightning_pipe.callbacks.timeline_picture import draw_timeline
 from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
-from lightning_pipe.recsys.dynamic.tables import opening
+from lightning_pipe.recsys.dynamic.tables import create_row_tables
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
@@ -68,7 +68,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         table = DynamicTable(name="things", embedding_dim=options.dim, feature_names=["item"], cache_rows=cache_rows)
-        self.bags = DynamicEmbeddingBagCollection([table], store, seed=1, existing="keep")
+        self.bags = DynamicEmbeddingBagCollection([table], store, seed=1, existing_rows="keep")
         widths = [options.dim, *[options.width] * options.dense]
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.tower = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
@@ -138,7 +138,7 @@ def fill(sharded: ShardedModel, rows: int) -> None:
         keys = mix(torch.arange(first, min(rows, first + cache.capacity // 4)) * SPREAD)
         ticket = cache.prefetch(keys)
         cache.begin(ticket, tables.next_step())
-        cache.trained(ticket)
+        cache.end_trained(ticket)
     tables.commit()
 
 
@@ -190,9 +190,9 @@ def plans(folder: Path, options: argparse.Namespace) -> list[Figure]:
 
         return SlowStore(open_store(*arguments, **named), 0.0, options.latency / options.readers, wait)
 
-    open_store = opening.open_store
+    open_store = create_row_tables.open_store
     small = options.rows // 20
-    with mock.patch.object(opening, "open_store", slow):
+    with mock.patch.object(create_row_tables, "open_store", slow):
         arms = [
             Arm("base", "base", folder, small, options),
             Arm("prefetch", "prefetch", folder, small, options),

@@ -36,7 +36,7 @@ from benchmarks.slow_link import slow_link
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.parallel import expert_parallel
 from lightning_pipe.llm.run.stage_runner import StageHooks, StageRunner
-from lightning_pipe.llm.schedules.named import SCHEDULES, listed_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES, list_actions
 
 LIMIT = 0.30
 VOCABULARY = 64
@@ -108,7 +108,7 @@ def run(index: int, options: argparse.Namespace, path: Path) -> None:
     count = options.micro_batches
     os.chdir(path)  # ranks compare their options, so the file has one name on all
     with Path("parted.csv").open("w", newline="") as rows:
-        csv.writer(rows).writerows(listed_actions(SCHEDULES["dualpipev"], pipeline, count).values())
+        csv.writer(rows).writerows(list_actions(SCHEDULES["dualpipev"], pipeline, count).values())
     parallel = {"pp": pipeline, "dp_shard": 2, "ep": 2}
     runners: dict[str, StageRunner] = {}
     for way, schedule in zip(WAYS, ("dualpipev", "parted.csv"), strict=True):

@@ -49,9 +49,9 @@ from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.recsys_live_bytes import Copied, LiveStorages
 from benchmarks.recsys_model import batches, ours
-from lightning_pipe.llm.schedules.bubble import measure_step
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import actions_of
+from lightning_pipe.llm.schedules.bubble import measure_bubble
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 BATCHES = (256, 512, 1024, 2048, 4096)
@@ -242,7 +242,7 @@ class Transformer:
     """The transformer under a schedule with a number of micro-batches."""
 
     def __init__(self, options: argparse.Namespace, schedule: str, count: int) -> None:
-        self._actions = actions_of(SCHEDULES[schedule], dist.get_world_size(), count)
+        self._actions = list_compute_actions(SCHEDULES[schedule], dist.get_world_size(), count)
         self._at_work = Schedule(*make_runner(schedule, options.width, 4))
         self._inputs = make_micro_batches(count, 2, 64)
         self.time()  # makes the schedule, and touches memory
@@ -250,7 +250,7 @@ class Transformer:
     def time(self) -> tuple[float, float]:
         """Milliseconds per step, and the idle share of the ranks."""
         seconds, events = step(self._at_work, self._inputs, record=True)
-        return 1e3 * max(gather(seconds)), measure_step(gather(events), self._actions).measured
+        return 1e3 * max(gather(seconds)), measure_bubble(gather(events), self._actions).measured
 
     def bytes(self) -> float:
         """Peak MiB of activations on the first rank."""

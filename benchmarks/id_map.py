@@ -32,8 +32,8 @@ from benchmarks.quiet import QuietRuns
 from lightning_pipe.recsys.dynamic.cache.id_map import id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
 from lightning_pipe.recsys.kernels import native
 
 LIMIT = 25.0  # ns an id
@@ -49,7 +49,9 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"the library is {'not ' if native.library() is None else ''}compiled; {options.rows} rows cached; ns per id")
+    print(
+        f"the library is {'not ' if native.load_native_library() is None else ''}compiled; {options.rows} rows cached; ns per id"
+    )
     quiet = QuietRuns()
     figures = known(options.rows, options.batches, options.ids, quiet)
     coming(options.rows, options.width)
@@ -117,9 +119,9 @@ def coming(rows: int, width: int) -> None:
             ticket = cache.prefetch(torch.from_numpy(ids))
             times.append(time.perf_counter_ns() - begun)
             cache.begin(ticket, step)
-            cache.trained(ticket)
+            cache.end_trained(ticket)
         stats = cache.stats
-        came = stats.new - rows
+        came = stats.created - rows
         print(
             f"{policy:8}{sum(times) / came / 1e3:24.2f}{max(times) / 1e6:12.1f}   {came} new, {stats.evicted} evicted,"
             f" {stats.written} written",
@@ -153,7 +155,7 @@ def _begun(cache: RowCache, batch: Tensor, step: int) -> float:
     ticket = cache.prefetch(batch)
     begun = time.perf_counter_ns()
     cache.begin(ticket, step)
-    cache.trained(ticket)
+    cache.end_trained(ticket)
     return time.perf_counter_ns() - begun
 
 
@@ -178,9 +180,9 @@ class _Nothing(RowStore):
     def state(self) -> StoreState:
         return StoreState(0, None)
 
-    def join(self, part: RunPart) -> None: ...
+    def join_run(self, part: StoreIdentity) -> None: ...
 
-    def settle(self, version: int) -> None: ...
+    def recover(self, version: int) -> None: ...
 
     def read(self, table: str, keys: Keys) -> tuple[Records, np.ndarray]:
         return np.empty((len(keys), self._width), np.uint8), np.zeros(len(keys), bool)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from benchmarks.figures import Figure, add_options, save
 from benchmarks.llm_step_time import Language, batches_of
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies import AutoLLMPipelineStrategy, LLMPipelineStrategy
 
 QUIET: dict[str, Any] = {

@@ -26,10 +26,10 @@ from torch import nn
 from benchmarks.figures import Figure, add_options, at_least, quartiles, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.llm.run.runner import PipelineRunner
-from lightning_pipe.llm.schedules.bubble import StepBubble, measure_step, summarize
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import actions_of, simulate
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
+from lightning_pipe.llm.schedules.bubble import StepBubble, measure_bubble, summarize_bubble
+from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.llm.schedules.timed_stage import median_durations
 
 TARGET = 0.96
@@ -39,7 +39,7 @@ TARGET = 0.96
 class Schedule:
     """A running schedule and its measurements."""
 
-    runner: PipelineRunner
+    runner: ScheduleRunner
     stages: dict[int, nn.Module]
     times: list[float] = field(default_factory=list)
     events: list[Bar] = field(default_factory=list)
@@ -91,7 +91,7 @@ def main() -> None:
     ranks, count = dist.get_world_size(), options.micro_batches
     inputs = make_micro_batches(count, options.rows, options.length)
     at_work = {name: Schedule(*make_runner(name, options.width, options.layers)) for name in options.schedules}
-    actions = {name: actions_of(SCHEDULES[name], ranks, count) for name in at_work}
+    actions = {name: list_compute_actions(SCHEDULES[name], ranks, count) for name in at_work}
     for repetition in range(options.repetitions + 1):
         for name, schedule in at_work.items():
             seconds, _ = step(schedule, inputs, record=False)
@@ -100,7 +100,7 @@ def main() -> None:
             if repetition:  # the first one creates the schedules and touches memory
                 schedule.times.append(max(times))
                 schedule.events += [event for row in noted for event in row]
-                schedule.bubbles.append(measure_step(noted, actions[name]))
+                schedule.bubbles.append(measure_bubble(noted, actions[name]))
     figures: list[Figure] = []
     if dist.get_rank() == 0:
         print(
@@ -116,17 +116,17 @@ def main() -> None:
             bound = simulate(actions[name], durations)  # type: ignore[arg-type]
             measured = statistics.median(schedule.times)
             ratios = [
-                (bubble.bound or 0) / step_time
+                (bubble.simulated_step or 0) / step_time
                 for bubble, step_time in zip(schedule.bubbles, schedule.times, strict=True)
             ]
             ratio = statistics.median(ratios)
             title = f"LLM bound of its own actions / step, {name}, m = {count}"
             figures.append(at_least(title, ratio, TARGET, quartiles(ratios)))
             forward = statistics.median(duration for (_, kind), duration in durations.items() if kind == "forward")
-            medians = summarize(SCHEDULES[name], count, schedule.bubbles).medians
+            medians = summarize_bubble(SCHEDULES[name], count, schedule.bubbles).medians
             lost = "; ".join(
                 f"{rank}: "
-                + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.other, row.done))
+                + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.overhead, row.wait_end))
                 for rank, row in enumerate(medians.ranks)
             )
             print(

@@ -24,8 +24,8 @@ from benchmarks.figures import Figure, add_options, at_least, interval, save
 from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.llm_step_time import Decoder
-from lightning_pipe.llm.run.runner import StageInputs
-from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.run.schedule_runner import StageInputs
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 
 TARGET = 0.90
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from benchmarks.figures import Figure, add_options, save
 from benchmarks.forward_bytes import ForwardBytes
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import actions_of, simulate
+from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 
 KINDS = ("forward", "backward", "input_backward", "weight_backward")
 MEBIBYTE = 2**20
@@ -64,16 +64,16 @@ def main() -> None:
     for name in options.schedules:
         measurements: list[Any] = [None] * ranks
         dist.all_gather_object(measurements, measure(name, options))
-        actions = actions_of(SCHEDULES[name], ranks, options.micro_batches)
+        actions = list_compute_actions(SCHEDULES[name], ranks, options.micro_batches)
         even = {(action.stage_index, kind): 1.0 for row in actions.values() for action in row for kind in KINDS}
         timeline = simulate(actions, even)  # type: ignore[arg-type]
-        ratios = [count / timeline.peak_live(rank) for rank, (count, *_) in enumerate(measurements)]
+        ratios = [count / timeline.peak_live_microbatches(rank) for rank, (count, *_) in enumerate(measurements)]
         title = f"LLM micro-batches held / simulated, {name}, m = {options.micro_batches}, worst rank"
         figures.append(Figure(title, max(ratios), "ratio", (min(ratios), max(ratios))))
         if dist.get_rank() == 0:
             for rank, (count, most, each, peak) in enumerate(measurements):
                 print(
-                    f"{name if rank == 0 else '':<24}{rank:>5}{count:>6}{timeline.peak_live(rank):>11}"
+                    f"{name if rank == 0 else '':<24}{rank:>5}{count:>6}{timeline.peak_live_microbatches(rank):>11}"
                     f"{most / MEBIBYTE:>13.2f}{most / each:>10.2f}{peak / MEBIBYTE:>8.2f}",
                     flush=True,
                 )

@@ -15,15 +15,15 @@ from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
-from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
-from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.by_name import split_at
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_at
 
 
-def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dict[int, nn.Module]]:
+def make_runner(name: str, width: int, layers: int) -> tuple[ScheduleRunner, dict[int, nn.Module]]:
     """This rank's part of a pipeline over all ranks with an equal number of layers per stage, and its stages."""
     spec, ranks = find_schedule(name), dist.get_world_size()
-    count = ranks * count_stages(spec, ranks)
+    count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(width, layers)
     config = derive_config(model)
@@ -39,7 +39,7 @@ def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dic
     }
     group = dist.group.WORLD
     assert group is not None
-    return PipelineRunner(stages, count, spec, group, torch.device("cpu"), shapes), stages
+    return ScheduleRunner(stages, count, spec, group, torch.device("cpu"), shapes), stages
 
 
 def make_micro_batches(count: int, rows: int, length: int) -> list[StageInputs]:

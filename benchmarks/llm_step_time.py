@@ -28,8 +28,8 @@ from benchmarks.figures import Figure, add_options, at_most, median_ratio, save
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.stage_module import make_stage
-from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 from lightning_pipe.strategies import LLMPipelineStrategy, PipelineModule
 
 VOCABULARY = 256
@@ -96,7 +96,7 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
 def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Step times in seconds and losses of the bare loop."""
     spec, ranks = find_schedule(name), dist.get_world_size()
-    count = ranks * count_stages(spec, ranks)
+    count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(options.width, options.layers)
     config = derive_config(model)

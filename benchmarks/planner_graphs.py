@@ -24,7 +24,7 @@ from itertools import repeat
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import SWPipeline
-from lightning_pipe.engine.planning.plan_choice import fastest, most_found
+from lightning_pipe.engine.planning.plan_choice import choose_plan, max_generated_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 def _run_graph(graph: Graph, quiet: QuietRuns, options: argparse.Namespace) -> list[float]:
     """Run a graph, print its row, and return the relative error of the simulation of each plan."""
-    every = [graph.serial_plan(), *graph.variants(keep=most_found(options.rounds))]
+    every = [graph.serial_plan(), *graph.variants(keep=max_generated_plans(options.rounds))]
     plans = {plan.name: plan for plan in every}
     disturbed_before = quiet.disturbed
     times: dict[str, list[float]] = {name: [] for name in plans}
@@ -75,7 +75,7 @@ def _run_graph(graph: Graph, quiet: QuietRuns, options: argparse.Namespace) -> l
                 times[name].append(quiet.run(partial(_seconds, pipeline, options.iterations)))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     simulated = {name: simulate(plan, graph.costs, graph.machine).seconds_per_iteration for name, plan in plans.items()}
-    chosen = fastest(times, ["serial"])
+    chosen = choose_plan(times, ["serial"])
     row = [f"{seconds * 1e3:.2f}" for seconds in (simulated[chosen], medians[chosen])]
     row += [f"{medians[chosen] / simulated[chosen] - 1:.1%}", f"{medians['serial'] * 1e3:.2f}"]
     row.append(str(quiet.disturbed - disturbed_before))

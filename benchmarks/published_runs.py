@@ -17,15 +17,15 @@ import torch
 import yaml
 
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint, measure_footprints
-from lightning_pipe.llm.measure.rank_memory import Sharing, estimate_memory
+from lightning_pipe.llm.measure.rank_memory import ShardCounts, estimate_memory
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import actions_of
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
-from lightning_pipe.strategies.language_model.stage_choice import layers_of, profiled
-from lightning_pipe.strategies.language_model.stage_estimate import estimate, precision_plugin
+from lightning_pipe.strategies.language_model.stage_choice import get_or_derive_config, measure_pieces
+from lightning_pipe.strategies.language_model.stage_estimate import estimate_schedule, make_precision_plugin
 
 DATA = Path(__file__).with_suffix(".yaml")
 _WIDTH = 2  # bytes of a parameter of the measured model, in bfloat16
@@ -60,7 +60,7 @@ class Run:
         return tokens
 
     @functools.cached_property
-    def footprints(self) -> Pieces[Footprint]:
+    def footprints(self) -> PieceResults[Footprint]:
         """Footprints of a micro-batch, not shared with other ranks."""
         return footprints(
             yaml.dump(self.model), *(self.options.get(option) for option in ("rows", "length", "recompute"))
@@ -79,9 +79,9 @@ class Run:
     @functools.cached_property
     def prediction(self) -> SchedulePrediction:
         """Estimate of a step."""
-        none = Pieces.of(lambda piece: 0, self.footprints)
+        none = PieceResults.map(lambda piece: 0, self.footprints)
         pieces = replace(self.footprints, layers=tuple(map(self._slowed, self.footprints.layers)))
-        return estimate(self.candidate, self.options.get("pp", 1), pieces, none)
+        return estimate_schedule(self.candidate, self.options.get("pp", 1), pieces, none)
 
     def _slowed(self, layer: Footprint) -> Footprint:
         """Layer whose causal attention counts ``attention`` times, as products in Float8 are faster."""
@@ -96,15 +96,15 @@ class Run:
         """Bytes of the rank that needs most."""
         sizes, candidate = self.bytes_of, self.candidate
         assert sizes is not None
-        layers = Pieces.of(lambda piece: self._share(piece, sizes["compute"]), self.footprints)
-        ends = Pieces.of(lambda piece: self._share(piece, sizes["ends"]), self.footprints)
+        layers = PieceResults.map(lambda piece: self._share(piece, sizes["compute"]), self.footprints)
+        ends = PieceResults.map(lambda piece: self._share(piece, sizes["ends"]), self.footprints)
         size, keeps = self.options.get("pp", 1), sizes.get("messages", True)
         rank_memories = estimate_memory(
-            actions_of(candidate.spec, size, candidate.num_microbatches, candidate.stages_per_rank),
+            list_compute_actions(candidate.spec, size, candidate.num_microbatches, candidate.stages_per_rank),
             candidate.layers_per_stage,
-            Pieces(ends.empty, ends.input, layers.layers, ends.output),
-            Pieces.of(lambda piece: self._states(piece, sizes["compute"]), self.footprints),
-            sharing=Sharing(shard=self.options.get("shard", 1)),
+            PieceResults(ends.empty, ends.input, layers.layers, ends.output),
+            PieceResults.map(lambda piece: self._states(piece, sizes["compute"]), self.footprints),
+            sharing=ShardCounts(shard=self.options.get("shard", 1)),
             keeps_messages=keeps,
         )
         return max(rank_memory.total - (0 if keeps else rank_memory.messages) for rank_memory in rank_memories)
@@ -173,7 +173,7 @@ class Run:
 
 
 @functools.cache
-def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pieces[Footprint]:
+def footprints(model: str, rows: int, length: int, recompute: bool | None) -> PieceResults[Footprint]:
     """Footprints of the pieces of a model, given as YAML, for one micro-batch on one rank."""
     config = yaml.safe_load(model)
     count, first = config.pop("layers"), config.get("first_k_dense_replace", 0)
@@ -193,7 +193,7 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
     attention = "eager" if config["model_type"] == "gpt2" else None
     module, precision = (
         HFCausalLM(config, attention=attention, chunk_tokens=rows * length),
-        precision_plugin("bf16-true"),
+        make_precision_plugin("bf16-true"),
     )
     with precision.module_init_context(), parameters_on_meta():
         module.configure_model()
@@ -201,7 +201,7 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
     settings = LLMPipelineStrategy("gpipe", num_microbatches=1, activation_checkpoint=checkpoint).settings(1)
     tokens = torch.zeros(rows, length, dtype=torch.long)
     item = {"input_ids": tokens, "labels": tokens}
-    measured = profiled(measure_footprints, module, layers_of(module), settings, precision, item)
+    measured = measure_pieces(measure_footprints, module, get_or_derive_config(module), settings, precision, item)
     last = measured.output.operations
     # The loss of HFCausalLM computes the head's product again in the backward; the published runs do not.
     output = replace(measured.output, operations=last._replace(backward=last.backward - last.forward))

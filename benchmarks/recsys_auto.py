@@ -45,7 +45,7 @@ from examples.recsys_movielens.model import MovieLensDLRM
 from lightning_pipe.engine import PipelinePlan, SWPipeline, TrainingContext
 from lightning_pipe.loops.programs.auto_program import PlanChoice
 from lightning_pipe.loops.programs.program import TrainingProgram
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.strategies import RecsysPipelineStrategy
 
 BY_HAND = ("serial", "base", "prefetch")

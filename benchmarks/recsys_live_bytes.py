@@ -40,7 +40,7 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.recsys_model import Batch, batches, ours
-from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.sharding.shard_model import ShardedModel
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 PLANS = ("base", "prefetch", "early_prefetch", "fused_sparse_dist")

@@ -17,7 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.streamable import Pipelineable
 
-from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding.shard_model import ShardedModel, shard_model
 
 
 @dataclass

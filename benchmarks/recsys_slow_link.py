@@ -240,7 +240,7 @@ class Race:
         serial = self._by_hand["serial"]
         task_seconds, beside = serial.own_times()
         by_hand = [arm.pipeline.pipeline.plan for arm in self._by_hand.values()]
-        plans = propose_plans(by_hand, task_seconds, beside, max_in_flight=3, peers=True, device=CPU, keep=1)
+        plans = propose_plans(by_hand, task_seconds, beside, max_in_flight=3, peers=True, device=CPU, max_plans=1)
         return self._workload.of_ours(plans[0]) if plans else None
 
 

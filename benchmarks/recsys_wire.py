@@ -27,8 +27,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
 from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches, forever, seed_tables
 from benchmarks.traffic import recorded_traffic
-from lightning_pipe.recsys.modules.ids_on_wire import narrowed
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.modules.ids_on_wire import narrow_ids
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 # Types of embeddings and gradients, and of ids, and whether each id is sent once.
@@ -105,7 +105,7 @@ def pipeline(
 def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:
     """Nanoseconds per id of the conversions to int32 and back, for each repetition."""
     measurements = []
-    for run in (partial(narrowed, ids), narrowed(ids).long):
+    for run in (partial(narrow_ids, ids), narrow_ids(ids).long):
         nanoseconds = []
         for _ in range(repetitions):
             start = time.perf_counter()

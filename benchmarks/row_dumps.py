@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.dynamic_embeddings import AHEAD, Arm, Ids, batch
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.folder_writing import write_folder, write_in_background
+from lightning_pipe.checkpoints.folder_writing import write_checkpoint, write_checkpoint_in_background
 
 PARTS = ("commit", "checkpoint")
 
@@ -127,9 +127,9 @@ class Run:
         elif part == "commit":
             dumped.commit()
         elif behind:
-            write_in_background(self.saves, path, state, {}, dumped)
+            write_checkpoint_in_background(self.saves, path, state, {}, dumped)
         else:
-            write_folder(path, state, {}, dumped)
+            write_checkpoint(path, state, {}, dumped)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Rocks:
 
     def __init__(self, folder: Path, width: int, **options: Any) -> None:
         self._store = RocksDbStore(folder, {TABLE: width}, **options)
-        self._store.settle(self._store.state.committed)
+        self._store.recover(self._store.state.committed)
 
     def read(self, keys: Keys) -> Records:
         records, present = self._store.read(TABLE, keys)

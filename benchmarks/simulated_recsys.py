@@ -255,7 +255,7 @@ def all_busy() -> float:
 def choose(costs: dict[str, TaskCost], machine: Machine) -> PipelinePlan:
     """Best plan that the planner finds for these costs. Both ranks have equal costs, and so find the same plan."""
     by_hand = hand_written_plans(recsys_tasks())
-    (best,) = recsys_variants(by_hand, costs, machine, max_in_flight=3, keep=1)
+    (best,) = recsys_variants(by_hand, costs, machine, max_in_flight=3, max_plans=1)
     return best
 
 

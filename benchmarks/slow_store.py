@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
 
 __all__ = ["SlowStore"]
 
@@ -38,11 +38,11 @@ class SlowStore(RowStore):
     def state(self) -> StoreState:
         return self._store.state
 
-    def join(self, part: RunPart) -> None:
-        self._store.join(part)
+    def join_run(self, part: StoreIdentity) -> None:
+        self._store.join_run(part)
 
-    def settle(self, version: int) -> None:
-        self._store.settle(version)
+    def recover(self, version: int) -> None:
+        self._store.recover(version)
 
     def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
         if len(keys):

@@ -52,7 +52,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from benchmarks.figures import Figure, add_options, at_most, interval, median_ratio, save
 from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from lightning_pipe.strategies import RecsysPipelineStrategy
 

@@ -37,7 +37,7 @@ class Untraced(Executor):
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
         with self.streams.named(stream):
             op.fn(slot.ctx)
-            if op.records:
+            if op.records_event:
                 self.streams.record(slot.events[op.index])
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import PlanError, TaskSpan
-from lightning_pipe.engine.planning.network import CollectiveKind, Message
+from lightning_pipe.engine.planning.network import Collective, CollectiveKind
 
 __all__ = ["Exchange", "SerialTimes", "TaskRun", "recorded_traffic", "serial_times", "task_runs"]
 
@@ -161,7 +161,7 @@ class SerialTimes:
 
     seconds: Mapping[str, float]
     waits: Mapping[str, float]
-    sent: Mapping[str, Message]
+    sent: Mapping[str, Collective]
 
 
 def serial_times(ranks: Sequence[Sequence[TaskRun]], *, helpers: float = 0.0) -> SerialTimes:
@@ -193,6 +193,6 @@ def serial_times(ranks: Sequence[Sequence[TaskRun]], *, helpers: float = 0.0) ->
         waits[name] = statistics.median(min(run.wait for run in runs) for runs in every)
         kind = every[0][0].kind
         if kind is not None:
-            sent[name] = Message(kind, statistics.fmean(run.bytes for runs in every for run in runs))
+            sent[name] = Collective(kind, statistics.fmean(run.bytes for runs in every for run in runs))
     idle = max(0.0, 1 - helpers / sum(waits.values())) if any(waits.values()) else 1.0
     return SerialTimes(seconds, {name: idle * wait for name, wait in waits.items()}, sent)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.strategies.base import DistributedStrategy
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
@@ -113,7 +113,7 @@ class ReportToRay(Checkpoint):
 
 
 def _together(check: Callable[[], None], failed: str) -> None:
-    on_all_ranks(check, failed, dist.group.WORLD if dist.is_initialized() else None)
+    run_on_all_ranks(check, failed, dist.group.WORLD if dist.is_initialized() else None)
 
 
 def _check(trainer: pl.Trainer) -> None:

@@ -55,10 +55,10 @@ FAULTS = [
     ),
     Fault("pipe/gradients.py", "gradient + total if dense_last else ", "", "pipe/test_gradients.py"),
     Fault(
-        "engine/planning/shares.py",
+        "engine/planning/contiguous_partition.py",
         "if most_even else [-end, *ends]",
         "if most_even else [end, *ends]",
-        "engine/planning/test_shares.py",
+        "engine/planning/test_contiguous_partition.py",
     ),
     Fault(
         "loops/data/resumable_loader.py",
@@ -98,10 +98,10 @@ FAULTS = [
         "recsys/tasks/test_task_list.py::test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again",
     ),
     Fault(
-        "engine/ranks/exchanges.py",
+        "engine/ranks/gloo_all_to_all.py",
         "_wait(works, timeout)\n        return",
         "pass\n        return",
-        "engine/ranks/test_exchanges.py::test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed",
+        "engine/ranks/test_gloo_all_to_all.py::test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed",
     ),
     Fault(
         "engine/runtime/executor.py",
@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "recsys/dynamic/tables/sharded_tables.py",
-        "        record_use(slots)\n",
+        "        record_stream(slots)\n",
         "",
         "scenarios/streams/test_recsys_streams.py::test_nothing_is_found_under_any_plan",
     ),

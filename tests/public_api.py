@@ -19,7 +19,7 @@ KEPT = Path(__file__).with_suffix(".txt")
 
 def lines() -> Iterator[str]:
     """One for each name that is public, and for each method and property of a public class."""
-    from lightning_pipe.llm.schedules.named import SCHEDULES
+    from lightning_pipe.llm.schedules.specs import SCHEDULES
     from lightning_pipe.recsys import PLANS
     from lightning_pipe.strategies.registry import STRATEGIES
 

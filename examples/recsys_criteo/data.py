@@ -35,7 +35,7 @@ def collator(table_rows: int) -> JaggedCollator:
         DEFAULT_INT_NAMES,
         DEFAULT_LABEL_NAME,
         defaults=dict.fromkeys([*DEFAULT_CAT_NAMES, *DEFAULT_INT_NAMES], 0),
-        batch=partial(_batch, table_rows),
+        make_batch=partial(_batch, table_rows),
     )
 
 

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunction as function_modes_disabled
 
-__all__ = ["SAME_OPERATIONS", "attend", "attend_backward", "balanced_ring", "function_modes_disabled"]
+__all__ = [
+    "SAME_FLOPS_OPERATORS",
+    "attend",
+    "attend_backward",
+    "function_modes_disabled",
+    "use_balanced_ring_attention",
+]
 
 aten = torch.ops.aten
 _LENGTH = 2  # of (rows, heads, length, width)
@@ -20,14 +26,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _SUMS = 32
 
 # Operators that PyTorch's counts of operations lack, mapped to operators with the same number of operations.
-SAME_OPERATIONS = {
+SAME_FLOPS_OPERATORS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
 
 @contextmanager
-def balanced_ring(dtype: torch.dtype) -> Generator[tuple[Any, Any]]:
+def use_balanced_ring_attention(dtype: torch.dtype) -> Generator[tuple[Any, Any]]:
     """PyTorch's ring and its backward, with the process-wide options that balanced chunks need, restored afterwards."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 

@@ -47,26 +47,26 @@ __all__ = [
     "SignalConnector",
     "Sync",
     "TrainingEpochLoop",
-    "accumulates",
-    "after_transfer",
-    "as_class",
     "batch_sizes",
-    "before_resumption",
+    "call_on_after_batch_transfer",
+    "copy_as_subclass",
+    "disable_distributed_sampler",
+    "discard_logged_values",
     "find_last_at_urls",
-    "keep_order_of_loaders",
-    "loaders_of",
-    "logged_values_discarded",
-    "moved_with_hooks",
+    "get_combined_loader",
+    "has_val_time_interval",
+    "hide_combined_loader",
+    "install_resume_check",
+    "is_accumulating",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
     "set_sampler_epoch",
+    "strategy_timeout",
     "sync_batch_norm",
-    "tear_down",
-    "timeout_of",
+    "teardown_trainer",
     "training_loader",
-    "validates_by_time",
-    "without_loaders",
+    "transfer_batch_with_hooks",
     "wrapped_sampler",
 ]
 
@@ -74,7 +74,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def as_class(present: Any, kind: type[T]) -> T:
+def copy_as_subclass(present: Any, kind: type[T]) -> T:
     """Instance of the subclass *kind* with the attributes of *present*, which other code may hold already."""
     if isinstance(present, kind):
         return present
@@ -89,7 +89,7 @@ class SignalConnector(_SignalConnector):
     @classmethod
     def install(cls, trainer: pl.Trainer) -> Self:
         """Replace the trainer's signal connector, and return the new one."""
-        trainer._signal_connector = connector = as_class(trainer._signal_connector, cls)
+        trainer._signal_connector = connector = copy_as_subclass(trainer._signal_connector, cls)
         return connector
 
     def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
@@ -107,12 +107,12 @@ class SignalConnector(_SignalConnector):
         self.on_sigterm(signum, frame)
 
 
-def timeout_of(strategy: Any) -> timedelta:
+def strategy_timeout(strategy: Any) -> timedelta:
     """Time limit of the collectives of one of Lightning's strategies for several processes."""
     return strategy._timeout or timedelta(minutes=30)
 
 
-def keep_order_of_loaders(trainer: pl.Trainer) -> None:
+def disable_distributed_sampler(trainer: pl.Trainer) -> None:
     """Make the trainer install no distributed sampler."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
@@ -122,12 +122,12 @@ def training_loader(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop._data_source.dataloader()
 
 
-def moved_with_hooks(module: pl.LightningModule, batch: Any, device: torch.device) -> Any:
+def transfer_batch_with_hooks(module: pl.LightningModule, batch: Any, device: torch.device) -> Any:
     """Batch on a device, after all three transfer hooks."""
     return module._apply_batch_transfer_handler(batch, device)
 
 
-def after_transfer(module: pl.LightningModule, batch: Any, dataloader_idx: int) -> Any:
+def call_on_after_batch_transfer(module: pl.LightningModule, batch: Any, dataloader_idx: int) -> Any:
     """Result of the hook ``on_after_batch_transfer`` of the module or its data module."""
     return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
@@ -155,7 +155,7 @@ def _find_last(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> s
     return paths if isinstance(file_system, LocalFileSystem) else {file_system.unstrip_protocol(path) for path in paths}
 
 
-def before_resumption(trainer: pl.Trainer, check: Callable[[object], None]) -> None:
+def install_resume_check(trainer: pl.Trainer, check: Callable[[object], None]) -> None:
     """Call *check* with the path of the checkpoint, None without one, before the trainer reads it."""
     connector = trainer._checkpoint_connector
     if not isinstance(connector.resume_start, partial):
@@ -169,13 +169,13 @@ def _checked(
     resume(path, *more, **named)
 
 
-def accumulates(loop: TrainingEpochLoop) -> bool:
+def is_accumulating(loop: TrainingEpochLoop) -> bool:
     """Return True between two optimizer steps, if gradients of several batches are accumulated."""
     return bool(loop.batch_progress.current.ready and loop._should_accumulate())
 
 
 @contextmanager
-def logged_values_discarded(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def discard_logged_values(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Context in which ``training_step`` may be called between two batches, and values that it logs are discarded."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     before = loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name
@@ -188,13 +188,13 @@ def logged_values_discarded(trainer: pl.Trainer, module: pl.LightningModule) -> 
         loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name = before
 
 
-def loaders_of(loop: EvaluationLoop | FitLoop | PredictionLoop) -> CombinedLoader | None:
+def get_combined_loader(loop: EvaluationLoop | FitLoop | PredictionLoop) -> CombinedLoader | None:
     """Dataloaders of a loop; None before they are set up."""
     return loop._combined_loader
 
 
 @contextmanager
-def without_loaders(loop: FitLoop) -> Iterator[None]:
+def hide_combined_loader(loop: FitLoop) -> Iterator[None]:
     """Context in which a loop has no dataloaders."""
     loader, loop._combined_loader = loop._combined_loader, None
     try:
@@ -203,12 +203,12 @@ def without_loaders(loop: FitLoop) -> Iterator[None]:
         loop._combined_loader = loader
 
 
-def validates_by_time(trainer: pl.Trainer) -> bool:
+def has_val_time_interval(trainer: pl.Trainer) -> bool:
     """Return True if ``val_check_interval`` is a time."""
     return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
 
 
-def tear_down(trainer: pl.Trainer) -> None:
+def teardown_trainer(trainer: pl.Trainer) -> None:
     """End a trainer's loops, strategy and signal handlers, as after an error."""
     trainer._teardown()
 

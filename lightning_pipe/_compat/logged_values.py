@@ -29,7 +29,7 @@ _REDUCTIONS: dict[str, Any] = {"torch.mean": torch.mean, "torch.max": torch.max,
 Accumulated = list[tuple[ResultMetric, Any, Any, Any, bool]]
 
 
-def accumulated(results: ResultCollection) -> Accumulated:
+def snapshot_results(results: ResultCollection) -> Accumulated:
     """Return the present values of *results* without copies: Lightning does not change their tensors in place."""
     return [
         (metric, metric.value, getattr(metric, "cumulated_batch_size", None), metric._forward_cache, metric.has_reset)
@@ -37,7 +37,7 @@ def accumulated(results: ResultCollection) -> Accumulated:
     ]
 
 
-def pack(loop: Any) -> dict[str, Any]:
+def get_logged_values_state(loop: Any) -> dict[str, Any]:
     """Return the logged values of this rank for a checkpoint: text, numbers and tensors on the CPU."""
     trainer: pl.Trainer = loop.trainer
     connector = trainer._logger_connector
@@ -50,7 +50,7 @@ def pack(loop: Any) -> dict[str, Any]:
         for name in _LATEST
     }
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
-    values = loop.values_before_batch if again else accumulated(loop._results)
+    values = loop.values_before_batch if again else snapshot_results(loop._results)
     entries = [_packed(again, *value) for value in values]
     reasons = {stopping.stopping_reason for stopping in _early_stopping(trainer)} - {EarlyStoppingReason.NOT_STOPPED}
     return {
@@ -111,7 +111,7 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def reshard_logged_values(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Logged values for a rank; another number of ranks than wrote them gets equal shares."""
     stopped = any(packed["stopped"] for packed in ranks)
     if len(ranks) == rank_count:
@@ -134,7 +134,7 @@ def values_of_rank(rank: int, rank_count: int, ranks: Sequence[dict[str, Any]]) 
     return {**ranks[0], "epoch": shares, "stopped": stopped}
 
 
-def restore(loop: Any, packed: dict[str, Any]) -> None:
+def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     """Restore the result of :func:`pack`."""
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
@@ -142,7 +142,7 @@ def restore(loop: Any, packed: dict[str, Any]) -> None:
         getattr(trainer._logger_connector, name).update(_on(device, packed["latest"][name]))
     for entry in packed["epoch"]:
         _restore(loop._results, entry, trainer, device)
-    loop.values_before_batch = accumulated(loop._results)
+    loop.values_before_batch = snapshot_results(loop._results)
     stops = bool(packed["stopped"] and _early_stopping(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current
     finished = epochs.ready == epochs.processed
@@ -214,12 +214,12 @@ def reductions_of(metric: Metric) -> dict[str, Any]:
     return metric._reductions
 
 
-def has_result(metric: Metric) -> bool:
+def is_metric_computed(metric: Metric) -> bool:
     """Return True if a metric has a result since its last update, which ``compute`` would return again."""
     return metric._computed is not None
 
 
-def compute_anew(metric: Metric) -> None:
+def clear_cached_result(metric: Metric) -> None:
     """Make the next ``compute`` of a metric combine the states of all ranks."""
     metric._computed = None
 

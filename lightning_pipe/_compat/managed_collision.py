@@ -24,7 +24,7 @@ _MAPS = "_managed_collision_collection._managed_collision_modules"
 _STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
 
 
-class EnumeratorOfAnyMap(EmbeddingEnumerator):
+class IdMapEnumerator(EmbeddingEnumerator):
     """Enumerator that takes maps for any number of ranks: sharding makes a new map with a bucket for each rank."""
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
@@ -33,30 +33,30 @@ class EnumeratorOfAnyMap(EmbeddingEnumerator):
         return super()._get_num_buckets(parameter, module)
 
 
-def maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
+def id_maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
     """Maps of an unsharded managed-collision module, by the name of their table."""
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def id_maps_in(name: str, module: nn.Module) -> Iterator[ManagedMap]:
+def sharded_id_maps(name: str, module: nn.Module) -> Iterator[IdMapShard]:
     """Maps of a sharded module; none without managed collision."""
     for inner, child in module.named_modules():
         if isinstance(child, MCHManagedCollisionModule):
-            yield ManagedMap(".".join(part for part in (name, inner) if part), child)
+            yield IdMapShard(".".join(part for part in (name, inner) if part), child)
 
 
-def is_of_map(name: str) -> bool:
+def is_id_map_entry(name: str) -> bool:
     """Return True if a state dict's entry belongs to the maps of a module."""
     return f".{_MAPS}." in f".{name}"
 
 
-def name_of_map(weight: str) -> str:
+def id_map_name(weight: str) -> str:
     """Name of the map of a table, whose parameter has the name *weight*."""
     module, _, table = weight.rpartition("._embedding_module.") if "._embedding_module." in weight else ("", "", weight)
     return ".".join(part for part in (module, _MAPS, table.split(".")[-2]) if part)
 
 
-class ManagedMap:
+class IdMapShard:
     """This rank's part of the map of a table: rows from *begin* up to *end*."""
 
     def __init__(self, name: str, module: MCHManagedCollisionModule) -> None:
@@ -141,15 +141,15 @@ class ManagedMap:
         filled = module._current_history_buffer_offset = window["ids"].numel()
         module._input_history_buffer_size = size
 
-        def room(values: Tensor) -> Tensor:
+        def pad_to_size(values: Tensor) -> Tensor:
             buffer = torch.zeros(max(0, size), dtype=torch.int64, device=module.device)
             buffer[:filled] = values
             return buffer
 
-        module._history_accumulator = room(window["ids"])
+        module._history_accumulator = pad_to_size(window["ids"])
         for name, _, is_history in module._eviction_policy.metadata_info:
             if is_history:
-                module.register_buffer(f"_history_{name}", room(window[name]), persistent=False)
+                module.register_buffer(f"_history_{name}", pad_to_size(window[name]), persistent=False)
                 module._history_metadata[name] = module.get_buffer(f"_history_{name}")
 
     def _of_policy(self) -> list[str]:

@@ -28,15 +28,15 @@ __all__ = [
     "ForwardSchedule",
     "RuntimeSchedule",
     "Schedule",
+    "copy_view_outputs",
     "forget_batch",
-    "make_detachable",
-    "part_overlapped",
     "ranks_by_stage",
+    "register_overlapped_fb_function",
     "run_microbatches",
-    "run_overlapped",
+    "set_actions",
+    "split_overlapped_actions",
     "stage_backward_input",
     "stage_backward_weight",
-    "take_actions",
 ]
 
 _BACKWARDS = (ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_INPUT)
@@ -65,7 +65,9 @@ def _stages_of(schedule: Any) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
-def run_overlapped(schedule: Any, run: Callable[[Any, Any, Callable[[], None], Callable[[], None]], None]) -> None:
+def register_overlapped_fb_function(
+    schedule: Any, run: Callable[[Any, Any, Callable[[], None], Callable[[], None]], None]
+) -> None:
     """Let *run* run the forward and the backward of a schedule's overlapped actions, which PyTorch runs one by one.
 
     A schedule with a function of its own for such actions keeps it. *run* is called with the stages of a forward and of
@@ -120,7 +122,7 @@ def _overlap(run: Callable[..., None], action: Action, context: Any) -> None:
         run(stages[forward.stage_index], stages[backward.stage_index], run_forward, run_backward)
 
 
-def make_detachable(stage: Any, microbatch: int) -> None:
+def copy_view_outputs(stage: Any, microbatch: int) -> None:
     """Replace outputs of a stage that are views by copies, before a backward for the inputs alone.
 
     PyTorch detaches the outputs in place after such a backward, which fails for a view, such as the output of a linear
@@ -134,13 +136,13 @@ def _not_a_view(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and is_view(value) else value
 
 
-def take_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:
+def set_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:
     """Let a schedule run these computations of each rank, to which PyTorch adds the communication."""
     schedule.pipeline_order = actions
     schedule._prepare_schedule_with_comms(actions)
 
 
-def part_overlapped(schedule: Any) -> None:
+def split_overlapped_actions(schedule: Any) -> None:
     """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
 
     PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
@@ -151,7 +153,7 @@ def part_overlapped(schedule: Any) -> None:
         rank: [part for action in row for part in (action.sub_actions or (action,) if action is not None else (None,))]
         for rank, row in schedule.pipeline_order.items()
     }
-    take_actions(schedule, parted)
+    set_actions(schedule, parted)
 
 
 def forget_batch(schedule: Schedule) -> None:

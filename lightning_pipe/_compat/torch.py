@@ -60,25 +60,25 @@ __all__ = [
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
+    "allow_empty_optimizers",
+    "allow_sizes_below_two",
     "backend_of",
     "default_store",
-    "device_of_to",
+    "device_from_to_args",
     "dispatch_mode_stack",
-    "empty_optimizers_allowed",
     "flatten_state_dict",
+    "foreach_mul_",
+    "foreach_norms",
     "forget_optimizers_in_backward",
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
     "gradient_buckets",
     "gradient_hooks",
-    "is_node_needed",
-    "is_profiler_at_work",
+    "group_timeout",
+    "is_profiler_enabled",
     "is_view",
-    "keep_in_cpp",
-    "looks_for_overflow",
-    "multiply_all",
-    "norms_of",
+    "leak_cpp_references",
     "optimizers_in_backward",
     "overflow_flags",
     "overloads_of",
@@ -95,15 +95,15 @@ __all__ = [
     "set_donated_buffers",
     "set_element",
     "set_optimizer_in_backward",
-    "sizes_below_two",
     "storage_key",
-    "timeout_of",
+    "supports_amp_scaling",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
     "version_counters_preserved",
+    "will_execute_node",
     "workers_wait",
 ]
 
@@ -122,7 +122,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
     return group._get_backend(device)
 
 
-def timeout_of(group: Any = None) -> timedelta:
+def group_timeout(group: Any = None) -> timedelta:
     """Time limit of a collective of *group* (default: the default group's). PyTorch has no function that returns it."""
     group = dist.distributed_c10d._get_default_group() if group is None else group
     limits = []
@@ -132,7 +132,7 @@ def timeout_of(group: Any = None) -> timedelta:
     return min(limits, default=dist.distributed_c10d.default_pg_timeout)
 
 
-def keep_in_cpp(tensors: list[torch.Tensor]) -> None:
+def leak_cpp_references(tensors: list[torch.Tensor]) -> None:
     """Add a C++ reference to each tensor that lasts until the process ends."""
     if tensors:
         # Leaked: the references must outlive the interpreter.
@@ -158,7 +158,7 @@ def fsspec_writer(url: str, **arguments: Any) -> Any:
     return FsspecWriter(url, **arguments)
 
 
-def is_profiler_at_work() -> bool:
+def is_profiler_enabled() -> bool:
     """Return True if PyTorch's profiler is on in any thread. The public API only covers the calling thread."""
     return profiler._is_profiler_enabled
 
@@ -175,7 +175,7 @@ def pop_dispatch_mode(mode: Any) -> None:
 
 
 @contextmanager
-def empty_optimizers_allowed() -> Generator[None, None, None]:
+def allow_empty_optimizers() -> Generator[None, None, None]:
     """Allow the user's optimizers without parameters, for ranks whose stages are all frozen; PyTorch rejects them."""
     make = torch.optim.Optimizer.__init__
 
@@ -190,17 +190,17 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
         torch.optim.Optimizer.__init__ = make  # type: ignore[method-assign]
 
 
-def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
+def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``GradScaler.step`` lets the optimizer itself skip steps after an overflow, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply tensors of one device and type in place, in one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
-def norms_of(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+def foreach_norms(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     """2-norm of each tensor of one device and type, in one kernel."""
     return torch._foreach_norm(tensors)
 
@@ -210,7 +210,7 @@ def overloads_of(operator: Any) -> Any:
     return operator._overloadpacket
 
 
-def device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
+def device_from_to_args(*args: Any, **kwargs: Any) -> torch.device | None:
     """Device that a call of ``nn.Module.to`` with these arguments names."""
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device
@@ -243,7 +243,7 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return key
 
 
-def is_node_needed(node: Any) -> bool:
+def will_execute_node(node: Any) -> bool:
     """Return True if the running backward will run this node of the graph."""
     return torch._C._will_engine_execute_node(node)
 
@@ -257,14 +257,14 @@ def set_donated_buffers(donated: bool) -> bool:
     return before
 
 
-def sizes_below_two() -> Any:
+def allow_sizes_below_two() -> Any:
     """Context in which an exported program can have sizes of 0 and 1: by default, they are at least 2."""
     return shape_options.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def compile_and_package(program: Any, file: str | Path) -> None:
     """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2."""
-    with sizes_below_two(), Path(file).open("wb") as package:
+    with allow_sizes_below_two(), Path(file).open("wb") as package:
         torch._inductor.aoti_compile_and_package(program, package_path=package)
 
 

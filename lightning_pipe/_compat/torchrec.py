@@ -23,18 +23,18 @@ leaf_module_names = tracing._get_leaf_module_names
 # ---------------------------------------------------------------------- features
 
 
-def put_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
+def set_kjt_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
     """Replace tensors of *features* in place, by name, and drop the cached jagged tensors of single features."""
     for name, tensor in tensors.items():
         setattr(features, f"_{name}", tensor)
     features._jt_dict = None
 
 
-def with_tensors(features: K, **tensors: Any) -> K:
-    """Shallow copy of *features* with tensors replaced as by :func:`put_tensors`."""
+def copy_with_tensors(features: K, **tensors: Any) -> K:
+    """Shallow copy of *features* with tensors replaced as by :func:`set_kjt_tensors`."""
     copied: K = object.__new__(type(features))  # equivalent to copy.copy, in half the time
     copied.__dict__.update(features.__dict__)
-    put_tensors(copied, **tensors)
+    set_kjt_tensors(copied, **tensors)
     return copied
 
 
@@ -47,7 +47,7 @@ def same_tensors(first: KeyedJaggedTensor, second: KeyedJaggedTensor) -> bool:
 # ---------------------------------------------------------------------- sharded modules
 
 
-def group_of(module: nn.Module) -> dist.ProcessGroup | None:
+def sharding_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Process group that a module is sharded over; None if the module has no such attribute."""
     return getattr(getattr(module, "_env", None), "process_group", None)
 
@@ -82,26 +82,26 @@ def tables_by_sharding(module: Any) -> list[list[tuple[int, int]]]:
     ]
 
 
-def take_over_means(module: Any) -> tuple[list[str], list[int]]:
+def disable_mean_pooling(module: Any) -> tuple[list[str], list[int]]:
     """Switch off the division of mean-pooled outputs of a ``ShardedEmbeddingBagCollection``."""
     module._has_mean_pooling_callback = False
     return module._embedding_names, module._embedding_dims
 
 
-def feature_processors(module: nn.Module) -> list[nn.Parameter]:
+def feature_processor_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters of the feature processors of a sharded module."""
     processors = getattr(module, "_feature_processors", None)
     return [] if processors is None else list(processors.parameters())
 
 
-def embeddings_in(module: Any) -> Any:
+def unwrap_embedding_module(module: Any) -> Any:
     """Embedding module in a managed-collision module; other modules are returned themselves."""
     return getattr(module, "_embedding_module", module)
 
 
 def lookups_of(module: Any) -> list[nn.Module]:
     """Lookups of a sharded module (or of its embedding module), one per sharding type, as the module's own list."""
-    lookups: list[nn.Module] = getattr(embeddings_in(module), "_lookups", [])
+    lookups: list[nn.Module] = getattr(unwrap_embedding_module(module), "_lookups", [])
     return lookups
 
 
@@ -118,14 +118,14 @@ def fast_kernel_of(lookup: Any) -> Any:
     return lookup._emb_modules[0].emb_module if alone else None
 
 
-def newest_lookup(kernel: Any) -> dict[str, Any]:
+def snapshot_lookup(kernel: Any) -> dict[str, Any]:
     """What an FBGEMM kernel with ``prefetch_pipeline`` keeps of its newest lookup, which its backward hook reads."""
     names = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
     return {name: getattr(kernel, name) for name in names if hasattr(kernel, name)}
 
 
 def restore_lookup(kernel: Any, newest: dict[str, Any]) -> None:
-    """Undo the effect of later lookups on :func:`newest_lookup`."""
+    """Undo the effect of later lookups on :func:`snapshot_lookup`."""
     for name, value in newest.items():
         setattr(kernel, name, value)
 
@@ -143,7 +143,7 @@ def cached_tables(model: nn.Module) -> list[str]:
 # ---------------------------------------------------------------------- input dists
 
 
-def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
+def create_input_dists_keeping_ids(module: Any, features: KeyedJaggedTensor) -> None:
     """Create the row-wise input dists of a sharded module, if it has none yet, such that ids are sent unchanged."""
     if not module._has_uninitialized_input_dist:
         return
@@ -157,7 +157,7 @@ def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
         input_dist._keep_original_indices = True
 
 
-def all_to_alls_of(module: nn.Module) -> list[KJTAllToAll]:
+def get_all_to_alls(module: nn.Module) -> list[KJTAllToAll]:
     """All-to-alls of the input dists of a sharded module. TorchRec creates them in the first ``input_dist`` call."""
     all_to_alls: dict[int, KJTAllToAll] = {}
     for child in module.modules():
@@ -168,8 +168,8 @@ def all_to_alls_of(module: nn.Module) -> list[KJTAllToAll]:
     return list(all_to_alls.values())
 
 
-def group_of_input_dist(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
-    """Process group of an all-to-all returned by :func:`all_to_alls_of`."""
+def all_to_all_group(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
+    """Process group of an all-to-all returned by :func:`get_all_to_alls`."""
     group: dist.ProcessGroup = all_to_all._pg
     return group
 

@@ -51,7 +51,7 @@ def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def no_initializers() -> Generator[None, None, None]:
+def skip_weight_init() -> Generator[None, None, None]:
     """Construct models without running initializers, and without tying weights."""
     from transformers.initialization import no_init_weights
 
@@ -60,7 +60,7 @@ def no_initializers() -> Generator[None, None, None]:
 
 
 @contextmanager
-def rows_of_one_document() -> Generator[None, None, None]:
+def disable_packed_sequence_detection() -> Generator[None, None, None]:
     """Make models without data take each row for one document: they would build masks that training does not have."""
     module: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
@@ -104,7 +104,7 @@ class Conversion:
 
 
 def conversions_of(
-    model: Any, names: Iterable[str], own_names: Iterable[str] | None = None
+    model: Any, names: Iterable[str], model_tensor_names: Iterable[str] | None = None
 ) -> tuple[list[Conversion], list[str]]:
     """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -114,7 +114,9 @@ def conversions_of(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    state: dict[str, Any] = dict.fromkeys(model.state_dict() if own_names is None else own_names, True)
+    state: dict[str, Any] = dict.fromkeys(
+        model.state_dict() if model_tensor_names is None else model_tensor_names, True
+    )
     conversions: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(names, key=dot_natural_key):
@@ -138,7 +140,7 @@ def conversions_of(
     return list(conversions.values()), unexpected
 
 
-def not_ignored(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
+def filter_ignored_keys(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
     """Remove the names that the model's class allows to be missing from files, or to be unexpected in them."""
     from transformers.utils.loading_report import LoadStateDictInfo
 

@@ -19,7 +19,7 @@ _WARNING = "Using `DistributedSampler` with the dataloaders"
 
 
 @contextmanager
-def uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
+def allow_uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
     """Context in which each row goes to one rank once, unless the strategy refuses uneven ranks.
 
     Lightning's sampler for validation and test repeats rows to give each rank the same number, so metrics count those

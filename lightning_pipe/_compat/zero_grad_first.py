@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import AutomaticOptimization, as_class
+from lightning_pipe._compat.lightning import AutomaticOptimization, copy_as_subclass
 
 
 class ZeroGradFirst(AutomaticOptimization):
@@ -25,7 +25,7 @@ class ZeroGradFirst(AutomaticOptimization):
     @classmethod
     def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
         """Replace the trainer's automatic optimization, keeping its progress."""
-        loop = as_class(trainer.fit_loop.epoch_loop.automatic_optimization, cls)
+        loop = copy_as_subclass(trainer.fit_loop.epoch_loop.automatic_optimization, cls)
         loop._on_zero_grad = on_zero_grad
         trainer.fit_loop.epoch_loop.automatic_optimization = loop
 

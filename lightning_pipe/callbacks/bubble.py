@@ -14,12 +14,12 @@ from rich.text import Text
 
 from lightning_pipe.callbacks.common import CallbackWithGroup, log_values
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.options import check_whole_number
-from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarize
-from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.strategies.running_work import RunningStages, running
+from lightning_pipe.engine.common.report_table import ReportTable, print_report
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
+from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_bubble, summarize_bubble
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.strategies.strategy_info import PipelineInfo, get_strategy_info
 
 _KEPT = 1000  # steps; more would hardly change the medians
 
@@ -93,11 +93,11 @@ class BubbleMonitor(CallbackWithGroup):
         runner.record_events = was_recording
         if not was_recording:
             del runner.events[count:]
-        events_by_rank = gather(events, self._group)
+        events_by_rank = all_gather_objects(events, self._group)
         size = stages.mesh.size(0)
         pipeline = stages.mesh.mesh.reshape(size, -1)[:, 0].tolist()
-        actions = actions_of(stages.schedule, size, stages.num_microbatches, stages.stages_per_rank)
-        step = measure_step([events_by_rank[rank] for rank in pipeline], actions)
+        actions = list_compute_actions(stages.schedule, size, stages.num_microbatches, stages.stages_per_rank)
+        step = measure_bubble([events_by_rank[rank] for rank in pipeline], actions)
         self._steps.append(step)
         values = {"bubble": step.measured}
         if step.simulated is not None:
@@ -105,7 +105,7 @@ class BubbleMonitor(CallbackWithGroup):
         log_values(trainer, values)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave_group()
+        self._destroy_group()
         if not self._steps:
             rank_zero_warn(
                 f"BubbleMonitor measured no step in {self._seen} batches: with every_n_steps={self._every} and"
@@ -113,13 +113,13 @@ class BubbleMonitor(CallbackWithGroup):
             )
             return
         stages = _stages(trainer)
-        self._report = summarize(stages.schedule, stages.num_microbatches, self._steps)
+        self._report = summarize_bubble(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
             print_report(bubble_table(self._report))
 
 
-def _stages(trainer: pl.Trainer) -> RunningStages:
-    stages = running(trainer.strategy).stages
+def _stages(trainer: pl.Trainer) -> PipelineInfo:
+    stages = get_strategy_info(trainer.strategy).stages
     if stages is None:
         raise SetupError(
             f"BubbleMonitor expected an LLMPipelineStrategy, got {type(trainer.strategy).__name__}: only a pipeline of"
@@ -131,18 +131,26 @@ def _stages(trainer: pl.Trainer) -> RunningStages:
 def bubble_table(report: BubbleReport) -> Group:
     """Text form of a report: time of each rank by activity, and the measured, simulated and theoretical bubble."""
     medians = report.medians
-    ranks = FittedTable(box=box.SIMPLE, padding=(0, 1))
+    ranks = ReportTable(box=box.SIMPLE, padding=(0, 1))
     for column in ("rank", "busy", "waits forward", "waits backward", "other", "done", "idle"):
         ranks.add_column(column, justify="right", overflow="fold")
     for rank, rank_times in enumerate(medians.ranks):
-        times = (rank_times.busy, rank_times.wait_forward, rank_times.wait_backward, rank_times.other, rank_times.done)
+        times = (
+            rank_times.busy,
+            rank_times.wait_forward,
+            rank_times.wait_backward,
+            rank_times.overhead,
+            rank_times.wait_end,
+        )
         idle = _percent(1 - rank_times.busy / rank_times.step) if rank_times.step else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
-    bubble = FittedTable.of_figures("bubble", "share", "step")
+    bubble = ReportTable.with_number_columns("bubble", "share", "step")
     bubble.add_row("measured", _percent(medians.measured), _milliseconds(medians.step))
-    if medians.simulated is not None and medians.bound is not None:
-        bubble.add_row("simulated, median durations", _percent(medians.simulated), _milliseconds(medians.bound))
+    if medians.simulated is not None and medians.simulated_step is not None:
+        bubble.add_row(
+            "simulated, median durations", _percent(medians.simulated), _milliseconds(medians.simulated_step)
+        )
     if report.textbook is not None:
         bubble.add_row("(P - 1) / (m + P - 1)", _percent(report.textbook), "")
 

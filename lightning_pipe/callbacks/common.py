@@ -54,14 +54,14 @@ class CallbackWithGroup(pl.Callback):
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = new_group(backend="gloo") if several else None
 
-    def _leave_group(self) -> None:
+    def _destroy_group(self) -> None:
         """Destroy the group, unless ``torch.distributed`` is no longer initialized."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave_group()
+        self._destroy_group()
 
     def _write(self, write: Callable[[], None]) -> None:
         """Call *write*. If a file cannot be written, or the device has failed, warn once a fit."""
@@ -84,6 +84,6 @@ def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
         logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def numbered(folder: Path, path: Path, suffix: str) -> Path:
+def add_suffix(folder: Path, path: Path, suffix: str) -> Path:
     """Path of *path* in *folder*, with *suffix* appended to its stem."""
     return folder / path.with_name(f"{path.stem}{suffix}{path.suffix}")

@@ -13,22 +13,22 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_pipe._compat.lightning import batch_sizes, loaders_of
+from lightning_pipe._compat.lightning import batch_sizes, get_combined_loader
 from lightning_pipe.callbacks.common import CallbackWithGroup, log_values, loop_of, pipeline_of, require_pipeline
 from lightning_pipe.callbacks.verdict import (
-    StepUse,
+    StepBreakdown,
     Straggler,
     Verdict,
     find_straggler,
     find_verdict,
     forward_wait,
-    rank_waits,
+    main_thread_wait,
 )
-from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.report_table import print_report
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.ranks.together import gather, shares_host
-from lightning_pipe.strategies.running_work import running
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, is_single_host
+from lightning_pipe.strategies.strategy_info import get_strategy_info
 
 _FEWEST = 3  # iterations of an epoch below which no verdict is given
 _LATEST = 1000  # steps of an epoch over which the median wait is taken
@@ -71,9 +71,9 @@ class _Sum:
         self.in_flight += in_flight
         self.samples = None if samples is None or self.samples is None else self.samples + samples
 
-    def mean(self) -> StepUse:
+    def mean(self) -> StepBreakdown:
         n = self.iterations
-        return StepUse(
+        return StepBreakdown(
             n,
             self.seconds / n,
             self.loader / n,
@@ -125,7 +125,7 @@ class PipelineMonitor(CallbackWithGroup):
         self._prog_bar = prog_bar
         self._one_host = False
         self._trained = 0
-        self._use: list[StepUse] = []
+        self._use: list[StepBreakdown] = []
         self._verdict: Verdict | None = None
         self._printed: Verdict | None = None
         self._window, self._epoch = _Sum(), _Sum()
@@ -137,7 +137,7 @@ class PipelineMonitor(CallbackWithGroup):
         self._samples: int | None = None
 
     @property
-    def use(self) -> list[StepUse]:
+    def use(self) -> list[StepBreakdown]:
         """Mean step time of the last epoch by activity, one entry per rank; empty if the epoch had too few steps."""
         return list(self._use)
 
@@ -151,13 +151,13 @@ class PipelineMonitor(CallbackWithGroup):
         """Rank that the others waited for in the last epoch, with its host and cost; None if there is none."""
         return None if self._verdict is None else self._verdict.straggler
 
-    def leave_out(self, following: int = 0) -> None:
+    def exclude_step(self, num_following_steps: int = 0) -> None:
         """Exclude the current step from the means, because it includes work that is not training.
 
         Args:
             following: number of later steps to exclude as well, in which other ranks may wait for this one (default 0).
         """
-        self._before, self._following = None, following
+        self._before, self._following = None, num_following_steps
 
     # ------------------------------------------------------------------ Lightning's calls
 
@@ -165,12 +165,12 @@ class PipelineMonitor(CallbackWithGroup):
         require_pipeline(trainer, self)
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._make_group()
-        self._one_host = self._group is not None and shares_host(self._group)
+        self._one_host = self._group is not None and is_single_host(self._group)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._epoch = _Sum(), _Sum()
         self._wait_shares.clear()
-        self.leave_out()
+        self.exclude_step()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -190,7 +190,7 @@ class PipelineMonitor(CallbackWithGroup):
             step = _Sum()
             for total in (self._window, self._epoch, step):
                 total.add(self._before, reading, self._paused, self._in_flight, self._samples)
-            self._wait_shares.append(rank_waits(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
+            self._wait_shares.append(main_thread_wait(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
         self._before, self._paused = reading, 0.0
         self._trained += 1
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
@@ -209,7 +209,7 @@ class PipelineMonitor(CallbackWithGroup):
         if self._epoch.iterations >= _FEWEST:
             share = statistics.median(self._wait_shares)
             local_use = replace(self._epoch.mean(), wait_share=share, host=socket.gethostname())
-        rank_uses = gather(local_use, self._group)
+        rank_uses = all_gather_objects(local_use, self._group)
         known_uses = [use for use in rank_uses if use is not None]
         self._use = known_uses if len(known_uses) == len(rank_uses) else []
         if not self._use:
@@ -219,7 +219,7 @@ class PipelineMonitor(CallbackWithGroup):
             pipeline_of(trainer, self).plan,
             num_workers=_num_workers(trainer),
             cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
-            has_pipe=running(trainer.strategy).has_pipe,
+            has_pipe=get_strategy_info(trainer.strategy).has_pipe,
             one_host=self._one_host,
         )
         straggler = find_straggler(self._use)
@@ -231,11 +231,11 @@ class PipelineMonitor(CallbackWithGroup):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._verdict is not None and self._printed is not self._verdict:
             self._print(trainer)
-        self._leave_group()
+        self._destroy_group()
 
     # ------------------------------------------------------------------ helpers
 
-    def _log(self, trainer: pl.Trainer, use: StepUse) -> None:
+    def _log(self, trainer: pl.Trainer, use: StepBreakdown) -> None:
         values = {
             "pipeline/iteration_seconds": use.seconds,
             "pipeline/loader_seconds": use.loader,
@@ -258,11 +258,11 @@ class PipelineMonitor(CallbackWithGroup):
             print_report(self._verdict.text, soft_wrap=True)  # a single line, also on a narrow terminal
 
 
-def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:
-    """Exclude the current step from all of the trainer's monitors; see :meth:`PipelineMonitor.leave_out`."""
+def exclude_step_from_monitors(trainer: pl.Trainer, following: int = 0) -> None:
+    """Exclude the current step from all of the trainer's monitors; see :meth:`PipelineMonitor.exclude_step`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, PipelineMonitor):
-            callback.leave_out(following)
+            callback.exclude_step(following)
 
 
 def _subject(verdict: Verdict) -> tuple[str, int | None]:
@@ -286,6 +286,6 @@ def _samples(batch: Any) -> int | None:
 
 def _num_workers(trainer: pl.Trainer) -> int | None:
     """Largest number of workers of any loader; None if no loader is PyTorch's ``DataLoader``."""
-    combined = loaders_of(trainer.fit_loop)
+    combined = get_combined_loader(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
     return max((loader.num_workers for loader in loaders if isinstance(loader, DataLoader)), default=None)

@@ -14,18 +14,18 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import CallbackWithGroup, loop_of, numbered, pipeline_of
-from lightning_pipe.callbacks.monitor import leave_step_out
+from lightning_pipe.callbacks.common import CallbackWithGroup, add_suffix, loop_of, pipeline_of
+from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
 from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
+from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.engine.common.options import check_whole_number
-from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
 from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import gather_to_first
-from lightning_pipe.strategies.running_work import running
+from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
+from lightning_pipe.strategies.strategy_info import get_strategy_info
 
 _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
 _TRACED = 6  # batches traced before a profile, for the report's timeline
@@ -113,7 +113,7 @@ class PipelineProfiler(CallbackWithGroup):
     # ------------------------------------------------------------------ Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if running(trainer.strategy).profile is None:
+        if get_strategy_info(trainer.strategy).profile is None:
             raise SetupError(
                 "PipelineProfiler expected a strategy whose tasks can be profiled individually, got"
                 f" {type(trainer.strategy).__name__}. Use a recsys_* strategy such as"
@@ -129,7 +129,7 @@ class PipelineProfiler(CallbackWithGroup):
         requested = {"at_steps": self._at_steps, "every_n_steps": self._every, "tasks": self._tasks}
         # Ranks that profiled at different steps would deadlock.
         described = [(name, str(value)) for name, value in requested.items()]
-        check_agreement(described, "profile requested from PipelineProfiler", self._group, error=SetupError)
+        check_agreement(described, "profile requested from PipelineProfiler", self._group, error_class=SetupError)
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
 
     def on_train_batch_start(
@@ -141,7 +141,7 @@ class PipelineProfiler(CallbackWithGroup):
             return
         # Keep the batch as the loader returned it, since the transfer hooks are called again. Batches already in flight
         # were not held and cannot be used.
-        loop.ledger.holds = True
+        loop.ledger.keeps_batches = True
         if loop.ledger.oldest.batch is not None:
             self._latest.append(move_data_to_device(loop.ledger.oldest.batch, torch.device("cpu")))
         pipeline = pipeline_of(trainer, self)
@@ -167,7 +167,7 @@ class PipelineProfiler(CallbackWithGroup):
         self._spans(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave_group()
+        self._destroy_group()
         if not self._profiles:
             rank_zero_warn(
                 f"PipelineProfiler took no profile in {trainer.global_step} optimizer steps, with"
@@ -185,17 +185,17 @@ class PipelineProfiler(CallbackWithGroup):
     # ------------------------------------------------------------------ profiles and files
 
     def _profile(self, trainer: pl.Trainer, step: int) -> None:
-        pipeline, measure = pipeline_of(trainer, self), running(trainer.strategy).profile
+        pipeline, measure = pipeline_of(trainer, self), get_strategy_info(trainer.strategy).profile
         assert measure is not None
         spans = self._spans(trainer)
         bars = self._bars_of_all(trainer, spans)
         profile = measure(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
         self._profiles[step] = profile
-        leave_step_out(trainer)
+        exclude_step_from_monitors(trainer)
         if trainer.is_global_zero:
-            self._tell(trainer, step, profile, pipeline.plan, bars)
+            self._publish(trainer, step, profile, pipeline.plan, bars)
 
-    def _tell(
+    def _publish(
         self,
         trainer: pl.Trainer,
         step: int,
@@ -205,7 +205,7 @@ class PipelineProfiler(CallbackWithGroup):
     ) -> None:
         if self._show:
             profile.print_report()
-        values = {f"own/{name}": seconds for name, seconds in profile.own.items()}
+        values = {f"own/{name}": seconds for name, seconds in profile.task_seconds.items()}
         values.update({f"exposed/{name}": seconds for name, seconds in profile.exposed.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -229,15 +229,15 @@ class PipelineProfiler(CallbackWithGroup):
         """Gather the bars of all ranks on rank 0, on a common clock."""
         offset = measure_offset(self._group)
         local_bars = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
-        return [bar for bars in gather_to_first(local_bars, self._group) for bar in bars]
+        return [bar for bars in gather_objects_on_first_rank(local_bars, self._group) for bar in bars]
 
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at_steps) > 1 else ""
-        return numbered(self._folder, path, number)
+        return add_suffix(self._folder, path, number)
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(profile.to_json(), encoding="utf-8")
 
 

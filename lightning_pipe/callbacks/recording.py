@@ -9,7 +9,7 @@ from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.observe.clocks import ClockOffset
 from lightning_pipe.engine.observe.timeline import EVALUATION, Bar, task_bars
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.strategies.running_work import Running
+from lightning_pipe.strategies.strategy_info import StrategyInfo
 
 _ENDS = 5  # batch ends to keep; a picture shows no more batches
 
@@ -17,19 +17,19 @@ _ENDS = 5  # batch ends to keep; a picture shows no more batches
 class Recording:
     """One recording, which starts when the object is created."""
 
-    def __init__(self, first: int, clock: ClockOffset, work: Running, keep: int) -> None:
+    def __init__(self, first: int, clock: ClockOffset, work: StrategyInfo, keep: int) -> None:
         self.first, self.clock = first, clock
         self.last: int | None = None
         self.ends: deque[float] = deque([time.perf_counter()], maxlen=_ENDS)
         self._keep = keep
-        self._micro_batches = None if work.record is None else work.record(keep)
+        self._micro_batches = None if work.make_recorder is None else work.make_recorder(keep)
         self._evaluations: deque[tuple[str, float, float]] = deque(maxlen=keep)
         self._pipeline: SWPipeline | None = None
         self._offset = 0  # batch number in the fit minus iteration number in the pipeline
         self._earlier: list[Bar] = []
 
     @property
-    def of_stages(self) -> bool:
+    def records_micro_batches(self) -> bool:
         """True if micro-batch work is recorded."""
         return self._micro_batches is not None
 
@@ -49,17 +49,17 @@ class Recording:
             pipeline.start_trace(self._keep)
 
     def _look_at(self, pipeline: SWPipeline, batch: int) -> None:
-        oldest = pipeline.in_flight[0].iter_idx if pipeline.in_flight else pipeline.started
+        oldest = pipeline.in_flight[0].iter_idx if pipeline.in_flight else pipeline.num_started
         self._pipeline, self._offset = pipeline, batch - oldest
 
-    def batch_done(self, batch: int) -> None:
+    def record_batch_end(self, batch: int) -> None:
         """Record that *batch* has been trained."""
         if self._micro_batches is not None:
-            self._micro_batches.batch_done()
+            self._micro_batches.record_batch_end()
         self.last = batch
         self.ends.append(time.perf_counter())
 
-    def evaluated(self, name: str, start: float) -> None:
+    def record_evaluation(self, name: str, start: float) -> None:
         """Record an evaluation called *name* that started at *start* (seconds) and has just ended."""
         self._evaluations.append((name, start, time.perf_counter()))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipe.callbacks.timeline_picture import draw_timeline, without_mathtext
 from lightning_pipe.engine import PipelinePlan, ProfileResult
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.engine.observe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def write_report(
         tasks=_row(_COLUMNS, "th") + "".join(_row(_cells(profile, plan, name)) for name in plan.schedule),
         facts="".join(_row(fact) for fact in facts.items()),
     )
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def cost_figure(profile: ProfileResult) -> Figure:
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(tasks)), dpi=110, layout="constrained")
     axes = figure.subplots()
     for row, task in enumerate(tasks.values()):
-        axes.barh(row - 0.2, 1e3 * task.own, 0.38, color="#B9CFE0", label=None if row else "own")
+        axes.barh(row - 0.2, 1e3 * task.seconds, 0.38, color="#B9CFE0", label=None if row else "own")
         if task.exposed is not None and task.low is not None and task.high is not None:
             around = [[1e3 * max(0.0, task.exposed - task.low)], [1e3 * max(0.0, task.high - task.exposed)]]
             axes.barh(row + 0.2, 1e3 * task.exposed, 0.38, color="#0072B2", xerr=around, capsize=2.5)
@@ -95,24 +95,24 @@ def _summary(profile: ProfileResult) -> str:
         return "No task was replayed, so only own times are known."
     mentioned: list[str] = []
     names: list[str] = []
-    for name in profile.ranked[:3]:
+    for name in profile.exposed_tasks[:3]:
         task = profile.tasks[name]
         least, most = (100 * (seconds or 0.0) / profile.seconds for seconds in (task.low, task.high))
-        together = [name, *(companion for companion in task.with_it if companion not in mentioned)]
+        together = [name, *(companion for companion in task.included_tasks if companion not in mentioned)]
         mentioned += together
         names.append(f"{' with '.join(together)} ({least:.0f} to {most:.0f} %)")
     hidden = [
         name
         for name, task in profile.tasks.items()
-        if task.own > 0.01 * profile.seconds
-        and task.hidden is not None
-        and (task.high or 0.0) < (1 - _HIDDEN) * task.own
+        if task.seconds > 0.01 * profile.seconds
+        and task.overlapped_fraction is not None
+        and (task.high or 0.0) < (1 - _HIDDEN) * task.seconds
     ]
     sentences = [f"Largest shares of an iteration: {', '.join(names)}."] if names else []
     if hidden:
         sentences.append(f"The plan hides {', '.join(hidden)}.")
-    if profile.in_noise:
-        sentences.append(profile.in_noise[:1].upper() + profile.in_noise[1:] + ".")
+    if profile.noise_warning:
+        sentences.append(profile.noise_warning[:1].upper() + profile.noise_warning[1:] + ".")
     elif not names:
         sentences.append("No confidence interval lies above 0: no measured task makes an iteration longer.")
     return " ".join(sentences)
@@ -123,11 +123,11 @@ def _cells(profile: ProfileResult, plan: PipelinePlan, name: str) -> list[str]:
     cells = [name, str(where.stage), where.thread_group, where.stream or "current"]
     if task is None:
         return [*cells, "", "", "", "", "", "not profiled"]
-    cells.append(f"{1e3 * task.own:.3f}")
+    cells.append(f"{1e3 * task.seconds:.3f}")
     if task.exposed is None or task.low is None or task.high is None:
-        return [*cells, "", "", "", "", task.not_measured]
+        return [*cells, "", "", "", "", task.unmeasured_reason]
     interval = f"{1e3 * task.low:.3f} to {1e3 * task.high:.3f}"
-    note = f"with {', '.join(task.with_it)}" if task.with_it else ""
+    note = f"with {', '.join(task.included_tasks)}" if task.included_tasks else ""
     return [*cells, f"{1e3 * task.exposed:.3f}", interval, *profile.cells(task), note]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.engine.observe.timeline import (
     BACKWARD,
     BETWEEN_TASKS,
@@ -87,7 +87,7 @@ def require_matplotlib(path: Path) -> None:
 def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[float] = ()) -> None:
     """Draw *timeline* to a file. The suffix selects the format (``.png``, ``.svg``, ``.pdf``)."""
     figure = _Drawing(timeline, title, ends).figure()
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
 
 
@@ -166,7 +166,7 @@ class _Drawing:
             linewidth=0.4,
             zorder=1 if waits else 2,
         )
-        if position in self._timeline.critical:
+        if position in self._timeline.critical_path:
             # A strip along the lower edge stays visible on narrow bars, unlike an outline.
             strip = Rectangle(
                 (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3

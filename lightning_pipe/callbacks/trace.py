@@ -11,21 +11,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.callbacks.common import (
     CallbackWithGroup,
+    add_suffix,
     loop_of,
-    numbered,
     pipeline_of,
     require_pipeline,
 )
-from lightning_pipe.callbacks.monitor import leave_step_out
+from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.observe.chrome_trace import export_chrome_trace
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Timeline, on_clock
-from lightning_pipe.engine.observe.trace_events import write_trace
-from lightning_pipe.engine.ranks.together import gather_to_first
-from lightning_pipe.strategies.running_work import running
+from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
+from lightning_pipe.strategies.strategy_info import get_strategy_info
 
 _DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
 
@@ -77,14 +77,14 @@ class PipelineTrace(CallbackWithGroup):
         steps: tuple[int, int] | None = (10, 4),
         every: int | None = None,
         picture: str | Path | None = "timeline.png",
-        keep: int = 100_000,
+        max_spans: int = 100_000,
     ) -> None:
         if steps is not None and (len(steps) != 2 or steps[0] < 0 or steps[1] < 1):
             raise SetupError(
                 "`steps` must be a first batch of at least 0 and a number of batches of at least 1, got"
                 f" steps={steps}. Pass whole numbers, for example steps=(10, 4)."
             )
-        check_whole_number("keep", keep, 1)
+        check_whole_number("keep", max_spans, 1)
         check_whole_number("every", every, 1, optional=True)
         if every is not None and (steps is None or every < steps[1]):
             raise SetupError(
@@ -97,7 +97,7 @@ class PipelineTrace(CallbackWithGroup):
             require_matplotlib(self._picture)
         self._steps = steps
         self._every = every
-        self._keep = keep
+        self._keep = max_spans
         self._trained = 0
         self._recording: Recording | None = None
         self._folder = Path()
@@ -131,7 +131,7 @@ class PipelineTrace(CallbackWithGroup):
     ) -> None:
         recording = self._recording
         if recording is not None:
-            recording.batch_done(self._trained)
+            recording.record_batch_end(self._trained)
         self._trained += 1
         if recording is not None and self._steps is not None and self._trained == recording.first + self._steps[1]:
             self._end(trainer)
@@ -147,14 +147,14 @@ class PipelineTrace(CallbackWithGroup):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave_group()
+        self._destroy_group()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None and self._evaluation_began is not None:
-            self._recording.evaluated("validation", self._evaluation_began)
+            self._recording.record_evaluation("validation", self._evaluation_began)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         recording, self._recording = self._recording, None
@@ -168,7 +168,7 @@ class PipelineTrace(CallbackWithGroup):
             pipeline = None if program is None else program.pipeline
             bars = on_clock(to_first_rank(recording.clock, recording.clock), recording.stop(trainer.global_rank))
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
-            write_trace(timeline, path, {"ended by": repr(exception)})
+            export_chrome_trace(timeline, path, {"ended by": repr(exception)})
 
         self._write(leave)
 
@@ -180,7 +180,7 @@ class PipelineTrace(CallbackWithGroup):
         if self._recording is not None or not (self._trained == first or repeats):
             return
         clock = measure_offset(self._group)
-        self._recording = Recording(self._trained, clock, running(trainer.strategy), self._keep)
+        self._recording = Recording(self._trained, clock, get_strategy_info(trainer.strategy), self._keep)
         if self._trained:
             self._recording.start(pipeline_of(trainer, self), self._trained)
 
@@ -190,10 +190,10 @@ class PipelineTrace(CallbackWithGroup):
         pipeline = pipeline_of(trainer, self)
         bars = recording.stop(trainer.global_rank)
         # Rank 0 writes the files, and the other ranks wait for it in the next step.
-        leave_step_out(trainer, following=1)
+        exclude_step_from_monitors(trainer, following=1)
         end = measure_offset(self._group)
         bars_and_error = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
-        bars_and_errors = gather_to_first(bars_and_error, self._group)
+        bars_and_errors = gather_objects_on_first_rank(bars_and_error, self._group)
         if trainer.global_rank:
             return
         timeline = Timeline((bar for rank_bars, _ in bars_and_errors for bar in rank_bars), pipeline.plan.dependencies)
@@ -203,19 +203,19 @@ class PipelineTrace(CallbackWithGroup):
             "batches": [recording.first, recording.last],
             "clock_error_us": [round(1e6 * error, 1) for _, error in bars_and_errors],
         }
-        self._write(lambda: write_trace(timeline, self._named(self._path, recording), notes))
+        self._write(lambda: export_chrome_trace(timeline, self._named(self._path, recording), notes))
         if self._picture is not None:
             picture = self._named(self._picture, recording)
-            name = running(trainer.strategy).title or f"plan {pipeline.plan.name}"
+            name = get_strategy_info(trainer.strategy).title or f"plan {pipeline.plan.name}"
             self._write(lambda: _draw(timeline, picture, name, recording))
 
     def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
         number = "" if self._every is None else f"-{recording.first}"
-        return numbered(self._folder, path, f"{number}{suffix}")
+        return add_suffix(self._folder, path, f"{number}{suffix}")
 
 
 def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:
-    ends = list(recording.ends)[-_DRAWN_OF_STAGES - 1 if recording.of_stages else 0 :]
+    ends = list(recording.ends)[-_DRAWN_OF_STAGES - 1 if recording.records_micro_batches else 0 :]
     assert recording.last is not None
     first = recording.last - len(ends) + 2
     batches = f"batch {first}" if first == recording.last else f"batches {first} to {recording.last}"

@@ -28,7 +28,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True)
-class StepUse:
+class StepBreakdown:
     """Mean time of a step by activity of a rank's main thread, in seconds.
 
     Attributes:
@@ -75,7 +75,7 @@ class Verdict:
     straggler: Straggler | None = None
 
 
-def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
+def find_straggler(uses: Sequence[StepBreakdown]) -> Straggler | None:
     """Find the rank that waits least, if all others wait longer by more than 5 % of the step."""
     if len(uses) < 2:
         return None
@@ -93,13 +93,13 @@ def find_straggler(uses: Sequence[StepUse]) -> Straggler | None:
     return Straggler(slowest, uses[slowest].host, cost, f"{text} {max(excess, key=lambda name: excess[name])}")
 
 
-def forward_wait(use: StepUse, ranks: int) -> float:
+def forward_wait(use: StepBreakdown, ranks: int) -> float:
     """Seconds of a step in which the main thread waits for inputs of forward from worker threads or other ranks."""
     return use.workers + (sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) if ranks > 1 else 0.0)
 
 
 def find_verdict(
-    uses: Sequence[StepUse],
+    uses: Sequence[StepBreakdown],
     plan: PipelinePlan,
     *,
     num_workers: int | None = None,
@@ -110,7 +110,7 @@ def find_verdict(
     """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible."""
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
-    waits = [rank_waits(use, ranks) / use.seconds for use in uses]
+    waits = [main_thread_wait(use, ranks) / use.seconds for use in uses]
     slowest, fastest = waits.index(min(waits)), waits.index(max(waits))
     slow_loader = loaders.index(max(loaders))
     first = uses[0]
@@ -163,17 +163,17 @@ def find_verdict(
     )
 
 
-def rank_waits(use: StepUse, ranks: int) -> float:
+def main_thread_wait(use: StepBreakdown, ranks: int) -> float:
     """Seconds of a step in which the main thread waits for other ranks or worker threads."""
     backward = sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS) if ranks > 1 else 0.0
     return forward_wait(use, ranks) + backward + use.other_loaders
 
 
-def _outside(use: StepUse) -> float:
+def _outside(use: StepBreakdown) -> float:
     return max(0.0, use.seconds - use.loader - use.other_loaders - use.workers - sum(use.tasks.values()))
 
 
-def _nothing_to_gain(use: StepUse, ranks: int, has_pipe: bool) -> Verdict:
+def _nothing_to_gain(use: StepBreakdown, ranks: int, has_pipe: bool) -> Verdict:
     waits = (*_FORWARD_WAITS, *_BACKWARD_WAITS) if ranks > 1 else ()
     work = [name for name in use.tasks if name not in (*waits, *_COPIES)]
     share = f"{100 * sum(use.tasks[name] for name in work) / use.seconds:.0f} % of the step"
@@ -193,7 +193,7 @@ def _nothing_to_gain(use: StepUse, ranks: int, has_pipe: bool) -> Verdict:
     return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); the pipeline cannot gain more")
 
 
-def _largest(use: StepUse, names: Sequence[str], *extras: tuple[float, str]) -> str:
+def _largest(use: StepBreakdown, names: Sequence[str], *extras: tuple[float, str]) -> str:
     """Three largest of the tasks in *names* and of *more*, as text with their shares of the step."""
     parts = [(use.tasks.get(name, 0.0), name) for name in names]
     shown = [
@@ -204,7 +204,7 @@ def _largest(use: StepUse, names: Sequence[str], *extras: tuple[float, str]) -> 
     return ", ".join(shown[:3])
 
 
-def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
+def _loader_advice(use: StepBreakdown, num_workers: int | None, cores: int) -> str:
     if num_workers is None:
         return "prepare batches in the background, as PyTorch's DataLoader does with num_workers"
     # Until each worker has filled its prefetch queue once, a step includes the start-up of workers.
@@ -230,7 +230,7 @@ def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
     )
 
 
-def _exchange_advice(use: StepUse, plan: PipelinePlan, one_host: bool) -> str:
+def _exchange_advice(use: StepBreakdown, plan: PipelinePlan, one_host: bool) -> str:
     forward = sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) + use.workers
     if forward < sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS):
         return "most of it is the all-reduce of dense gradients: use larger batches, or fewer dense parameters"

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from lightning_pipe._compat.torch import timeout_of
+from lightning_pipe._compat.torch import group_timeout
 
 
-class HostCopies(dcp.DefaultSavePlanner):
+class HostCopySavePlanner(dcp.DefaultSavePlanner):
     """Save planner that holds host copies of this rank's part of a state, taken when the planner is created."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class BackgroundSave:
     """Runs saves on a background thread, in order. All ranks must call the same methods in the same order."""
 
     def __init__(self) -> None:
-        group: Any = dist.new_group(backend="gloo", timeout=timeout_of())
+        group: Any = dist.new_group(backend="gloo", timeout=group_timeout())
         self.group: dist.ProcessGroup = group
         self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
         self._saving: list[Future[None]] = []
@@ -64,7 +64,7 @@ class BackgroundSave:
         self._saving.append(saving)
         return partial(self._wait, saving)
 
-    def then(self, work: Callable[[], None]) -> None:
+    def add_success_callback(self, work: Callable[[], None]) -> None:
         """Register *work* to run in :meth:`wait` after all saves succeeded. If one fails, it is dropped."""
         self._after.append(work)
 

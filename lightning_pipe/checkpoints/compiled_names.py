@@ -24,11 +24,11 @@ class ModuleNames:
         """Return the module's name of a value; the same name if the module has no such value."""
         return self._names.get(_plain(name), name)
 
-    def keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def rename_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values under the module's names."""
         return {self(name): value for name, value in values.items()}
 
-    def metadata(self, saved: dcp.Metadata) -> dcp.Metadata:
+    def rename_metadata(self, saved: dcp.Metadata) -> dcp.Metadata:
         """Return the metadata of a checkpoint folder under the module's names."""
         paths = {
             key: tuple(self(step) if isinstance(step, str) else step for step in path)

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
+from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
-from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, resolve_folder
 from lightning_pipe.checkpoints.stage_layout import (
     MODEL,
     OPTIMIZERS,
     TIED,
+    add_tied_aliases,
     optimizer_part,
-    with_other_names,
 )
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
 
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
@@ -52,18 +52,18 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     Raises:
         SetupError: the folder does not exist, is damaged, or holds a class that is not allowed.
     """
-    place, target = place_of(folder), Path(file)
+    place, target = parse_local_or_remote_path(folder), Path(file)
     if not target.absolute().parent.is_dir():
         raise SetupError(
             f"there is no folder {str(target.parent)!r} to write {target.name!r} to. Create it, or give another path"
         )
-    source = open_folder(place)
+    source = resolve_folder(place)
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     has_stages = any(path[0] == MODEL for path in saved.planner_data.values())
-    checkpoint = read_rest(source, weights_only)
+    checkpoint = read_extra_state(source, weights_only)
     # The temporary folder is private to the user, as is the file until it is complete.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        values = read_whole(source, saved, weights_only, None if has_stages else _SHARDED_MODEL, Path(temporary))
+        values = read_full_state(source, saved, weights_only, None if has_stages else _SHARDED_MODEL, Path(temporary))
         if has_stages:
             _put_stages(checkpoint, values)
         else:
@@ -77,13 +77,13 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = values[_SHARDED_MODEL]
-        with whole_file(target) as written:
+        with atomic_write(target) as written:
             torch.save(checkpoint, written)
 
 
 def _put_stages(checkpoint: dict[str, Any], values: dict[str, Any]) -> None:
     """Add the states of the model and of the optimizers to *checkpoint*, with parameters numbered as on one device."""
-    checkpoint[MODEL] = with_other_names(values[MODEL], checkpoint.pop(TIED, {}))
+    checkpoint[MODEL] = add_tied_aliases(values[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
         states = values.get(optimizer_part(number), {}).get("state", {})
         names = [name for group in stored["param_groups"] for name in group["params"]]

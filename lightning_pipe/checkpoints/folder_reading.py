@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.torch import ShardedTensor, flatten_state_dict, set_element
-from lightning_pipe.checkpoints.folder_writing import META, reasons
-from lightning_pipe.checkpoints.named_optimizer import listed
+from lightning_pipe.checkpoints.atomic_folder import restore_replaced
+from lightning_pipe.checkpoints.folder_writing import META, describe_failures
+from lightning_pipe.checkpoints.optimizer_state import describe_names
 from lightning_pipe.checkpoints.remote_folder import Folder
-from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, file_named, load_object
-from lightning_pipe.checkpoints.whole_folder import restore_replaced
+from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, load_object, name_file_in_errors
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
 
 def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Metadata:
     """Read the ``torch.distributed.checkpoint`` metadata of a folder.
 
-    Ranks do not communicate. To raise an error on every rank, call this in ``on_all_ranks``.
+    Ranks do not communicate. To raise an error on every rank, call this in ``run_on_all_ranks``.
     """
     if isinstance(folder, Path):
         restore_replaced(folder)
@@ -48,16 +48,16 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     raise SetupError(f"the checkpoint {str(folder)!r} is {actual}, expected a folder written {kind}{fix}")
 
 
-def read_rest(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
+def read_extra_state(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
     """Values that rank 0 stored in addition to the tensors, as ``load_object`` reads them."""
     values = load_object(folder / META, weights_only)
-    with file_named(folder / META):
+    with name_file_in_errors(folder / META):
         if not isinstance(values, dict):
             raise TypeError(f"expected a dict, got a {type(values).__name__}")
     return values
 
 
-def fill_from_folder(
+def load_in_place(
     folder: Folder,
     saved: dcp.Metadata,
     state: dict[str, Any],
@@ -74,29 +74,35 @@ def fill_from_folder(
         unread = sorted({str(reason) for reason, _ in error.failures.values() if isinstance(reason, SetupError)})
         if unread:
             raise SetupError(" ".join(unread)) from error
-        raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {reasons(error)} {fix}") from error
+        raise SetupError(
+            f"the checkpoint {str(folder)!r} does not fit the module: {describe_failures(error)} {fix}"
+        ) from error
 
 
-def read_whole(
+def read_full_state(
     folder: Folder,
     saved: dcp.Metadata,
     weights_only: bool | None,
-    only: str | None,
-    beside: Path,
+    part: str | None,
+    scratch_folder: Path,
     dtype_of: Callable[[Any, torch.dtype], torch.dtype] = lambda name, stored: stored,
 ) -> dict[str, Any]:
     """Read all values of a folder, or one part of them. Call this in one process."""
     state: dict[str, Any] = {}
     for number, (key, path) in enumerate(saved.planner_data.items()):
         stored = saved.state_dict_metadata[key]
-        if only in (None, path[0]):
+        if part in (None, path[0]):
             # Backed by files: the operating system can evict values that do not fit into memory.
-            set_element(state, path, room(stored, partial(_on_disk, beside / str(number), partial(dtype_of, path[-1]))))
-    fill_alone(folder, saved, state, weights_only)
+            set_element(
+                state,
+                path,
+                allocate_target(stored, partial(_on_disk, scratch_folder / str(number), partial(dtype_of, path[-1]))),
+            )
+    load_state_no_dist(folder, saved, state, weights_only)
     return state
 
 
-def fill_alone(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
+def load_state_no_dist(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weights_only: bool | None) -> None:
     """Fill the tensors of *state* from the folder, in one process, or in each without communication."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -104,10 +110,10 @@ def fill_alone(folder: Folder, saved: dcp.Metadata, state: dict[str, Any], weigh
         try:
             dcp.load(state, storage_reader=SafeReader(folder, saved), planner=planner, no_dist=True)
         except dcp.CheckpointException as error:
-            raise SetupError(reasons(error)) from error
+            raise SetupError(describe_failures(error)) from error
 
 
-def room(stored: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
+def allocate_target(stored: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
     """Target to load an entry into: for a tensor, *make* called with its size and dtype; None for any other value."""
     if not isinstance(stored, TensorStorageMetadata):
         return None  # it is replaced
@@ -126,7 +132,7 @@ def _on_disk(
 # ---------------------------------------------------------------------- what does not fit
 
 
-def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
+def find_mismatches(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
     """Differences between the folder and the combined states of all ranks.
 
     Every rank must call this; all get the same result.
@@ -146,21 +152,21 @@ def sizes_on_ranks(state: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Size
     """
     flat, paths = flatten_state_dict(dict(state))
     sizes_by_path: dict[tuple[Any, ...], torch.Size | None] = {}
-    for sizes in gather({paths[key]: _size(value) for key, value in flat.items()}, dist.group.WORLD):
+    for sizes in all_gather_objects({paths[key]: _size(value) for key, value in flat.items()}, dist.group.WORLD):
         sizes_by_path.update(sizes)
     return sizes_by_path
 
 
 def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:
     """Entries that are missing, unexpected or of another size; if *strict* is False, only those of another size."""
-    problems = listed("missing in it", needed.keys() - stored.keys()) if strict else []
-    problems += listed("unexpected in it", stored.keys() - needed.keys()) if strict else []
+    problems = describe_names("missing in it", needed.keys() - stored.keys()) if strict else []
+    problems += describe_names("unexpected in it", stored.keys() - needed.keys()) if strict else []
     sizes = [
         f"{name} ({list(stored[name])}, expected {list(needed[name])})"
         for name in stored.keys() & needed.keys()
         if None not in (stored[name], needed[name]) and stored[name] != needed[name]
     ]
-    return problems + listed("of another size", sizes)
+    return problems + describe_names("of another size", sizes)
 
 
 def _size(value: Any) -> torch.Size | None:

@@ -20,15 +20,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lightning_pipe._compat.torch import fsspec_writer
-from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopies
-from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, place_of
+from lightning_pipe.checkpoints.atomic_folder import begin_folder, discard_folder, finish_folder, folder_to_write
+from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopySavePlanner
+from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, parse_local_or_remote_path
 from lightning_pipe.checkpoints.safe_reading import SafeReader, with_checksum
-from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks, run_on_rank
 
 T = TypeVar("T")
-# Signature of write_folder, whose last argument is optional.
+# Signature of write_checkpoint, whose last argument is optional.
 WriteFolder = Callable[..., None]
 
 
@@ -38,7 +38,7 @@ class CheckpointPart(Protocol):
     def copy(self) -> None:
         """Copy the data as they are now, before they are written in the background."""
 
-    def queued(self) -> None:
+    def mark_commit_queued(self) -> None:
         """Called when the background has accepted the save."""
 
     def commit(self, group: dist.ProcessGroup | None, *, to_write: bool) -> None:
@@ -53,33 +53,33 @@ META = "meta.pt"
 DYNAMIC_ROWS = "dynamic_rows"
 
 
-def write_folder(
-    path: str | Path, state: dict[str, Any], values: dict[str, Any], part: CheckpointPart | None = None
+def write_checkpoint(
+    path: str | Path, state: dict[str, Any], extra_state: dict[str, Any], part: CheckpointPart | None = None
 ) -> None:
     """Write a checkpoint to the folder *path*. Every rank must call this."""
-    folder = place_of(path)
+    folder = parse_local_or_remote_path(path)
     with _lost_ranks_named(folder):
-        packed = on_all_ranks(lambda: _pack(values), _failed(folder), dist.group.WORLD)
+        packed = run_on_all_ranks(lambda: _pack(extra_state), _failed(folder), dist.group.WORLD)
     _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
-def write_in_background(
+def write_checkpoint_in_background(
     saves: BackgroundSave, path: str | Path, state: dict[str, Any], values: dict[str, Any], part: CheckpointPart | None
 ) -> None:
-    """Copy the current values of the arguments and write them as :func:`write_folder` does, in the background."""
-    folder = place_of(path)
+    """Copy the current values of the arguments and write them as :func:`write_checkpoint` does, in the background."""
+    folder = parse_local_or_remote_path(path)
 
-    def copy() -> tuple[HostCopies, bytes]:
-        snapshot = HostCopies(state), _pack(values)
+    def copy() -> tuple[HostCopySavePlanner, bytes]:
+        snapshot = HostCopySavePlanner(state), _pack(values)
         if part is not None:
             part.copy()
         return snapshot
 
     with _lost_ranks_named(folder):
-        copies, packed = on_all_ranks(copy, _failed(folder), dist.group.WORLD)
+        copies, packed = run_on_all_ranks(copy, _failed(folder), dist.group.WORLD)
     saves.start(lambda: _write(folder, {}, packed, copies, saves.group, part))
     if part is not None:
-        part.queued()
+        part.mark_commit_queued()
 
 
 def _write(
@@ -94,19 +94,19 @@ def _write(
     with _lost_ranks_named(folder):
         if part is not None:
             part.commit(group, to_write=True)
-        begun = from_rank(lambda: _begin(folder), failed, group)
+        begun = run_on_rank(lambda: _begin(folder), failed, group)
         unfinished: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
         try:
             dcp.save(state, planner=planner, process_group=group, **_to(unfinished))
             if part is not None:
-                on_all_ranks(partial(_write_part, part, unfinished), failed, group)
-            from_rank(lambda: _finish(folder, unfinished, begun, packed), failed, group)
+                run_on_all_ranks(partial(_write_part, part, unfinished), failed, group)
+            run_on_rank(lambda: _finish(folder, unfinished, begun, packed), failed, group)
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:
                 _discard(folder, unfinished)
             if isinstance(error, SetupError):
                 raise
-            raise SetupError(f"{failed}: {reasons(error)}") from error
+            raise SetupError(f"{failed}: {describe_failures(error)}") from error
 
 
 def _to(unfinished: Folder) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _pack(values: dict[str, Any]) -> bytes:
     return packed
 
 
-def reasons(error: dcp.CheckpointException) -> str:
+def describe_failures(error: dcp.CheckpointException) -> str:
     """Reasons of a failed save or load with their ranks, without stack traces."""
     ranks: dict[str, list[int]] = {}
     for rank, (reason, _) in sorted(error.failures.items()):

@@ -149,7 +149,7 @@ class RemotePath:
 Folder = Path | RemotePath
 
 
-def place_of(path: str | Path) -> Folder:
+def parse_local_or_remote_path(path: str | Path) -> Folder:
     """Path of a checkpoint: a ``Path``, or a ``RemotePath`` if it is given as a URL."""
     text = str(path)
     if "://" not in text:
@@ -161,7 +161,7 @@ def place_of(path: str | Path) -> Folder:
     return RemotePath(text)
 
 
-def open_folder(place: Folder) -> Folder:
+def resolve_folder(place: Folder) -> Folder:
     """Folder with the files of a checkpoint, to be read. For a local path this is the path itself."""
     if isinstance(place, Path):
         return place

@@ -25,7 +25,7 @@ from lightning_pipe._compat.checkpoint_metadata import load_metadata
 from lightning_pipe._compat.torch import set_element
 from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.safe_text import escape_unprintable
 
 # Size in bytes up to which a value of a local file is read at once.
 _IN_MEMORY = 2**24
@@ -41,7 +41,7 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         if self._metadata is None:
-            with opened(self._folder / ".metadata") as stream:
+            with open_file(self._folder / ".metadata") as stream:
                 content = io.BytesIO(stream.read())
                 self._metadata = load_metadata(content)
                 end = content.tell()
@@ -57,7 +57,7 @@ class SafeReader(dcp.FileSystemReader):
         for name, items in files.items():
             # In the order of the file: a remote file is read in blocks.
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
-            with opened(self._folder / name) as stream:
+            with open_file(self._folder / name) as stream:
                 for item in items:
                     info = self.storage_data[item.storage_index]
                     value: IO[bytes] = _Span(stream, info.offset, info.length)
@@ -96,7 +96,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 
 def load_object(path: Folder, weights_only: bool | None) -> Any:
     """Value in a file of ``torch.save``, with tensors on the CPU; ``weights_only=False`` allows any class."""
-    with opened(path) as stream:
+    with open_file(path) as stream:
         return _load(stream, weights_only)
 
 
@@ -152,14 +152,14 @@ class _Span(io.RawIOBase, IO[bytes]):
 
 
 @contextmanager
-def opened(path: Folder) -> Iterator[IO[bytes]]:
+def open_file(path: Folder) -> Iterator[IO[bytes]]:
     """Open a file of a checkpoint for reading. Any error while it is open becomes a SetupError that names the file."""
-    with file_named(path), path.open("rb") as stream:
+    with name_file_in_errors(path), path.open("rb") as stream:
         yield stream
 
 
 @contextmanager
-def file_named(path: Folder | str) -> Iterator[None]:
+def name_file_in_errors(path: Folder | str) -> Iterator[None]:
     """Convert any error of reading a file to one SetupError that names it."""
     try:
         yield
@@ -171,12 +171,12 @@ def file_named(path: Folder | str) -> Iterator[None]:
             refused = re.search(r"GLOBAL \S+", message) or re.search(r"(?<=WeightsUnpickler error: ).+", message)
             raise SetupError(
                 f"the checkpoint's file {str(path)!r} holds more than tensors and plain types"
-                f" ({printable(refused[0]) if refused else 'no known class'}), and could run any code when it is read."
+                f" ({escape_unprintable(refused[0]) if refused else 'no known class'}), and could run any code when it is read."
                 " If you trust its author, pass weights_only=False, as in Trainer.fit(..., weights_only=False), or"
                 " allow the class with torch.serialization.add_safe_globals([...]). Otherwise, use another checkpoint"
             ) from error
         reason = error.strerror if isinstance(error, OSError) and error.strerror else message.partition("\n")[0]
         raise SetupError(
-            f"the checkpoint's file {str(path)!r} cannot be read ({type(error).__name__}: {printable(reason)}). It is"
+            f"the checkpoint's file {str(path)!r} cannot be read ({type(error).__name__}: {escape_unprintable(reason)}). It is"
             " damaged, incomplete or not a checkpoint. Use another checkpoint"
         ) from error

@@ -18,7 +18,7 @@ def optimizer_part(number: int) -> str:
     return f"optimizer_{number}"
 
 
-def other_names(module: nn.Module) -> dict[str, str]:
+def tied_aliases(module: nn.Module) -> dict[str, str]:
     """Map from each alternative name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     return {
@@ -28,6 +28,6 @@ def other_names(module: nn.Module) -> dict[str, str]:
     }
 
 
-def with_other_names(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
-    """Copy of a state that also has the entries under the names from :func:`other_names`."""
+def add_tied_aliases(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
+    """Copy of a state that also has the entries under the names from :func:`tied_aliases`."""
     return {**state, **{alias: state[name] for alias, name in tied.items()}}

@@ -15,10 +15,10 @@ from torch import nn
 
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.cli.training import Parser, PipelineCLI
+from lightning_pipe.cli.training import PipelineArgumentParser, PipelineCLI
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
+from lightning_pipe.engine.common.safe_text import escape_unprintable
 
 _KINDS = ("aoti", "torch_export", "quantized", "rows")
 _DESCRIPTION = """\
@@ -56,7 +56,7 @@ def export(arguments: Sequence[str]) -> None:
         from lightning_pipe.recsys.serving.table_files import write_tables  # lazy: needs pyarrow
 
         for name, count in write_tables(options.checkpoint, options.out).items():
-            print(printable(f"{options.out}/{name}: {count} rows"))
+            print(escape_unprintable(f"{options.out}/{name}: {count} rows"))
         return
     from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic_type  # lazy: needs TorchRec
     from lightning_pipe.recsys.serving import programs
@@ -72,19 +72,19 @@ def export(arguments: Sequence[str]) -> None:
         )
     _load(model, options.checkpoint)
     out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")
-    with whole_file(out) as file, whole_file(described) as inputs:
+    with atomic_write(out) as file, atomic_write(described) as inputs:
         if options.to == "quantized":
             form = programs.write_quantized(model.eval(), batch, file, options.bits)
         else:
             write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
             form = write(model.eval(), batch, file)
         inputs.write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
-    print(printable(f"Wrote {out}, which takes the tensors of {described}"))
+    print(escape_unprintable(f"Wrote {out}, which takes the tensors of {described}"))
 
 
 def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:
     """The model of a configuration, and the first batch of its validation."""
-    cli = PipelineCLI(parser_class=Parser, save_config_callback=None, run=False, args=arguments)
+    cli = PipelineCLI(parser_class=PipelineArgumentParser, save_config_callback=None, run=False, args=arguments)
     model, trainer, data = cli.model, cli.trainer, cli.datamodule
     model.trainer = trainer
     trainer.strategy.connect(model)
@@ -106,6 +106,6 @@ def _load(model: nn.Module, checkpoint: str) -> None:
         export_checkpoint(checkpoint, file, weights_only=True)
         state = torch.load(file, mmap=True, weights_only=True)["state_dict"]
         try:
-            model.load_state_dict(ModuleNames(model.state_dict()).keys(state))
+            model.load_state_dict(ModuleNames(model.state_dict()).rename_keys(state))
         except RuntimeError as error:
             raise SetupError(f"the checkpoint does not fit the model of the configuration: {error}") from error

@@ -12,22 +12,22 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.cli.training import PipelineCLI, count
+from lightning_pipe.cli.training import PipelineCLI, positive_int
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.common.quantities import parse_size
+from lightning_pipe.engine.common.report_table import ReportTable, print_report
 from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
-from lightning_pipe.strategies.language_model.choice_report import named, size, unit_of
+from lightning_pipe.strategies.language_model.choice_report import common_byte_unit, describe_candidate, format_bytes
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_estimate import (
-    Refused,
     StageEstimate,
+    UnsupportedSchedule,
     estimate_stages,
-    precision_plugin,
+    make_precision_plugin,
 )
-from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy, checked_module
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy, check_pipeline_module
 
 _ESTIMATE = """\
 Estimate whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and how large its bubble is,
@@ -53,10 +53,10 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
     estimate.add_argument("--compare", action="store_true", help="also show the other schedules")
     estimate.add_argument(
         "--rows",
-        type=count,
+        type=positive_int,
         help="number of rows of a pipeline's batch, over all its micro-batches; default: from the data",
     )
-    estimate.add_argument("--length", type=count, help="sequence length in tokens; default: from the data")
+    estimate.add_argument("--length", type=positive_int, help="sequence length in tokens; default: from the data")
     options, remaining_args = parser.parse_known_args(arguments)
     memory = None if options.memory is None else parse_size(options.memory)
     instances: list[_EstimateCLI] = []
@@ -89,8 +89,8 @@ class _EstimateCLI(PipelineCLI):
     def estimate(self, rows: int | None, length: int | None, compare: bool) -> StageEstimate:
         """Estimate of the configuration."""
         trainer = self._get(self.config_init, "trainer", default={})
-        strategy, module = _strategy(trainer["strategy"]), checked_module(self.model, fitting=False)
-        precision = precision_plugin(trainer.get("precision"))
+        strategy, module = _strategy(trainer["strategy"]), check_pipeline_module(self.model, fitting=False)
+        precision = make_precision_plugin(trainer.get("precision"))
         batch = self._batch(module, rows, length)
         return estimate_stages(strategy, module, batch, _world_size(trainer), precision, all_schedules=compare)
 
@@ -147,7 +147,7 @@ def _world_size(trainer: Any) -> int:
 def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
     """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
     configured = estimate.configured
-    unit, factor = unit_of([configured.peak])
+    unit, factor = common_byte_unit([configured.peak])
     ranks = _table("rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory)
     for rank, rank_memory in enumerate(configured.memory):
         parts = (
@@ -159,36 +159,36 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
             rank_memory.activations,
             rank_memory.total,
         )
-        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_share(rank_memory.total, memory))
+        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_memory_share(rank_memory.total, memory))
     title = (
-        f"{named(configured.candidate)}, each of {estimate.rows} x {estimate.length} tokens:"
+        f"{describe_candidate(configured.candidate)}, each of {estimate.rows} x {estimate.length} tokens:"
         f" {_verdict(configured, memory)}"
     )
-    live = ", ".join(str(entry.live) for entry in configured.memory)
+    live = ", ".join(str(entry.live_microbatches) for entry in configured.memory)
     lines = [
         Text(f"in {unit}; micro-batches with activations in memory at a time, by rank, counted once per stage: {live}"),
         Text(f"bubble, from floating-point operations: {100 * configured.bubble:.1f} %"),
         *(Text(note) for note in estimate.notes),
     ]
-    comparison = ["", _comparison(estimate, memory), *_refusals(estimate)] if estimate.others else []
+    comparison = ["", _comparison(estimate, memory), *_refusals(estimate)] if estimate.other_schedules else []
     return Group(Text(title, style="bold"), "", ranks, "", *lines, *comparison)
 
 
-def _comparison(estimate: StageEstimate, memory: int | None) -> FittedTable:
-    _, factor = unit_of([estimate.configured.peak])
+def _comparison(estimate: StageEstimate, memory: int | None) -> ReportTable:
+    _, factor = common_byte_unit([estimate.configured.peak])
     table = _table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
-    for entry in estimate.others:
-        if isinstance(entry, Refused):
+    for entry in estimate.other_schedules:
+        if isinstance(entry, UnsupportedSchedule):
             table.add_row(entry.schedule, "-", style="dim")
             continue
         worst = max(entry.memory, key=lambda rank: rank.total)
         table.add_row(
             entry.candidate.spec.name,
             "+".join(map(str, entry.candidate.layers_per_stage)),
-            str(worst.live),
+            str(worst.live_microbatches),
             f"{worst.activations / factor:.1f}",
             f"{worst.total / factor:.1f}",
-            *_share(worst.total, memory),
+            *_memory_share(worst.total, memory),
             f"{100 * entry.bubble:.1f} %",
         )
     return table
@@ -197,23 +197,27 @@ def _comparison(estimate: StageEstimate, memory: int | None) -> FittedTable:
 def _refusals(estimate: StageEstimate) -> list[str | Text]:
     """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
-    for entry in estimate.others:
-        if isinstance(entry, Refused):
+    for entry in estimate.other_schedules:
+        if isinstance(entry, UnsupportedSchedule):
             schedules.setdefault(entry.reason, []).append(entry.schedule)
     return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
-def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> FittedTable:
+def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> ReportTable:
     optional = [*([] if memory is None else ["share"]), *([] if last is None else [last])]
-    return FittedTable.of_figures(first, *columns, *optional, edge=False)
+    return ReportTable.with_number_columns(first, *columns, *optional, edge=False)
 
 
-def _share(total: int, memory: int | None) -> list[str]:
+def _memory_share(total: int, memory: int | None) -> list[str]:
     return [] if memory is None else [f"{100 * total / memory:.0f} %{'' if total <= memory else ' !'}"]
 
 
 def _verdict(prediction: SchedulePrediction, memory: int | None) -> str:
     if memory is None:
-        return f"{size(prediction.peak)} on the rank that needs most"
+        return f"{format_bytes(prediction.peak)} on the rank that needs most"
     missing = prediction.peak - memory
-    return f"fits {size(memory)}" if missing <= 0 else f"does not fit {size(memory)}: exceeds it by {size(missing)}"
+    return (
+        f"fits {format_bytes(memory)}"
+        if missing <= 0
+        else f"does not fit {format_bytes(memory)}: exceeds it by {format_bytes(missing)}"
+    )

@@ -26,9 +26,9 @@ from torch.distributed import is_torchelastic_launched
 
 import lightning_pipe
 from lightning_pipe.cli.plan import main as plan
-from lightning_pipe.cli.training import Parser, PipelineCLI, count
+from lightning_pipe.cli.training import PipelineArgumentParser, PipelineCLI, positive_int
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.safe_text import escape_unprintable
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {
@@ -72,7 +72,7 @@ class _BubbleCLI(PipelineCLI):
     """CLI that trains a few steps with a monitor and without loggers, checkpoints or other output files."""
 
     def __init__(self, monitor: Callback, max_steps: int, **kwargs: Any) -> None:
-        self._instead = {
+        self._trainer_overrides = {
             "callbacks": [monitor],
             "max_steps": max_steps,
             "max_epochs": -1,
@@ -94,7 +94,7 @@ class _BubbleCLI(PipelineCLI):
         self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's version warns about sys.argv
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return super().instantiate_trainer(**kwargs, **self._instead)
+        return super().instantiate_trainer(**kwargs, **self._trainer_overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             export(args[1:])
         else:
-            _look(args)
+            _run_tool_command(args)
     except PipelineError as error:
         sys.stderr.write(_message(error))  # a single write, because other ranks write too
         _wait_for_the_first_process()
@@ -147,7 +147,12 @@ def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = Pipeli
     usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
     try:
         # The saved configuration may overwrite that of an earlier run in the same folder.
-        cli(parser_class=Parser, parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
+        cli(
+            parser_class=PipelineArgumentParser,
+            parser_kwargs=usage,
+            save_config_kwargs={"overwrite": True},
+            args=arguments,
+        )
     except MisconfigurationException as error:
         raise SetupError(str(error)) from error
 
@@ -160,8 +165,8 @@ def _bubble(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=count, default=20, help="number of steps to measure; default: 20")
-    parser.add_argument("--warmup", type=count, default=3, help="number of steps to train before; default: 3")
+    parser.add_argument("--steps", type=positive_int, default=20, help="number of steps to measure; default: 20")
+    parser.add_argument("--warmup", type=positive_int, default=3, help="number of steps to train before; default: 3")
     options, remaining_args = parser.parse_known_args(arguments)
     from lightning_pipe.callbacks import BubbleMonitor  # lazy: requires a newer torch than the other commands
 
@@ -173,7 +178,7 @@ def _bubble(arguments: list[str]) -> None:
 def _message(error: PipelineError) -> str:
     # Every rank writes its own message with PyTorch's prefix, since ranks can no longer compare their errors.
     rank = getattr(rank_zero_only, "rank", 0)
-    lines = printable("\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())]))
+    lines = escape_unprintable("\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())]))
     return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
 
 
@@ -190,7 +195,7 @@ def _wait_for_the_first_process() -> None:
         time.sleep(0.05)
 
 
-def _look(arguments: list[str]) -> None:
+def _run_tool_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-pipe",
         description="Software-pipelined training for Lightning's Trainer.",
@@ -239,14 +244,14 @@ def _look(arguments: list[str]) -> None:
 
         since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since
         for name, count in write_row_diff(options.checkpoint, since, options.out).items():
-            print(printable(f"{options.out}/{name}: {count} rows"))
+            print(escape_unprintable(f"{options.out}/{name}: {count} rows"))
     elif options.command == "checkpoint":
         from lightning_pipe.checkpoints.export import export_checkpoint  # lazy: rarely needed
 
         if os.path.lexists(options.file) and not options.force:
             raise SetupError(f"FILE must be a new file, but {options.file!r} exists. Give another name, or --force.")
         export_checkpoint(options.folder, options.file, weights_only=True)
-        print(printable(f"Exported {options.folder} to {options.file}"))
+        print(escape_unprintable(f"Exported {options.folder} to {options.file}"))
     else:
         width = max(len(entry.name) for entry in STRATEGIES)
         for entry in STRATEGIES:

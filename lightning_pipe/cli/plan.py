@@ -9,16 +9,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lightning_pipe.cli.plan_report import assumed_cores, simulation_report
+from lightning_pipe.cli.plan_report import describe_assumed_cores, simulation_report
 from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult
-from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration
+from lightning_pipe.engine.common.report_table import print_report
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.planning.network import NetworkModel
-from lightning_pipe.engine.planning.prediction import first_break, predict
+from lightning_pipe.engine.planning.prediction import find_scaling_break, predict
 from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
+from lightning_pipe.engine.plans.user_files import open_plan_file, prefix_plan_errors, read_text
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan
@@ -105,7 +105,7 @@ def _pipe_plans() -> list[PipelinePlan]:
     return pipe_plans(_PARTITIONS, (), nothing, nothing, nothing)
 
 
-def _same(batch: object, *_: object) -> object:
+def _identity(batch: object, *_: object) -> object:
     return batch
 
 
@@ -113,7 +113,7 @@ def find_plan(name: str) -> PipelinePlan:
     """Find a plan by name. Its tasks are placeholders that cannot run."""
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     plan_name = of_strategy.get(name, name)
-    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), *_pipe_plans())}
+    plain = {plan.name: plan for plan in (default_plan(_identity), llm_plan(_identity, _identity), *_pipe_plans())}
     if plan_name in plain:
         return plain[plan_name]
     if plan_name == "auto":
@@ -131,7 +131,7 @@ def find_plan(name: str) -> PipelinePlan:
             f"Unknown plan {name!r}. Expected a strategy ({', '.join(of_strategy)}), a plan ({', '.join(plans)}), or"
             f" the path of a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
-    with plan_file(plan_name, [*plain, *recsys], "prefetch") as spec:
+    with open_plan_file(plan_name, [*plain, *recsys], "prefetch") as spec:
         for plan in plain.values():
             if spec.schedule.keys() == plan.tasks.keys():
                 return PipelinePlan.from_spec(spec, plan.tasks.values())
@@ -141,13 +141,13 @@ def find_plan(name: str) -> PipelinePlan:
 def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
     """Plan with a name, or of a spec. Balancing and table replicas are enabled if the spec contains their tasks."""
     import_torchrec()  # lazy: other commands do not need it
-    from lightning_pipe.recsys.plans.named import AVERAGING, BALANCING, PLANS, plan_of_spec
+    from lightning_pipe.recsys.plans.recsys_plans import BALANCING, PLANS, SYNC_REPLICAS, plan_of_spec
     from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
     spec = PLANS[plan] if isinstance(plan, str) else plan
     task_names = spec.schedule.keys()
     return plan_of_spec(
-        spec, recsys_tasks(balanced=not task_names.isdisjoint(BALANCING), replicated=AVERAGING in task_names)
+        spec, recsys_tasks(balanced=not task_names.isdisjoint(BALANCING), replicated=SYNC_REPLICAS in task_names)
     )
 
 
@@ -157,13 +157,13 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
 def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
     """Costs in a file, and a note to print about them."""
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
-    with named(path):
-        return _from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
+    with prefix_plan_errors(path):
+        return _costs_from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
 
 
-def _from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
+def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
     profile = ProfileResult.from_json(text)
-    task_seconds = profile.own
+    task_seconds = profile.task_seconds
     costs = {name: TaskCost(seconds) for name, seconds in task_seconds.items()}
     if "EmbInputDistWait" in tasks:
         import torch
@@ -210,23 +210,25 @@ def _simulate(options: argparse.Namespace) -> None:
     costs, note = _read_costs(options.costs, list(plans[0].tasks))
     cores = 1.0 if costs.cores is None else costs.cores
     networks = _networks(options, costs)
-    with named(options.costs):  # the costs may not match the tasks
+    with prefix_plan_errors(options.costs):  # the costs may not match the tasks
         machines = [
             Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
             for network in networks
         ]
         predictions = [predict(plan, costs.tasks, machine) for plan in plans for machine in machines]
     ranks = [network.ranks for network in networks if network is not None]
-    breaks = [first_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1]
+    breaks = [
+        find_scaling_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1
+    ]
     most = {} if ranks else {plan.name: simulate(plan, costs.tasks, machines[0]).exposed for plan in plans}
     if options.format == "json":
         content = {
             "predictions": [asdict(prediction) for prediction in predictions],
             "breaks": [asdict(scaling_break) for scaling_break in breaks],
-            "assumed": assumed_cores(cores),
+            "assumed": describe_assumed_cores(cores),
             "notes": [note] if note else [],
         }
         print(json.dumps(content, indent=1))
         return
-    report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), note)
+    report = simulation_report(predictions, breaks, most, costs, describe_assumed_cores(cores), note)
     print_report(report)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.engine.common.fitted_table import FittedTable
+from lightning_pipe.engine.common.report_table import ReportTable
 from lightning_pipe.engine.planning.costs import RESOURCES
 from lightning_pipe.engine.planning.costs_yaml import CostsFile
-from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.network import Collective
 from lightning_pipe.engine.planning.prediction import PlanPrediction, ScalingBreak
 
 
@@ -22,9 +22,9 @@ def simulation_report(
     *notes: str,
 ) -> Group:
     """Predictions as text, for a Rich console."""
-    resources = [resource for resource in RESOURCES if any(resource in entry.busy for entry in predictions)]
+    resources = [resource for resource in RESOURCES if any(resource in entry.utilization for entry in predictions)]
     exposures = [f"exposed:\n{resource}" for resource in resources]
-    table = FittedTable.of_figures("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)
+    table = ReportTable.with_number_columns("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)
     before = None
     for prediction in predictions:
         if before not in (None, prediction.plan):
@@ -33,15 +33,15 @@ def simulation_report(
         busiest = (
             "-"
             if prediction.busiest is None
-            else f"{prediction.busiest} {100 * prediction.busy[prediction.busiest]:.0f} %"
+            else f"{prediction.busiest} {100 * prediction.utilization[prediction.busiest]:.0f} %"
         )
         name = "" if before == prediction.plan else prediction.plan
         ranks = "-" if prediction.ranks is None else f"{prediction.ranks:,}"
-        table.add_row(name, ranks, _ms(prediction.seconds), *cells, f"{prediction.over_serial:.2f}", busiest)
+        table.add_row(name, ranks, _ms(prediction.seconds), *cells, f"{prediction.speedup_over_serial:.2f}", busiest)
         before = prediction.plan
     lines = [
-        *(Text(_break_in_words(scaling_break, predictions, costs)) for scaling_break in breaks),
-        *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
+        *(Text(_describe_scaling_break(scaling_break, predictions, costs)) for scaling_break in breaks),
+        *(Text(_describe_most_exposed(plan, tasks)) for plan, tasks in exposed.items()),
         Text("ms: iteration time. exposed: time saved if all work on this resource took no time.", style="dim"),
     ]
     return Group(
@@ -49,7 +49,7 @@ def simulation_report(
     )
 
 
-def assumed_cores(cores: float) -> str:
+def describe_assumed_cores(cores: float) -> str:
     """Description of the cores that a prediction assumes for each rank."""
     return (
         f"assumed: {cores:g} dedicated {'core' if cores == 1 else 'cores'} for the tasks of each rank, and no cores for"
@@ -58,14 +58,16 @@ def assumed_cores(cores: float) -> str:
     )
 
 
-def _break_in_words(scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile) -> str:
+def _describe_scaling_break(
+    scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile
+) -> str:
     ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == scaling_break.plan]
     if scaling_break.ranks is None:
         return (
             f"{scaling_break.plan}: no task breaks scaling up to {max(ranks):,} ranks, {_ms(scaling_break.seconds)} ms"
         )
     message = costs.tasks[scaling_break.task].background
-    message_text = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
+    message_text = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Collective) else ""
     latency_text = f", {100 * scaling_break.latency:.0f} % of it latency)" if message_text else ""
     return (
         f"{scaling_break.plan}: scaling breaks at {scaling_break.ranks:,} ranks, because of"
@@ -74,7 +76,7 @@ def _break_in_words(scaling_break: ScalingBreak, predictions: Sequence[PlanPredi
     )
 
 
-def _most_in_words(plan: str, exposed: Mapping[str, float]) -> str:
+def _describe_most_exposed(plan: str, exposed: Mapping[str, float]) -> str:
     most = sorted(exposed, key=lambda task: -exposed[task])[:3]
     return f"{plan}: most exposed tasks: {', '.join(f'{task} {_ms(exposed[task])} ms' for task in most)}"
 

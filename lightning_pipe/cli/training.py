@@ -15,7 +15,7 @@ from lightning_pipe.environment import import_torchrec
 from lightning_pipe.strategies.registry import STRATEGIES
 
 
-class Parser(LightningArgumentParser):
+class PipelineArgumentParser(LightningArgumentParser):
     """Lightning's parser, whose errors explain how to pass options to a strategy."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -70,7 +70,7 @@ class PipelineCLI(LightningCLI):
         return f"{hint} Did you mean {close[0]}?" if close else hint
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse a whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")

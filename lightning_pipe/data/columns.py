@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.common.safe_text import short_repr
 
 Array = NDArray[Any]
 Default = float | Sequence[float]
@@ -42,7 +42,7 @@ class Column:
             raise InputError(f"column {self.name!r}, row {row}: {problem.format(self.values[first])}. {fix}")
 
 
-def columns_of(rows: Any) -> Mapping[str, Any]:
+def to_columns(rows: Any) -> Mapping[str, Any]:
     """Columns by name of a table, of a mapping of columns, or of a list of rows, each a mapping."""
     if isinstance(rows, Mapping):
         return rows
@@ -57,14 +57,14 @@ def columns_of(rows: Any) -> Mapping[str, Any]:
         except KeyError as error:
             raise InputError(f"not every row has the column {error.args[0]!r}, which the first row has") from None
     raise InputError(
-        f"expected a table, a mapping of columns, or a list of rows that are mappings, got {shown(type(rows).__name__)}"
+        f"expected a table, a mapping of columns, or a list of rows that are mappings, got {short_repr(type(rows).__name__)}"
         f"{' without rows' if isinstance(rows, Sequence) and not rows else ''}"
     )
 
 
 def read_column(name: str, data: Any, default: Default | None) -> Column:
     """Read a column. Missing are None, Arrow's nulls, and NaN."""
-    values, lengths, width, no_row = _flat(name, data, default)
+    values, lengths, width, no_row = _flatten_column(name, data, default)
     column = Column(name, values, lengths, width)
     if no_row is not None and no_row.any():
         if default is None:
@@ -87,7 +87,7 @@ def _with_lists(column: Column, no_row: Array, filler: Array) -> Column:
     return Column(column.name, values, np.where(no_row, len(filler), column.lengths), None)
 
 
-def _flat(name: str, data: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+def _flatten_column(name: str, data: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
     """Values, lengths, width, and rows whose list is missing (None: none). Missing values are NaN."""
     if isinstance(data, JaggedTensor):
         return data.values().numpy(), data.lengths().numpy(), None, None
@@ -109,12 +109,12 @@ def _flat(name: str, data: Any, default: Default | None) -> tuple[Array, Array, 
     try:
         if isinstance(data, Sequence | np.ndarray):
             data = pa.array([row.tolist() if hasattr(row, "tolist") else row for row in data])
-        return _of_arrow(data if isinstance(data, pa.Array | pa.ChunkedArray) else pa.chunked_array(data), default)
+        return _flatten_arrow(data if isinstance(data, pa.Array | pa.ChunkedArray) else pa.chunked_array(data), default)
     except (TypeError, pa.ArrowException) as error:
         raise InputError(f"column {name!r} cannot be read, expected a number or a list in each row: {error}") from error
 
 
-def _of_arrow(array: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+def _flatten_arrow(array: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 

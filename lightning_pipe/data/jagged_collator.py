@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.data.columns import Column, Default, columns_of, read_column
+from lightning_pipe.data.columns import Column, Default, read_column, to_columns
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
 
@@ -43,11 +43,11 @@ class JaggedCollator:
         *,
         weights: Mapping[str, str] | None = None,
         defaults: Mapping[str, Default] | None = None,
-        batch: Callable[[Tensor, KeyedJaggedTensor, Tensor], Any] = Batch,
+        make_batch: Callable[[Tensor, KeyedJaggedTensor, Tensor], Any] = Batch,
     ) -> None:
         self.sparse, self.dense, self.labels = list(sparse), list(dense), labels
         self._labels = [labels] if isinstance(labels, str) else list(labels)
-        self._weights, self._defaults, self._batch = dict(weights or {}), dict(defaults or {}), batch
+        self._weights, self._defaults, self._batch = dict(weights or {}), dict(defaults or {}), make_batch
         self._named = named = [*self.sparse, *self.dense, *self._labels, *self._weights.values()]
         if isinstance(sparse, str) or isinstance(dense, str) or not self.sparse:
             raise SetupError(f"sparse and dense must be lists of columns, sparse not empty; got {sparse!r}, {dense!r}")
@@ -66,22 +66,22 @@ class JaggedCollator:
 
     def __call__(self, rows: Any) -> Any:
         """Collate *rows*."""
-        columns = columns_of(rows)
+        columns = to_columns(rows)
         if absent := [name for name in self._named if name not in columns]:
             raise InputError(f"the data has no column {', '.join(absent)}, only {', '.join(map(str, columns))}")
         columns_by_name = {name: read_column(name, columns[name], self._defaults.get(name)) for name in self._named}
         sizes = {name: len(column.lengths) for name, column in columns_by_name.items()}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise InputError(f"columns must have the same number of rows, 1 or more, got {sizes}")
-        labels = self._numbers(self._labels, columns_by_name)
+        labels = self._make_dense_tensor(self._labels, columns_by_name)
         single_label = isinstance(self.labels, str) and labels.shape[1] == 1
         return self._batch(
-            self._numbers(self.dense, columns_by_name),
-            self._ids(columns_by_name),
+            self._make_dense_tensor(self.dense, columns_by_name),
+            self._make_kjt(columns_by_name),
             labels[:, 0] if single_label else labels,
         )
 
-    def _ids(self, columns_by_name: Mapping[str, Column]) -> KeyedJaggedTensor:
+    def _make_kjt(self, columns_by_name: Mapping[str, Column]) -> KeyedJaggedTensor:
         columns = [columns_by_name[name] for name in self.sparse]
         weights = None
         if self._weights:
@@ -89,13 +89,13 @@ class JaggedCollator:
             weights = _joined([_same_lengths(*pair).values for pair in pairs], np.float32)
         return KeyedJaggedTensor(
             keys=self.sparse,
-            values=_joined([_checked(column) for column in columns], np.int64),
+            values=_joined([_check_ids(column) for column in columns], np.int64),
             lengths=_joined([column.lengths for column in columns], np.int32),
             weights=weights,
         )
 
     @staticmethod
-    def _numbers(names: Sequence[str], columns_by_name: Mapping[str, Column]) -> Tensor:
+    def _make_dense_tensor(names: Sequence[str], columns_by_name: Mapping[str, Column]) -> Tensor:
         size = len(next(iter(columns_by_name.values())).lengths)
         parts = []
         for column in (columns_by_name[name] for name in names):
@@ -115,7 +115,7 @@ def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: type, axis: int = 0) -
     return torch.from_numpy(np.concatenate(parts, axis, dtype=dtype, casting="unsafe"))
 
 
-def _checked(column: Column) -> np.ndarray[Any, Any]:
+def _check_ids(column: Column) -> np.ndarray[Any, Any]:
     ids = column.values
     if ids.dtype.kind == "f":  # Arrow, NumPy and pandas give floats if a value is missing
         exact = 2.0 ** (np.finfo(ids.dtype).nmant + 1)  # larger whole numbers are rounded

@@ -13,7 +13,7 @@ from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTa
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
 from lightning_pipe.engine.runtime.pipeline import SWPipeline
-from lightning_pipe.engine.runtime.sequencer import submitted
+from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 
 __all__ = [
     "DeclaredIO",
@@ -35,6 +35,6 @@ __all__ = [
     "TaskSchedule",
     "TaskSpan",
     "TrainingContext",
+    "end_submission_turn",
     "required_dependencies",
-    "submitted",
 ]

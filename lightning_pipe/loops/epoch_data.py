@@ -17,22 +17,22 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
-from lightning_pipe.engine.ranks.statuses import Statuses
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Uneven
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
+from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, SynchronizedBatchSource, UnevenPolicy
 from lightning_pipe.loops.data.ledger import InFlightLedger
-from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable
+from lightning_pipe.loops.data.random_streams import RandomStreams, get_rng_states, set_rng_states
+from lightning_pipe.loops.data.resumable_loader import LoaderState, draws_no_random_numbers, is_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.stateful_loaders import (
     iterator_states,
-    load_iterators,
+    load_iterator_states,
     loader_states,
-    next_iterators,
+    next_iterator_states,
     positions_after,
     positions_at_end,
 )
-from lightning_pipe.loops.data.termination import AgreedTermination
-from lightning_pipe.loops.programs.batch_hooks import BatchHooks
+from lightning_pipe.loops.data.termination import SynchronizedTermination
+from lightning_pipe.loops.programs.batch_hooks import BatchTransferHooks
 
 
 class EpochData:
@@ -50,21 +50,21 @@ class EpochData:
         self._fetcher: DataFetcher | None = None
         self._source: BatchSource | None = None
         self._streams: RandomStreams | None = None
-        self.statuses = Statuses()
+        self.statuses = BatchStatusExchange()
         self._unread: list[Callable[[], Fetched]] = []
         self._is_cut = False
         self._initial: dict[str, Any] = {}
         self._beginning: dict[str, Any] | None = None
         self._resumed: ResumePoint | None = None
         self._iterators_due = False
-        self._hooks: BatchHooks | None = None
+        self._hooks: BatchTransferHooks | None = None
         self._left: ResumePoint | None = None
         self._before_batch: dict[str, Any] | None = None
         self._draws = self._draws_again = True
 
     # ------------------------------------------------------------------ an epoch
 
-    def put_generators(self, fetcher: DataFetcher) -> None:
+    def restore_generators(self, fetcher: DataFetcher) -> None:
         """Restore the random generators from a checkpoint, before Lightning's loop begins."""
         self._resumed, self.resume_point = self.resume_point, None
         point = self._resumed
@@ -74,16 +74,16 @@ class EpochData:
             has_states &= bool(point.loaders)  # empty if the checkpoint was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
             if not self._iterators_due:
-                set_states(point.common_after_iterators, self._trainer.strategy.root_device)
+                set_rng_states(point.common_after_iterators, self._trainer.strategy.root_device)
         elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
             ended = self._at_end(fetcher)
             if self._is_cut and fetcher is self._fetcher:
                 # A stateful loader may continue from the position of its last iterator.
-                load_iterators(fetcher.combined_loader, ended.loaders, ended.iterators)
+                load_iterator_states(fetcher.combined_loader, ended.loaders, ended.iterators)
             # Lightning makes the iterators after this call.
-            self.note_beginning(fetcher.combined_loader, ended if any(ended.iterators) else None)
+            self.record_epoch_start(fetcher.combined_loader, ended if any(ended.iterators) else None)
 
-    def note_beginning(self, combined: CombinedLoader | None, point: ResumePoint | None = None) -> None:
+    def record_epoch_start(self, combined: CombinedLoader | None, point: ResumePoint | None = None) -> None:
         """Record the positions at the beginning of an epoch, before its iterators are made.
 
         If Lightning's fetcher does not know the number of batches, it loads a batch as soon as the iterators are made.
@@ -96,8 +96,8 @@ class EpochData:
         loaders = combined.flattened
         is_ahead = any(sized_len(loader) is None for loader in loaders) and not any(map(is_resumable, loaders))
         if is_ahead or point is not None:
-            after = next_iterators(combined) if point is None else point.positions()
-            self._beginning = {**after, "fetch": get_states(self._trainer.strategy.root_device)}
+            after = next_iterator_states(combined) if point is None else point.positions()
+            self._beginning = {**after, "fetch": get_rng_states(self._trainer.strategy.root_device)}
 
     def begin(self, fetcher: DataFetcher) -> None:
         """Begin an epoch, or continue one."""
@@ -109,10 +109,10 @@ class EpochData:
         if self._streams is None:
             self._streams = RandomStreams(self._device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_after_iterators)
-        self._hooks = BatchHooks(self._trainer, self._streams)
+        self._hooks = BatchTransferHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
         # Samplers draw in the first fetch. With several loaders, short ones restart within an epoch.
-        self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_nothing, loaders))
+        self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_no_random_numbers, loaders))
         self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained, a checkpoint contains the positions from which this run was resumed.
@@ -122,7 +122,7 @@ class EpochData:
         if unread and fetcher.done:
             unread[-1] = partial(_as_last, unread[-1])
         self._source = self._source_of(fetcher, unread)
-        self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
+        self.ledger = InFlightLedger(self._source, keeps_batches=_continues_iterators(fetcher))
 
     def make_iterators(self, ready: int) -> None:
         """Make the iterators of an epoch that begins after a checkpoint, when its first batch is due."""
@@ -131,15 +131,15 @@ class EpochData:
             if not reloaded:
                 self._put_loaders_back(self._fetcher)
             self._iterators_due = False
-            self.note_beginning(self._fetcher.combined_loader, None if reloaded else self._resumed)
+            self.record_epoch_start(self._fetcher.combined_loader, None if reloaded else self._resumed)
             iter(self._fetcher)
             self._fetcher.fetched += ready
             self._initial = self._at_beginning(self._fetcher)
 
     @property
-    def to_end(self) -> bool:
+    def termination_due(self) -> bool:
         """True if a rank was told to end training; the same on all ranks."""
-        return self._source is not None and self._source.to_end
+        return self._source is not None and self._source.termination_due
 
     def end(self) -> None:
         """End an epoch that raised no exception."""
@@ -154,8 +154,8 @@ class EpochData:
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
         abandoned = self.ledger.abandon() + self._source.unread()
-        abandoned += [partial(self._read_before, batch) for batch, _, _ in _ahead(self._fetcher)]
-        self._unread = abandoned if _goes_on(self._fetcher) else []
+        abandoned += [partial(self._read_before, batch) for batch, _, _ in _prefetched_batches(self._fetcher)]
+        self._unread = abandoned if _continues_iterators(self._fetcher) else []
         self._is_cut = bool(abandoned) and not self._unread
 
     def close(self, point: ResumePoint | None) -> None:
@@ -165,24 +165,24 @@ class EpochData:
         self._unread = []
         self.statuses.close()
 
-    def period_begins(self) -> None:
+    def on_period_start(self) -> None:
         """Begin a period: discard the common generator states of the previous period's fetch."""
         if self._streams is not None:
             self._streams.common = None
 
-    def batch_begins(self) -> None:
+    def record_generator_states(self) -> None:
         """Record the states of the generators before a batch draws from them."""
         # States read by a fetch of this period are still valid: all tasks since then draw from separate streams.
         common = None if self._streams is None else self._streams.common
-        self._before_batch = get_states(self._device) if common is None else common
+        self._before_batch = get_rng_states(self._device) if common is None else common
 
-    def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
+    def make_resume_point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
         """Return the resume point of a checkpoint that is written now; None before any data was read."""
         if self._fetcher is None:
             # Either a loaded resume point is not used yet, or training is over.
             return self.resume_point or self._left
         common = self._before_batch if in_batch else None
-        common = common or get_states(self._trainer.strategy.root_device)
+        common = common or get_rng_states(self._trainer.strategy.root_device)
         # Loaders that are reloaded for the next epoch already have a new fetcher before that epoch begins.
         fetcher = self._trainer.fit_loop._data_fetcher if at_end else None
         fetcher = self._fetcher if fetcher is None else fetcher
@@ -202,7 +202,7 @@ class EpochData:
         """Move a batch to the device through the user's hooks. Called for batches in order."""
         assert self.ledger is not None and self._streams is not None and self._hooks is not None
         moved = self._hooks.move(batch)
-        if (entry := self.ledger.next_transferred()) is not None:
+        if (entry := self.ledger.pop_next_transfer()) is not None:
             entry.after["transfer"] = self._streams.states("transfer")
         return moved
 
@@ -212,14 +212,14 @@ class EpochData:
         begun = time.perf_counter()
         # If Lightning's fetcher does not know the number of batches, it reads one batch ahead. It now loads the batch
         # after this one, which a run that resumes after this batch must load again.
-        ahead = bool(_ahead(fetcher))
+        ahead = bool(_prefetched_batches(fetcher))
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
             before = {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")} if ahead else None
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
-        before, batch, is_last = streams.draw("fetch", read) if self._draws else read()
+        before, batch, is_last = streams.run_with_stream("fetch", read) if self._draws else read()
         self._draws = self._draws_again
         after = before or {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
@@ -238,11 +238,13 @@ class EpochData:
         """Return the source of an epoch. If the trainer has several ranks, all ranks agree on each batch."""
         if self._trainer.world_size == 1 or not dist.is_initialized():
             return BatchSource(self._fetch, unread)
-        uneven: Uneven = getattr(self._trainer.strategy, "uneven_batches", "shortest")
-        termination = AgreedTermination.install(self._trainer)
-        termination.agreed = True
+        uneven: UnevenPolicy = getattr(self._trainer.strategy, "uneven_batches", "shortest")
+        termination = SynchronizedTermination.install(self._trainer)
+        termination.syncs_every_batch = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(self._fetch, unread, self.statuses, remaining, uneven, termination.any_told)
+        return SynchronizedBatchSource(
+            self._fetch, unread, self.statuses, remaining, uneven, termination.has_local_signal
+        )
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""
@@ -251,7 +253,7 @@ class EpochData:
         if ledger is not None and last is not None:
             before = self._initial if ledger.done_before is None else ledger.done_before.after
             loaders, iterators = positions_after(combined, last.after, before, cut=not last.is_last)
-        elif self._beginning is not None and _ahead(fetcher):  # reloaded
+        elif self._beginning is not None and _prefetched_batches(fetcher):  # reloaded
             loaders, iterators = positions_after(combined, _snapshots(combined), self._beginning, cut=False)
         else:
             loaders, iterators = positions_at_end(combined)
@@ -266,7 +268,7 @@ class EpochData:
     def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
         """Return the positions of loaders and generators before the first batch."""
         noted, self._beginning = self._beginning, None
-        use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._unread
+        use = noted is not None and (_prefetched_batches(fetcher) or any(noted["iterators"])) and not self._unread
         return noted if use and noted is not None else self._now()
 
     def _now(self) -> dict[str, Any]:
@@ -274,7 +276,7 @@ class EpochData:
         assert self._fetcher is not None
         return {
             **_snapshots(self._fetcher.combined_loader),
-            "fetch": get_states(self._device),
+            "fetch": get_rng_states(self._device),
         }
 
 
@@ -283,7 +285,7 @@ def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
     return batch, True, after
 
 
-def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
+def _called(states: list[Callable[[], LoaderState] | None]) -> list[LoaderState | None]:
     return [None if state is None else state() for state in states]
 
 
@@ -292,7 +294,7 @@ def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
     return {"loaders": loader_states(combined), "iterators": iterator_states(combined)}
 
 
-def _ahead(fetcher: DataFetcher) -> list[Any]:
+def _prefetched_batches(fetcher: DataFetcher) -> list[Any]:
     """Return the batches that Lightning's fetcher has read ahead, because it does not know the number of batches."""
     batches: list[Any] = getattr(fetcher, "batches", [])
     return batches
@@ -303,6 +305,6 @@ def _remaining(fetcher: DataFetcher) -> int | None:
     return None if fetcher.length is None else max(0, fetcher.length - fetcher.fetched)
 
 
-def _goes_on(fetcher: DataFetcher) -> bool:
+def _continues_iterators(fetcher: DataFetcher) -> bool:
     """Return True if the next epoch continues the same iterators, so that untrained batches must be kept."""
     return all(isinstance(loader, Iterator) for loader in fetcher.combined_loader.flattened)

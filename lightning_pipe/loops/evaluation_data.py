@@ -30,16 +30,21 @@ from torch.utils.data import IterableDataset
 
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
-from lightning_pipe.engine.ranks.statuses import Statuses
-from lightning_pipe.engine.ranks.together import gather_or_raise
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
-from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
+from lightning_pipe.engine.ranks.object_collectives import all_gather_or_raise
+from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, SynchronizedBatchSource
+from lightning_pipe.loops.data.peekable_source import DataloaderBatches, PeekableBatchSource, get_dataloader_idx
 from lightning_pipe.loops.data.random_streams import RandomStreams
-from lightning_pipe.loops.programs.batch_hooks import BatchHooks
+from lightning_pipe.loops.programs.batch_hooks import BatchTransferHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
-from lightning_pipe.loops.uneven_evaluation import Logged, Turn, log_for_others, recorded_logs
+from lightning_pipe.loops.uneven_evaluation import (
+    LoggedValue,
+    UnevenBatchCoordinator,
+    record_logged_values,
+    register_logged_values,
+)
 
 _ADVICE = (
     "All ranks work together on every batch. Let ranks without a batch join the other ranks"
@@ -74,27 +79,27 @@ class EvaluationData(Iterator[Any]):
         self._step = ""
         self._ended = ended
         self._streams: RandomStreams | None = None
-        self._hooks: BatchHooks | None = None
-        self._source: PeekingSource | None = None
+        self._hooks: BatchTransferHooks | None = None
+        self._source: PeekableBatchSource | None = None
         self._programs: dict[tuple[str, int | None], EvaluationProgram] = {}
         self._program: EvaluationProgram | None = None
         self._inside = ExitStack()
         self._of_loader: Iterator[Any] = iter(())
         self._in_flight: deque[_Entry] = deque()
         self._to_move: deque[_Entry] = deque()
-        self._statuses = Statuses()
+        self._statuses = BatchStatusExchange()
         self._batches_of: list[int | float] = []
         # State of uneven ranks: the current dataloader of all ranks, True if this rank has had one of its batches, the
         # batches that are left here while other ranks have none, and the batch that other ranks join.
         self._loader: int | None = None
         self._had_batches = False
-        self._remaining: PeekingSource | None = None
-        self._turn: Turn | None = None
-        self._logged: list[Logged] = []
+        self._remaining: PeekableBatchSource | None = None
+        self._turn: UnevenBatchCoordinator | None = None
+        self._logged: list[LoggedValue] = []
 
     # ------------------------------------------------------------------ a run
 
-    def agree(
+    def compare_batch_counts(
         self, loader: CombinedLoader, batches: Sequence[int | float], failed: Sequence[Exception], *, predicting: bool
     ) -> None:
         """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up."""
@@ -111,7 +116,7 @@ class EvaluationData(Iterator[Any]):
         if loader._mode != "sequential":
             batch_counts = [min(batch_counts) if loader._mode == "min_size" else max(batch_counts)]
         error = failed[0] if failed else None
-        ranks = gather_or_raise(
+        ranks = all_gather_or_raise(
             batch_counts, error, f"loaders of {self._phase} cannot be used", dist.group.WORLD, InputError
         )
         even = all(of_rank == batch_counts for of_rank in ranks)
@@ -132,7 +137,7 @@ class EvaluationData(Iterator[Any]):
         """Begin a run. Reads no batch yet."""
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
-        self._hooks = BatchHooks(self._trainer, self._streams)
+        self._hooks = BatchTransferHooks(self._trainer, self._streams)
         self._fetcher, self._step = fetcher, step
         self._batches_of = list(batches)
         self._source = self._loader = self._remaining = None
@@ -165,10 +170,10 @@ class EvaluationData(Iterator[Any]):
         program = self._program
         assert program is not None
         try:
-            if program.steps_whole_batch:
+            if program.trains_in_one_task:
                 program.begin_step()
             output = step()
-            if program.steps_whole_batch:
+            if program.trains_in_one_task:
                 program.end_step()
         except TaskError as error:
             raised = user_error(error)
@@ -178,7 +183,7 @@ class EvaluationData(Iterator[Any]):
         return output
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def run_context(self) -> Iterator[None]:
         """Context of a run. Releases the batches in flight at the end, also after an error."""
         try:
             yield
@@ -216,12 +221,12 @@ class EvaluationData(Iterator[Any]):
         """Enter the program of the dataloader with the next batch."""
         assert self._streams is not None
         if self._source is None:
-            self._source = PeekingSource(self._batches())
+            self._source = PeekableBatchSource(self._batches())
         if not self._source.knows_next:
             # As in Lightning's loop, the iterator is made and its sampler seeded here, between two batches.
             self._streams.restart()
         try:
-            loader = self._source.loader_of_next()
+            loader = self._source.peek_dataloader_idx()
         except StopIteration:
             if not self.uneven or self._refuses:
                 raise
@@ -231,7 +236,7 @@ class EvaluationData(Iterator[Any]):
         assert self._fetcher is not None
         batch_counts = self._batches_of
         in_turn = self._fetcher.combined_loader._mode == "sequential" and len(batch_counts) > 1 and not self.uneven
-        self._of_loader = BatchesOfLoader(self._source, loader, batch_counts[loader] if in_turn else None, self._take)
+        self._of_loader = DataloaderBatches(self._source, loader, batch_counts[loader] if in_turn else None, self._take)
         return program
 
     def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
@@ -239,7 +244,7 @@ class EvaluationData(Iterator[Any]):
         if key not in self._programs:
             self._programs[key] = build(self._trainer, self._move, self._step)
         program = self._program = self._programs[key]
-        self._inside.enter_context(program.around())
+        self._inside.enter_context(program.evaluation_context())
         return program
 
     def _leave(self) -> None:
@@ -283,23 +288,25 @@ class EvaluationData(Iterator[Any]):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
                 return self._enter_next()
-            turn = Turn(self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._phase}")
-            if turn.has:
+            turn = UnevenBatchCoordinator(
+                self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._phase}"
+            )
+            if turn.rank_has_batch:
                 self._turn, self._logged = turn, []
-                self._inside.enter_context(strategy.in_turn(turn, self._step))
+                self._inside.enter_context(strategy.announce_collectives(turn, self._step))
                 if results is not None:
-                    self._inside.enter_context(recorded_logs(results, self._logged, turn.is_result))
+                    self._inside.enter_context(record_logged_values(results, self._logged, turn.is_result))
                 assert self._remaining is not None
                 self._of_loader = map(self._take, [self._remaining.take()])
                 return self._enter(None, partial(default_evaluation, ahead=0))
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
                 results.dataloader_idx = self._loader if in_sequence else None
-            with strategy.in_turn(turn, self._step):
+            with strategy.announce_collectives(turn, self._step):
                 logged = turn.join(strategy.join_evaluation)
             if results is not None:
                 # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
-                log_for_others(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
+                register_logged_values(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
         self._begin_loader(None)
         raise StopIteration
 
@@ -312,22 +319,22 @@ class EvaluationData(Iterator[Any]):
         """Fetch a batch and gather which ranks have one."""
         assert self._source is not None
         if self._remaining is None:
-            self._remaining = PeekingSource(BatchSource(self._fetch, self._source.unread()))
+            self._remaining = PeekableBatchSource(BatchSource(self._fetch, self._source.unread()))
         error: Exception | None = None
         loader_index: int | None = None
         try:
-            loader_index = self._remaining.loader_of_next()
+            loader_index = self._remaining.peek_dataloader_idx()
         except StopIteration:
             pass
         except Exception as caught:  # any class: the other ranks wait for this rank's answer
             error = caught
         failed = f"a batch of {self._phase} could not be fetched"
-        ranks = gather_or_raise(loader_index, error, failed, self._statuses.group, InputError)
+        ranks = all_gather_or_raise(loader_index, error, failed, self._statuses.group, InputError)
         loaders = [loader for loader in ranks if loader is not None]
         if not loaders:
             return None
         have = [loader == min(loaders) for loader in ranks]
-        for group in getattr(self._trainer.strategy, "ranks_of_one_batch", None) or ():
+        for group in getattr(self._trainer.strategy, "same_batch_ranks", None) or ():
             if len({have[rank] for rank in group}) > 1:
                 without = ", ".join(str(rank) for rank in group if not have[rank])
                 raise InputError(
@@ -345,20 +352,20 @@ class EvaluationData(Iterator[Any]):
         self._remaining = None
         if not self.uneven:
             return BatchSource(self._fetch, unread)
-        return AgreedSource(
+        return SynchronizedBatchSource(
             self._fetch,
             unread,
             self._statuses,
             lambda: None,
             "error" if self._refuses else None,
-            kind=dataloader_of,
+            kind=get_dataloader_idx,
             phase=self._phase,
             advice=_ADVICE,
         )
 
     def _fetch(self) -> Fetched:
         assert self._fetcher is not None and self._streams is not None and self._hooks is not None
-        batch, batch_idx, dataloader_idx = self._streams.draw("fetch", self._fetcher.__next__)
+        batch, batch_idx, dataloader_idx = self._streams.run_with_stream("fetch", self._fetcher.__next__)
         is_last = self._fetcher.done
         batch = self._hooks.prepare(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}

@@ -14,19 +14,19 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
+from lightning_pipe._compat.fast_hooks import evaluate_batch, predict_batch
 from lightning_pipe._compat.lightning import (
     DataLoaderIterDataFetcher,
     EvaluationLoop,
     PredictionLoop,
-    as_class,
-    loaders_of,
+    copy_as_subclass,
+    get_combined_loader,
 )
-from lightning_pipe._compat.quick_lightning import evaluate_batch, predict_batch
 from lightning_pipe._compat.torch import workers_wait
-from lightning_pipe._compat.uneven_loaders import uneven_loaders
+from lightning_pipe._compat.uneven_loaders import allow_uneven_loaders
 from lightning_pipe.engine import InputError
-from lightning_pipe.loops.data.random_streams import States, get_states
-from lightning_pipe.loops.data.termination import AgreedTermination
+from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states
+from lightning_pipe.loops.data.termination import SynchronizedTermination
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.loops.uneven_evaluation import align_metrics
@@ -34,7 +34,7 @@ from lightning_pipe.loops.uneven_evaluation import align_metrics
 _KEY = "lightning_pipe"
 
 
-class _FromPipeline:
+class _PipelineLoopMixin:
     """Part that the pipelined loops of evaluation and of prediction share, in front of Lightning's class."""
 
     trainer: pl.Trainer
@@ -78,7 +78,7 @@ class _FromPipeline:
         self.trainer.profiler.stop(self._fetch_name)  # type: ignore[attr-defined]
 
 
-class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
+class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
     """Drop-in replacement of Lightning's validation or test loop that takes its batches from a pipeline.
 
     Every hook, callback and logger sees the same state as in Lightning's loop, for the batch being evaluated. Only the
@@ -91,7 +91,7 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         phase = "test" if self._stage.value == "test" else "validation"
         self._ahead = EvaluationData(self.trainer, phase, self._store_outputs_of)
         # States of the generators at the start of a running validation of a fit.
-        self.begun_with: States | None = None
+        self.rng_states_at_start: RNGStates | None = None
         # One flag per loader, True if its workers were waiting: at that time, and when the checkpoint was written.
         self._waited: list[bool] = []
         self._waited_at_save: dict[str, Any] | None = None
@@ -103,13 +103,13 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
             InputError: a rank could not create its dataloaders. Raised on every rank.
         """
         before = self._max_batches
-        with uneven_loaders(self.trainer) as failed:
+        with allow_uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self._max_batches is not before:
-            loader = loaders_of(self)
+            loader = get_combined_loader(self)
             assert loader is not None
             self._continue_with_workers(loader)
-            self._ahead.agree(loader, self._max_batches, failed, predicting=False)
+            self._ahead.compare_batch_counts(loader, self._max_batches, failed, predicting=False)
             if not any(self._max_batches) and not self.skip:
                 # Callbacks detect a validation by these numbers, and must detect it on all ranks. The loaders still
                 # end without a batch.
@@ -130,12 +130,12 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         ]
 
     def _workers_waiting(self) -> list[bool]:
-        loader = loaders_of(self)
+        loader = get_combined_loader(self)
         return [] if loader is None else [workers_wait(dataloader) for dataloader in loader.flattened]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
-        waiting = self._workers_waiting() if self.begun_with is None else self._waited
+        waiting = self._workers_waiting() if self.rng_states_at_start is None else self._waited
         if any(waiting):
             state[_KEY] = {"waiting": waiting, "loaded_in": self._last_val_dl_reload_epoch}
         return state
@@ -147,9 +147,9 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
     def run(self) -> Any:
         """Evaluate all dataloaders, and return what Lightning's loop returns."""
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
-        self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
+        self.rng_states_at_start = get_rng_states(self.trainer.strategy.root_device) if fitting else None
         self._waited = self._workers_waiting()
-        with self._ahead.ending():
+        with self._ahead.run_context():
             return super().run()
 
     def _store_dataloader_outputs(self) -> None:
@@ -168,7 +168,7 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         super()._store_dataloader_outputs()
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
-        self.begun_with = None
+        self.rng_states_at_start = None
         super()._on_evaluation_end(*args, **kwargs)
 
     @property
@@ -193,7 +193,7 @@ class PipelineEvaluationLoop(_FromPipeline, EvaluationLoop):
         return f"[{EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
 
 
-class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
+class PipelinePredictionLoop(_PipelineLoopMixin, PredictionLoop):
     """Drop-in replacement of Lightning's prediction loop that takes its batches from a pipeline.
 
     Every hook and callback sees the same state as in Lightning's loop, for the batch being predicted. Only the
@@ -211,16 +211,16 @@ class PipelinePredictionLoop(_FromPipeline, PredictionLoop):
     def setup_data(self) -> None:
         """Create the dataloaders as :meth:`PipelineEvaluationLoop.setup_data` does."""
         before = self.max_batches
-        with uneven_loaders(self.trainer) as failed:
+        with allow_uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self.max_batches is not before:
-            loader = loaders_of(self)
+            loader = get_combined_loader(self)
             assert loader is not None
-            self._ahead.agree(loader, self.max_batches, failed, predicting=True)
+            self._ahead.compare_batch_counts(loader, self.max_batches, failed, predicting=True)
 
     def run(self) -> Any:
         """Predict all dataloaders, and return what Lightning's loop returns."""
-        with self._ahead.ending():
+        with self._ahead.run_context():
             return super().run()
 
     def _predict_step(
@@ -240,7 +240,7 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
 
     The new loops keep the state of the replaced ones.
     """
-    AgreedTermination.install(trainer)
+    SynchronizedTermination.install(trainer)
     trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
     trainer.validate_loop = _taken_over(trainer.validate_loop, PipelineEvaluationLoop)
     trainer.test_loop = _taken_over(trainer.test_loop, PipelineEvaluationLoop)
@@ -248,7 +248,7 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
 
 
 def _taken_over(present: Any, kind: Any) -> Any:
-    loop = as_class(present, kind)
+    loop = copy_as_subclass(present, kind)
     if loop is not present:
         loop._prepare()
     return loop

@@ -15,26 +15,31 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipe._compat.lightning import (
     FitLoop,
     Loop,
-    accumulates,
-    as_class,
-    loaders_of,
+    copy_as_subclass,
+    get_combined_loader,
+    has_val_time_interval,
+    hide_combined_loader,
+    is_accumulating,
     set_sampler_epoch,
-    validates_by_time,
-    without_loaders,
 )
-from lightning_pipe._compat.logged_values import end_epoch, pack, restore, values_of_rank
-from lightning_pipe.engine.ranks.together import gather, gather_to_first
-from lightning_pipe.loops.data.random_streams import States, get_states, set_states
+from lightning_pipe._compat.logged_values import (
+    end_epoch,
+    get_logged_values_state,
+    reshard_logged_values,
+    restore_logged_values,
+)
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, gather_objects_on_first_rank
+from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states, set_rng_states
 from lightning_pipe.loops.data.resumable_loader import (
-    can_resume,
+    can_make_resumable,
     end_of_epoch,
+    have_same_samplers,
     is_resumable,
-    resumable,
-    share_samplers,
+    make_resumable,
 )
-from lightning_pipe.loops.data.resume import ResumePoint, are_equal, read_on_all_ranks
-from lightning_pipe.loops.data.shared_order import of_other_ranks
-from lightning_pipe.loops.data.stateful_loaders import watch
+from lightning_pipe.loops.data.resume import ResumePoint, are_equal, load_state_on_all_ranks
+from lightning_pipe.loops.data.shared_order import reshard_loader_states
+from lightning_pipe.loops.data.stateful_loaders import track_iterators
 
 _KEY = "lightning_pipe"
 
@@ -48,7 +53,7 @@ class PipelineFitLoop(FitLoop):
     """
 
     # States of the random generators before the first iterators were created.
-    _before_data: States | None = None
+    _before_data: RNGStates | None = None
     # Epoch in which the run that wrote the checkpoint created its loaders.
     _loaded_in: int | None = None
     # Resume point at which the loaders have been placed.
@@ -64,7 +69,7 @@ class PipelineFitLoop(FitLoop):
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
         """Replace the trainer's fit loop by an instance with the same attributes, and return it."""
-        trainer.fit_loop = loop = as_class(trainer.fit_loop, cls)
+        trainer.fit_loop = loop = copy_as_subclass(trainer.fit_loop, cls)
         return loop
 
     @property
@@ -104,7 +109,7 @@ class PipelineFitLoop(FitLoop):
         # Lightning counts an epoch as ended once its last batch has ended; this loop first runs the end of the epoch.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
             super().reset()
-        self._count_in_batches_of_these_ranks()
+        self._convert_progress_to_current_ranks()
 
     @property
     def skip(self) -> bool:
@@ -119,11 +124,13 @@ class PipelineFitLoop(FitLoop):
         logged, self._logged = self._logged, None
         self._has_logged = logged is not None
         if logged is not None:
-            read_on_all_ranks(self._named("logged values"), partial(restore, self.epoch_loop, logged))
+            load_state_on_all_ranks(
+                self._named("logged values"), partial(restore_logged_values, self.epoch_loop, logged)
+            )
 
-    def _count_in_batches_of_these_ranks(self) -> None:
+    def _convert_progress_to_current_ranks(self) -> None:
         """Set the epoch's batch counts as if it had started on the current number of ranks, if it did not."""
-        point, loader = self._resume_point, loaders_of(self)
+        point, loader = self._resume_point, get_combined_loader(self)
         if point is None or not point.loaders or point.in_mid_epoch or loader is None:
             return
         if self.max_batches == float("inf"):
@@ -145,7 +152,7 @@ class PipelineFitLoop(FitLoop):
         point = self._resume_point
         if point is not None and point.loaders and not point.in_mid_epoch:
             # Reloaded loaders and hooks draw the same random numbers as in the previous run.
-            set_states(point.common, self.trainer.strategy.root_device)
+            set_rng_states(point.common, self.trainer.strategy.root_device)
         super().on_advance_start()
 
     def on_advance_end(self) -> None:
@@ -170,15 +177,15 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the checkpoint does not fit the dataloaders. Raised on every rank.
         """
-        fetcher, point, before = self._data_fetcher, self._resume_point, loaders_of(self)
+        fetcher, point, before = self._data_fetcher, self._resume_point, get_combined_loader(self)
         self._loader_before = before
         if before is None:
-            self._before_data = get_states(self.trainer.strategy.root_device)
+            self._before_data = get_rng_states(self.trainer.strategy.root_device)
         if point is None or point is self._placed:
             self._set_up_data()
         else:
             self._placed = point
-            with point.making_iterators(self.trainer.strategy.root_device):
+            with point.replay_iterator_creation(self.trainer.strategy.root_device):
                 if before is None:
                     self._set_up_data()
                 else:
@@ -187,7 +194,7 @@ class PipelineFitLoop(FitLoop):
                 # The loaders are then reloaded in the same epochs as in the previous run.
                 self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
-            self._count_as_the_shortest()
+            self._limit_to_shortest_rank()
 
     def _place_data(self, point: ResumePoint, loader: CombinedLoader) -> None:
         """Continue at the checkpoint's positions with loaders that were made before the checkpoint was read.
@@ -195,7 +202,7 @@ class PipelineFitLoop(FitLoop):
         ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes them.
         """
         self._loader_before = None
-        self.epoch_loop.note_beginning(None)  # type: ignore[attr-defined]
+        self.epoch_loop.record_epoch_start(None)  # type: ignore[attr-defined]
         self._load_states(point, loader)
         iter(self._data_fetcher)  # type: ignore[arg-type]
 
@@ -205,28 +212,29 @@ class PipelineFitLoop(FitLoop):
         except BaseException:
             # Lightning's teardown asks the fetcher for its length. Without iterators that raises an error, which would
             # hide this one.
-            if (loader := loaders_of(self)) is not None and self._data_fetcher is not None:
+            if (loader := get_combined_loader(self)) is not None and self._data_fetcher is not None:
                 loader.reset()
                 self._data_fetcher = None
             raise
 
-    def _count_as_the_shortest(self) -> None:
+    def _limit_to_shortest_rank(self) -> None:
         """Use the smallest number of batches of any rank on all ranks, for validation and the end of the epoch."""
         trainer: Any = self.trainer
-        if (shortest := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
+        if (shortest := min(all_gather_objects(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
         self.max_batches = shortest
-        if isinstance(trainer.val_check_interval, float) and not validates_by_time(trainer):
+        if isinstance(trainer.val_check_interval, float) and not has_val_time_interval(trainer):
             trainer.val_check_batch = max(1, int(shortest * trainer.val_check_interval))
 
     def _load_combined_loader_states(self) -> None:
-        loader = loaders_of(self)
+        loader = get_combined_loader(self)
         assert loader is not None
         loader.flattened = [
-            resumable(dataloader) if can_resume(dataloader) else dataloader for dataloader in loader.flattened
+            make_resumable(dataloader) if can_make_resumable(dataloader) else dataloader
+            for dataloader in loader.flattened
         ]
         self._made_resumable = [is_resumable(dataloader) for dataloader in loader.flattened]
-        watch(loader)
+        track_iterators(loader)
         self._load_states(self._resume_point, loader)
 
     def _load_states(self, point: ResumePoint | None, loader: CombinedLoader) -> None:
@@ -236,13 +244,13 @@ class PipelineFitLoop(FitLoop):
             set_sampler_epoch(dataloader, epochs.processed)
         if point is not None:
             # Either every rank has a resume point or no rank has.
-            read_on_all_ranks(self._named("data"), partial(self._load_states_of, point, loader))
+            load_state_on_all_ranks(self._named("data"), partial(self._load_states_of, point, loader))
             if point.loaders:
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
         super()._load_combined_loader_states()
         if point is None:
-            self.epoch_loop.note_beginning(loader)  # type: ignore[attr-defined]
+            self.epoch_loop.record_epoch_start(loader)  # type: ignore[attr-defined]
 
     def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
         if not point.loaders and not point.in_mid_epoch:
@@ -254,7 +262,7 @@ class PipelineFitLoop(FitLoop):
         if point.loaders and self._loader_before is None:
             # The user's code has drawn its random numbers for the loaders by now. With the same seed, a random split is
             # therefore that of the previous run.
-            point.put_generators(self.trainer.strategy.root_device)
+            point.restore_generators(self.trainer.strategy.root_device)
 
     def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
         """Loader states from Lightning's own loop, which only has those of the user's stateful loaders.
@@ -275,15 +283,15 @@ class PipelineFitLoop(FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
         # random numbers.
-        with without_loaders(self):
+        with hide_combined_loader(self):
             state: dict[str, Any] = super().on_save_checkpoint()
-        point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
+        point = self.epoch_loop.make_resume_point()  # type: ignore[attr-defined]
         if point is None:
             # Before the first epoch: the loaders start from the beginning.
             if (before := self._before_data) is not None:
                 state[_KEY] = {"ranks": self._of_ranks(ResumePoint([], before))}
             return state
-        if accumulates(self.epoch_loop) and self.trainer.lightning_module.automatic_optimization:
+        if is_accumulating(self.epoch_loop) and self.trainer.lightning_module.automatic_optimization:
             ready = self.epoch_loop.batch_progress.current.ready
             rank_zero_warn(
                 f"A checkpoint is written after {ready} batches of an epoch, in the middle of an accumulation"
@@ -297,7 +305,7 @@ class PipelineFitLoop(FitLoop):
         if stateful := [loader_state for loader_state in user_states if loader_state is not None]:
             state["combined_loader"] = stateful  # Lightning's own loop reads this key
         # An unfinished validation restarts from the beginning and draws the same random numbers.
-        due = getattr(self.epoch_loop.val_loop, "begun_with", None)
+        due = getattr(self.epoch_loop.val_loop, "rng_states_at_start", None)
         if due is not None:
             point = replace(point, common=due)
         state[_KEY] = {
@@ -310,7 +318,9 @@ class PipelineFitLoop(FitLoop):
 
     def _of_ranks(self, point: ResumePoint) -> list[dict[str, Any]]:
         """States of all ranks on the first rank, and of this rank on the others."""
-        return gather_to_first({**point.packed(), "logged": pack(self.epoch_loop)}, dist.group.WORLD)
+        return gather_objects_on_first_rank(
+            {**point.packed(), "logged": get_logged_values_state(self.epoch_loop)}, dist.group.WORLD
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Load the positions of the loops and of this rank's data, and the states of its random generators.
@@ -321,7 +331,7 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the state is damaged. Raised on every rank.
         """
-        read_on_all_ranks(self._named("loops and data"), partial(super().load_state_dict, state_dict, prefix))
+        load_state_on_all_ranks(self._named("loops and data"), partial(super().load_state_dict, state_dict, prefix))
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
@@ -348,11 +358,11 @@ class PipelineFitLoop(FitLoop):
             ):
                 # All ranks read the same batches, in the previous run and in this one.
                 ranks, world, rank = [first], 1, 0
-        self._logged = values_of_rank(rank, world, [state["logged"] for state in ranks])
+        self._logged = reshard_logged_values(rank, world, [state["logged"] for state in ranks])
         if len(ranks) != world:
-            elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
+            elsewhere = reshard_loader_states(ranks[0]["loaders"], rank, world)
             if elsewhere is not None:
-                common = get_states(self.trainer.strategy.root_device)
+                common = get_rng_states(self.trainer.strategy.root_device)
                 self.epoch_loop.resume_point = ResumePoint(elsewhere, common)  # type: ignore[attr-defined]
                 return
             rank_zero_warn(
@@ -372,7 +382,7 @@ def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: Com
         if (
             is_resumable(previous_loader)
             and is_resumable(reloaded_loader)
-            and not share_samplers(previous_loader, reloaded_loader)
+            and not have_same_samplers(previous_loader, reloaded_loader)
         ):
             point.loaders[place] = end_of_epoch(reloaded_loader)
         elif previous_loader is not reloaded_loader and not is_resumable(reloaded_loader):

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe._compat.lightning import tear_down
+from lightning_pipe._compat.lightning import teardown_trainer
 from lightning_pipe._compat.torch import default_store
 
 # An error or a signal that all ranks receive reaches them within less than this time.
@@ -24,7 +24,7 @@ _ALL, _LEFT = "all", "left"
 _trainers = itertools.count()
 
 
-def install_interrupted_saves(trainer: pl.Trainer) -> None:
+def install_save_guard(trainer: pl.Trainer) -> None:
     """Make ``trainer.save_checkpoint`` check, after an error, that every rank has called it.
 
     A single rank would wait in the collectives of the save, while the other ranks wait for it in collectives of
@@ -46,21 +46,21 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():
             key, store = f"{trainer_key}/{next(saves)}", default_store()
             error = sys.exc_info()[1]
-            if error is not None and not _all_come(store, key, trainer.global_rank, trainer.world_size):
+            if error is not None and not _all_ranks_arrive(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(
                     "no checkpoint was written after this error, because a save needs all ranks and other ranks did not"
                     f" start it within {_WAIT.total_seconds():g} s. Resume from the previous checkpoint, which is"
                     " complete"
                 )
                 trainer.strategy.on_exception(error)
-                tear_down(trainer)
+                teardown_trainer(trainer)
                 raise error
         save(*args, **kwargs)
 
     trainer.save_checkpoint = save_if_all_come  # type: ignore[method-assign]
 
 
-def _all_come(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
+def _all_ranks_arrive(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     """Return True if every rank calls this within ``_WAIT``. Uses the store: other ranks may be in a collective."""
     answers: list[bool] = []
     # The store's own timeout does not hold if the node that hosts it is gone and no connection was closed.

@@ -11,28 +11,28 @@ from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat import logged_values
-from lightning_pipe._compat.lightning import (
-    DataFetcher,
-    DataLoaderIterDataFetcher,
-    TrainingEpochLoop,
-    accumulates,
-    as_class,
-)
-from lightning_pipe._compat.quick_lightning import (
+from lightning_pipe._compat.fast_hooks import (
     begin_batch,
     call_callback_hooks,
     call_module_hook,
     call_strategy_hook,
     end_batch,
+    install_fast_hook_calls,
     log_batch,
-    make_quick,
+)
+from lightning_pipe._compat.lightning import (
+    DataFetcher,
+    DataLoaderIterDataFetcher,
+    TrainingEpochLoop,
+    copy_as_subclass,
+    is_accumulating,
 )
 from lightning_pipe.engine import TaskError
-from lightning_pipe.engine.ranks.statuses import Statuses
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.loops.data.ledger import InFlightLedger
-from lightning_pipe.loops.data.random_streams import get_states, set_states
+from lightning_pipe.loops.data.random_streams import get_rng_states, set_rng_states
 from lightning_pipe.loops.data.resume import ResumePoint
-from lightning_pipe.loops.data.termination import AgreedTermination
+from lightning_pipe.loops.data.termination import SynchronizedTermination
 from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.programs.default_program import default_program
@@ -62,7 +62,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._prepare()
 
     def _prepare(self) -> None:
-        make_quick(self)
+        install_fast_hook_calls(self)
         self._program: TrainingProgram | None = None
         self._data = EpochData(self.trainer)
         self._step: Callable[..., Any] | None = None
@@ -84,9 +84,9 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         The fit loop around it is replaced by a :class:`~lightning_pipe.loops.PipelineFitLoop`.
         """
         PipelineFitLoop.install(trainer)
-        AgreedTermination.install(trainer)
+        SynchronizedTermination.install(trainer)
         present = trainer.fit_loop.epoch_loop
-        loop = as_class(present, cls)
+        loop = copy_as_subclass(present, cls)
         if loop is not present:
             loop._prepare()
             trainer.fit_loop.epoch_loop = loop
@@ -103,7 +103,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         return self._data.ledger
 
     @property
-    def statuses(self) -> Statuses:
+    def statuses(self) -> BatchStatusExchange:
         """Exchange of the status of each rank's next batch, for messages in which a status can travel."""
         return self._data.statuses
 
@@ -121,18 +121,18 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def resume_point(self, point: ResumePoint) -> None:
         self._data.resume_point = point
 
-    def note_beginning(self, combined: CombinedLoader | None) -> None:
+    def record_epoch_start(self, combined: CombinedLoader | None) -> None:
         """Record the positions before the iterators of the first epoch are made; None forgets them."""
-        self._data.note_beginning(combined)
+        self._data.record_epoch_start(combined)
 
-    def point_of_last_trained(self) -> ResumePoint | None:
+    def make_resume_point(self) -> ResumePoint | None:
         """Return the resume point of a checkpoint that is written now; None before any data was read."""
         epochs: Any = self.trainer.fit_loop.epoch_progress.current
         batches: Any = self.batch_progress.current
         in_batch = batches.ready != batches.processed
         is_last = self.batch_progress.is_last_batch and not in_batch
         at_end = is_last or epochs.processed == epochs.started
-        return self._data.point(at_end=at_end, in_batch=in_batch)
+        return self._data.make_resume_point(at_end=at_end, in_batch=in_batch)
 
     @property
     def restarted_at_last_batch(self) -> bool:
@@ -184,8 +184,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             PlanError: the plan does not fit the model.
             SetupError: the strategy or the model cannot be used as configured.
         """
-        self._termination = AgreedTermination.install(self.trainer)
-        self._data.put_generators(data_fetcher)
+        self._termination = SynchronizedTermination.install(self.trainer)
+        self._data.restore_generators(data_fetcher)
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
         if self._program is None and self._data.ledger is not None:
@@ -206,7 +206,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline."""
         trainer = self.trainer
-        self.values_before_batch = logged_values.accumulated(self._results)
+        self.values_before_batch = logged_values.snapshot_results(self._results)
         trainer.should_stop |= self.stop_due
         self.stop_due = False
         if self._completes:
@@ -255,16 +255,16 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
         Return the batch, and False if a hook skips it and the rest of the epoch, or if it is None.
         """
-        if self._data.to_end or (self.trainer.world_size == 1 and self._termination.told_to_requeue):
-            self._termination.act(complete=not accumulates(self))
+        if self._data.termination_due or (self.trainer.world_size == 1 and self._termination.local_requeue_received):
+            self._termination.act_on_signals(complete=not is_accumulating(self))
 
         self._data.make_iterators(self.batch_progress.current.ready)
-        self._data.period_begins()
+        self._data.on_period_start()
         trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
         batch = program.begin(ledger).batch
-        self._data.batch_begins()
+        self._data.record_generator_states()
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
         begin_batch(self, batch)
@@ -278,7 +278,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self.batch_progress.increment_by(0, is_last_batch=True)
             return batch, False
         self.batch_progress.increment_started()
-        if program.steps_whole_batch:
+        if program.trains_in_one_task:
             program.begin_step()
         return batch, True
 
@@ -287,7 +287,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
         ends_epoch = batch is not None and not is_trained
-        if is_trained and program.steps_whole_batch:
+        if is_trained and program.trains_in_one_task:
             program.end_step()
         if ends_epoch:
             ledger.skip()
@@ -324,7 +324,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if self._program is not None:
             self._program.close()
             self._program = None
-        self._data.close(self.point_of_last_trained())
+        self._data.close(self.make_resume_point())
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Update learning rates as Lightning does. Without schedulers, nothing is done."""
@@ -362,8 +362,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             # The call makes iterators, which draw. The finished validation already drew before the checkpoint, so the
             # states are restored.
             device = self.trainer.strategy.root_device
-            states = get_states(device)
+            states = get_rng_states(device)
             self.val_loop.increment_progress_to_evaluation_end()
-            set_states(states, device)
+            set_rng_states(states, device)
         self.val_loop.restarting = False
         return False

@@ -29,9 +29,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
-from lightning_pipe._compat.logged_values import compute_anew, count_update, has_result, reductions_of
+from lightning_pipe._compat.logged_values import clear_cached_result, count_update, is_metric_computed, reductions_of
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
 # Handling of evaluations in which some ranks have fewer batches.
 UnevenEvaluation = Literal["join", "error"]
@@ -45,7 +45,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Turn:
+class UnevenBatchCoordinator:
     """One evaluation batch on some of the ranks. Constructed on every rank at the same point."""
 
     def __init__(self, group: dist.ProcessGroup, have: Sequence[bool], batch: str) -> None:
@@ -53,34 +53,36 @@ class Turn:
         self._have = list(have)
         self._batch = batch
         self._over = False
-        self.has = self._have[group.rank()]
+        self.rank_has_batch = self._have[group.rank()]
         self.results: list[Tensor] = []  # computed from the batch, with the same value on every rank
 
     # ------------------------------------------------------------------ a rank with the batch
 
-    def call(self, collective: str, detail: Any = None) -> None:
+    def announce_collective(self, collective: str, detail: Any = None) -> None:
         """Announce a collective. All ranks with a batch call this in the same order."""
-        self._hear(("call", collective, detail))
+        self._gather_announcements(("call", collective, detail))
 
-    def end(self, logged: Sequence[Logged] = ()) -> None:
+    def end(self, logged: Sequence[LoggedValue] = ()) -> None:
         """Announce the end of the batch, with the logged values."""
         if not self._over:
-            self._hear(("end", "", list(logged)))
+            self._gather_announcements(("end", "", list(logged)))
             self._over = True
 
     def fail(self, error: Exception) -> None:
         """Announce an error of this rank, unless the batch has ended."""
         if not self._over:
             self._over = True
-            gather(("error", "", f"{type(error).__name__}: {error}"), self._group)
+            all_gather_objects(("error", "", f"{type(error).__name__}: {error}"), self._group)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Reduce a tensor over the ranks that have a batch."""
         name = str(reduce_op).rsplit(".", 1)[-1].lower()
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r} in {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
-        self.call("reduce")
-        values = torch.stack([value for value in gather(tensor.detach().cpu(), self._group) if value is not None])
+        self.announce_collective("reduce")
+        values = torch.stack(
+            [value for value in all_gather_objects(tensor.detach().cpu(), self._group) if value is not None]
+        )
         if name in ("mean", "avg") and not values.is_floating_point():
             values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
         return _REDUCTIONS[name](values).to(tensor.device)
@@ -102,23 +104,23 @@ class Turn:
 
     # ------------------------------------------------------------------ a rank without it
 
-    def join(self, do: Callable[[str, Any], None]) -> list[Logged]:
+    def join(self, do: Callable[[str, Any], None]) -> list[LoggedValue]:
         """Take part in the announced collectives until the batch ends."""
         while True:
-            kind, collective, detail = self._hear(None)
+            kind, collective, detail = self._gather_announcements(None)
             if kind == "end":
                 self._over = True
                 return list(detail)
             if collective == "reduce":
-                gather(None, self._group)
+                all_gather_objects(None, self._group)
             else:
                 do(collective, detail)
 
     # ------------------------------------------------------------------ both
 
-    def _hear(self, announcement: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
+    def _gather_announcements(self, announcement: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
         """Gather all announcements, check them, and return the first rank's."""
-        announcements = gather(announcement, self._group)
+        announcements = all_gather_objects(announcement, self._group)
         failed = [
             f"rank {rank}: {entry[2]}" for rank, entry in enumerate(announcements) if entry and entry[0] == "error"
         ]
@@ -143,11 +145,11 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Logged:
+class LoggedValue:
     """One call of ``self.log``, with picklable fields of Lightning's metadata and a value on the CPU."""
 
     key: str
-    of: dict[str, Any]
+    metadata: dict[str, Any]
     synced: bool  # sync_dist=True
     shared: bool  # the value is the same on all ranks, including ranks without the batch
     value: Tensor | None  # None for a torchmetrics metric, which has its own state
@@ -155,8 +157,8 @@ class Logged:
 
 
 @contextmanager
-def recorded_logs(
-    results: ResultCollection, logged: list[Logged], is_shared: Callable[[Tensor], bool]
+def record_logged_values(
+    results: ResultCollection, logged: list[LoggedValue], is_shared: Callable[[Tensor], bool]
 ) -> Iterator[None]:
     """Context that appends each logged value to *logged*."""
     update = results.update_metrics
@@ -170,14 +172,16 @@ def recorded_logs(
             cpu_value = value.detach().cpu() if isinstance(value, Tensor) else None
             shared = cpu_value is not None and is_shared(cpu_value)
             weight = batch_size.detach().cpu() if isinstance(batch_size, Tensor) else batch_size
-            logged.append(Logged(key, fields, meta.sync.should, shared, cpu_value, weight))
+            logged.append(LoggedValue(key, fields, meta.sync.should, shared, cpu_value, weight))
         update(key, value, batch_size)
 
     with patch.object(results, "update_metrics", update_and_record):
         yield
 
 
-def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Sequence[Logged], unsynced: bool) -> None:
+def register_logged_values(
+    trainer: pl.Trainer, results: ResultCollection, logged: Sequence[LoggedValue], unsynced: bool
+) -> None:
     """Register another rank's logged values on a rank without a batch.
 
     At the end of the epoch all ranks reduce each value logged with ``sync_dist=True``. A rank that does not know the
@@ -186,17 +190,17 @@ def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Seque
     device = trainer.strategy.root_device
     for entry in logged:
         if entry.key not in results:
-            meta = Metadata(**entry.of)
+            meta = Metadata(**entry.metadata)
             meta.sync = Sync(_should=entry.synced, fn=trainer.strategy.reduce)
             metric = ResultMetric(meta, entry.value is not None)
             if entry.value is None:
-                metric.value = trainer.lightning_module.get_submodule(entry.of["metric_attribute"])
+                metric.value = trainer.lightning_module.get_submodule(entry.metadata["metric_attribute"])
             results[entry.key] = metric.to(device)
         metric = results[entry.key]
         metric.has_reset = False
         # Lightning would warn about a metric without updates, and return the cached value of an earlier evaluation.
         count_update(metric)
-        compute_anew(metric)
+        clear_cached_result(metric)
         if entry.value is not None and (entry.shared if entry.synced else unsynced):
             _add(metric, entry.value.to(device), entry.batch_size)
         elif entry.value is not None:
@@ -244,11 +248,11 @@ def align_metrics(module: nn.Module) -> None:
                 value = [dim_zero_cat(value)]
             states[name, state] = value
     forms = {key: _form(value) for key, value in states.items()}
-    changed = {name for name, metric in metrics.items() if not has_result(metric)}
-    ranks = gather((forms, changed), dist.group.WORLD)
+    changed = {name for name, metric in metrics.items() if not is_metric_computed(metric)}
+    ranks = all_gather_objects((forms, changed), dist.group.WORLD)
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
-            compute_anew(metric)
+            clear_cached_result(metric)
     for key, value in states.items():
         name, state = key
         of_ranks = [of_rank[key] for of_rank, _ in ranks]

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.common.options import check_whole_number
-from lightning_pipe.engine.planning.shares import contiguous_shares
+from lightning_pipe.engine.planning.contiguous_partition import partition_contiguously
 from lightning_pipe.pipe.scatter import to_device
-from lightning_pipe.pipe.skip import SkipKey, Skips, using
+from lightning_pipe.pipe.skip import SkipKey, Skips, use_skips
 
 
-def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
+def balance_by_costs(costs: Sequence[float], partitions: int) -> list[int]:
     """Split a list of costs into contiguous shares whose largest sum is as small as possible."""
     check_whole_number("partitions", partitions, 1, error=PlanError)
     if len(costs) < partitions:
@@ -34,7 +34,7 @@ def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
         )
     before = [0.0, *accumulate(costs)]
     # Among equally good splits, take the latest: earlier partitions hold more micro-batches, the last one the loss.
-    return contiguous_shares(len(costs), partitions, lambda _, first, end: before[end] - before[first])
+    return partition_contiguously(len(costs), partitions, lambda _, first, end: before[end] - before[first])
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
@@ -47,7 +47,7 @@ def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
     Returns:
         number of layers of each partition.
     """
-    return even_shares([sum(p.numel() for p in layer.parameters()) for layer in module], partitions)
+    return balance_by_costs([sum(p.numel() for p in layer.parameters()) for layer in module], partitions)
 
 
 def balance_by_time(
@@ -66,7 +66,7 @@ def balance_by_time(
     Returns:
         number of layers of each partition.
     """
-    return even_shares([seconds for seconds, _ in _measure(module, sample, repeats, device)], partitions)
+    return balance_by_costs([seconds for seconds, _ in _measure(module, sample, repeats, device)], partitions)
 
 
 def balance_by_memory(
@@ -93,7 +93,7 @@ def balance_by_memory(
     for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
         costs.append(parameters * parameter_scale + activations * chunks)
-    return even_shares(costs, partitions)
+    return balance_by_costs(costs, partitions)
 
 
 def _measure(
@@ -105,7 +105,7 @@ def _measure(
     if device is not None and torch.device(device).type == "cuda":
         devices = sorted({*devices, torch.device(device).index or 0})
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), using(_KeptSkips()):
+        with torch.random.fork_rng(devices), torch.enable_grad(), use_skips(_ReusableSkips()):
             measurements, value = [], sample
             for layer in module:
                 with _moved(layer, device):
@@ -132,7 +132,7 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
                 bytes_by_storage[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        inputs = _leaves(value)
+        inputs = _detach_leaves(value)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             _wait(inputs)
             begin = time.perf_counter()
@@ -144,7 +144,7 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
             torch.autograd.grad(ends, starts + parameters, [torch.ones_like(end) for end in ends], allow_unused=True)
         _wait(output)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times), sum(bytes_by_storage.values()), _leaves(output)
+    return statistics.median(times), sum(bytes_by_storage.values()), _detach_leaves(output)
 
 
 @contextmanager
@@ -162,18 +162,18 @@ def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None
         layer.to(before)
 
 
-class _KeptSkips(Skips):
+class _ReusableSkips(Skips):
     """Skips that can be stashed and popped several times, for repeated measurements."""
 
-    def leave(self, key: SkipKey, value: Any) -> None:
-        self.values[key] = _leaves(value)
+    def stash(self, key: SkipKey, value: Any) -> None:
+        self.values[key] = _detach_leaves(value)
 
-    def take(self, key: SkipKey) -> Any:
-        self.values[key] = value = super().take(key)
+    def pop(self, key: SkipKey) -> Any:
+        self.values[key] = value = super().pop(key)
         return value
 
 
-def _leaves(value: Any) -> Any:
+def _detach_leaves(value: Any) -> Any:
     """Detach all tensors, and let them require gradients if their dtype allows one."""
     return pytree.tree_map_only(
         Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()), value

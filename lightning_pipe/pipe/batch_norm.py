@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_pipe._compat.torch import BatchNorm
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import Position, position
+from lightning_pipe.pipe.position import Position, current_position
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -41,30 +41,30 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        where = position()
+        where = current_position()
         if where is None or not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
         if not where.recomputing:
-            self._take(input.detach(), where)
+            self._accumulate(input.detach(), where)
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _take(self, input: Tensor, where: Position) -> None:
+    def _accumulate(self, input: Tensor, micro_batch_position: Position) -> None:
         """Add a micro-batch to the moments of its mini-batch, and the last one to the running statistics."""
-        if self._last_forward == (where.mini_batch, where.micro_batch):
+        if self._last_forward == (micro_batch_position.mini_batch, micro_batch_position.micro_batch):
             self._call += 1  # the layer appears several times in the Sequential
         else:
-            if self._last_forward is None or self._last_forward[0] is not where.mini_batch:
+            if self._last_forward is None or self._last_forward[0] is not micro_batch_position.mini_batch:
                 self._gathered = []  # discards moments of a mini-batch that ended with an error
-            self._last_forward, self._call = (where.mini_batch, where.micro_batch), 0
+            self._last_forward, self._call = (micro_batch_position.mini_batch, micro_batch_position.micro_batch), 0
         if self._call == len(self._gathered):
             self._gathered.append(_Moments())
         moments = self._gathered[self._call]
         moments.add(input)
-        if where.micro_batch == where.micro_batches - 1:
-            self._move(moments)
+        if micro_batch_position.micro_batch == micro_batch_position.micro_batches - 1:
+            self._update_running_stats(moments)
 
-    def _move(self, moments: _Moments) -> None:
+    def _update_running_stats(self, moments: _Moments) -> None:
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -101,7 +101,7 @@ class _Moments:
 def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Replace every batch normalization of *module* by a :class:`DeferredBatchNorm` on the same tensors."""
     replacements: dict[nn.Module, nn.Module] = {}
-    changed = _deferred(module, replacements)
+    changed = _convert_module(module, replacements)
     if replaced is not None:
         replaced.update({deferred: original for original, deferred in replacements.items() if deferred is not original})
     return changed
@@ -117,7 +117,7 @@ def undefer_batch_norm(module: nn.Module, layers: Mapping[nn.Module, nn.Module])
                 parent._modules[name] = original
 
 
-def _deferred(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
+def _convert_module(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
     if module in replacements:
         return replacements[module]
     replacements[module] = module
@@ -131,7 +131,7 @@ def _deferred(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn
         return replacements[module]
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _deferred(child, replacements)
+            module._modules[name] = _convert_module(child, replacements)
     return module
 
 

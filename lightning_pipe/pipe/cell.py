@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
-from lightning_pipe.pipe.loss import MicroLoss
+from lightning_pipe.engine.runtime.thread_state import ThreadState, get_thread_state, use_thread_state
+from lightning_pipe.pipe.loss import MicroBatchLoss
 from lightning_pipe.pipe.partition import Modes, NamedBuffer, Partition
 from lightning_pipe.pipe.position import Position
 from lightning_pipe.pipe.randomness import MiniBatchSeed
@@ -28,7 +28,7 @@ from lightning_pipe.pipe.skip import SkipKey, Skips
 
 
 @dataclass
-class Passed:
+class Activations:
     """Values that one partition passes to other partitions for one micro-batch."""
 
     value: Any
@@ -47,7 +47,7 @@ class MiniBatch:
     seed: MiniBatchSeed
     grad: bool  # True if a backward will run
     state: ThreadState  # the caller's
-    training: Sequence[Modes]  # of each partition
+    training_modes: Sequence[Modes]  # of each partition
     parameters: Sequence[Sequence[Tensor]]  # of each partition, those that require gradients
     token: object = field(default_factory=object)
 
@@ -62,7 +62,7 @@ class Cell:
         micro_batch: int,
         *,
         checkpointed: bool = False,
-        loss: MicroLoss | None = None,
+        loss: MicroBatchLoss | None = None,
     ) -> None:
         self.partition = partition
         self._mini_batch = mini_batch
@@ -75,15 +75,15 @@ class Cell:
         self._parameters: list[int] = []  # versions of the parameters
         self._buffers: list[NamedBuffer] = []  # copies from before the first run
 
-    def forward(self, passed: Passed) -> Passed:
+    def forward(self, passed: Activations) -> Activations:
         """Run the layers and return their outputs, detached from the graph."""
         leaves = _Flat.flatten(passed).map(self._leaf)
         if not self.checkpointed:
             outputs = self._run(leaves, recomputing=False)
             if self._mini_batch.grad:
                 self._inputs, self._outputs = leaves, outputs
-            return outputs.map(_cut).passed()
-        self._buffers = self.partition.snapshot(self._mini_batch.training[self.partition.index])
+            return outputs.map(_detach).unflatten()
+        self._buffers = self.partition.snapshot_buffers(self._mini_batch.training_modes[self.partition.index])
         with torch.no_grad():
             outputs = self._run(leaves, recomputing=False)
         self._inputs = leaves
@@ -93,7 +93,9 @@ class Cell:
         trains = bool(self._mini_batch.parameters[self.partition.index]) or any(
             leaf.requires_grad for leaf in leaves.tensors()
         )
-        return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
+        return outputs.map(
+            lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))
+        ).unflatten()
 
     def recompute(self) -> None:
         """Run the layers again, with a graph and with the autocast state and random numbers of the first run."""
@@ -101,7 +103,7 @@ class Cell:
         assert leaves is not None
         changed = {
             "the input": _changed(leaves, self._versions),
-            "the training mode": self.partition.training != self._mini_batch.training[self.partition.index],
+            "the training mode": self.partition.training != self._mini_batch.training_modes[self.partition.index],
             "a parameter": self._parameters
             != [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]],
         }
@@ -111,14 +113,14 @@ class Cell:
                 " forward, but the recomputation needs the original. Change it after backward, or use"
                 " checkpoint='never' if a layer changes it in its forward, such as an embedding with max_norm"
             )
-        current, original = capture(), self._mini_batch.state
+        current, original = get_thread_state(), self._mini_batch.state
         autocast = current._replace(
             grad=True,
             autocast_cpu=original.autocast_cpu,
             autocast_cuda=original.autocast_cuda,
             autocast_cache=original.autocast_cache,
         )
-        with entered(autocast):
+        with use_thread_state(autocast):
             self._outputs = self._run(leaves, recomputing=True)
         self._buffers = []
 
@@ -131,7 +133,7 @@ class Cell:
         # Autograd adds gradients of several uses with the latest use first. Within one partition the order is unknown
         # here, and the use of the skip is assumed to be later than the use of the value.
         for key, tensors in sorted(
-            outputs.parts.items(), key=lambda part: (-self.partition.target(part[0]), not part[0])
+            outputs.parts.items(), key=lambda part: (-self.partition.skip_destination(part[0]), not part[0])
         ):
             part_gradients = gradients.get(key)
             for place, tensor in enumerate(tensors):
@@ -155,12 +157,12 @@ class Cell:
 
     def _run(self, leaves: _Flat, *, recomputing: bool) -> _Flat:
         partition, mini_batch = self.partition, self._mini_batch
-        training = mini_batch.training[partition.index]
+        training = mini_batch.training_modes[partition.index]
         in_place = partition.changes_input.get(training)
         # The layers get a copy of the input if they change it in place, or if that is not known yet.
         inputs = leaves.map(Tensor.clone) if in_place is not False else leaves
         versions = [_version(tensor) for tensor in inputs.tensors()]
-        passed = inputs.passed()
+        passed = inputs.unflatten()
         skips = Skips(passed.skips)
         where = Position(self._micro_batch, mini_batch.micro_batches, recomputing, mini_batch.token)
         value = partition.run(
@@ -175,7 +177,7 @@ class Cell:
             )
         if self._loss is not None:
             value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, mini_batch.seed)
-        outputs = _Flat.flatten(Passed(value, {key: skips.values[key] for key in partition.targets}))
+        outputs = _Flat.flatten(Activations(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
             self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
         return outputs
@@ -215,7 +217,7 @@ class _Flat:
         self._specs = specs
 
     @classmethod
-    def flatten(cls, passed: Passed) -> _Flat:
+    def flatten(cls, passed: Activations) -> _Flat:
         flat = {key: pytree.tree_flatten(value) for key, value in [(None, passed.value), *passed.skips.items()]}
         for leaves, _ in flat.values():
             for leaf in leaves:
@@ -241,13 +243,13 @@ class _Flat:
 
         return _Flat({key: changed(part) for key, part in self.parts.items()}, self._specs)
 
-    def passed(self) -> Passed:
+    def unflatten(self) -> Activations:
         values = {key: pytree.tree_unflatten(part, self._specs[key]) for key, part in self.parts.items()}
         value = values.pop(None)
-        return Passed(value, {key: value for key, value in values.items() if key is not None})
+        return Activations(value, {key: value for key, value in values.items() if key is not None})
 
 
-def _cut(tensor: Tensor) -> Tensor:
+def _detach(tensor: Tensor) -> Tensor:
     """Detach a tensor, keeping ``requires_grad``."""
     return tensor.detach().requires_grad_(tensor.requires_grad and _differentiable(tensor))
 

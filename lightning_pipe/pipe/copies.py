@@ -15,7 +15,7 @@ from lightning_pipe._compat.torch import pytree
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingCopy:
     """Values on the receiver's device, ready when the events have completed."""
 
     value: Any
@@ -41,11 +41,11 @@ class Copier:
         self._streams: dict[tuple[int, int], Any] = {}  # by partition and micro-batch
         self._streams_lock = threading.Lock()
 
-    def send(self, value: Any, source: int, target: int, chunk: int) -> Sent:
+    def send(self, value: Any, source: int, target: int, chunk: int) -> PendingCopy:
         """Start a copy of *value*, which the calling thread's streams have computed or will compute."""
         source_device, target_device = self._devices[source], self._devices[target]
         if source_device == target_device:
-            return Sent(value)
+            return PendingCopy(value)
         leaves, spec = pytree.tree_flatten(value)
         streams = [self._stream(partition, chunk) for partition in (source, target) if self._on_gpu(partition)]
         for stream in streams:
@@ -59,9 +59,9 @@ class Copier:
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
                     leaf.record_stream(streams[0])
-        return Sent(pytree.tree_unflatten(moved, spec), tuple(events))
+        return PendingCopy(pytree.tree_unflatten(moved, spec), tuple(events))
 
-    def receive(self, sent: Sent, partition: int) -> Any:
+    def receive(self, sent: PendingCopy, partition: int) -> Any:
         """Return the value that was sent to *partition*, ready for the calling thread's current stream there."""
         device = self._devices[partition]
         if device.type == "cuda":

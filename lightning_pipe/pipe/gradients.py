@@ -46,12 +46,12 @@ class GradientSums:
             self._sums[key] = gradient + total if dense_last else total + gradient
             self._unshared.add(key)
 
-    def of(self, parameter: Tensor) -> Tensor | None:
+    def get(self, parameter: Tensor) -> Tensor | None:
         """Return the sum of *parameter*; None without a gradient."""
         return self._sums.get(id(parameter))
 
 
-def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
+def attach_backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
     """Return outputs whose backward calls a function."""
     pending = _Pending(backward)
     token = _RunPending.apply(pending, *upstream)

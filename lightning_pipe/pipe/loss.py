@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
-from lightning_pipe.pipe.scatter import rows_of, scatter
+from lightning_pipe.pipe.scatter import count_rows, scatter
 
 LossFunction = Callable[[Any, Any], Tensor]
 Reduction = Literal["mean", "sum"]
@@ -48,29 +48,29 @@ class MiniBatchLoss:
         self._kind = _kind_of(loss_fn)
         self._to_try = declared is None and self._kind not in known_means
 
-    def of_micro_batches(self, targets: Any, count: int, scale: float) -> list[MicroLoss]:
+    def split(self, targets: Any, count: int, scale: float) -> list[MicroBatchLoss]:
         """Return the loss functions of *count* micro-batches."""
         pieces = scatter(targets, count)
-        total = None if self.reduction == "sum" else _counted(self.loss_fn, targets)
-        rows = rows_of(targets)
+        total = None if self.reduction == "sum" else _total_target_weight(self.loss_fn, targets)
+        rows = count_rows(targets)
         loss_fn, by_rows = self.loss_fn, self.reduction == "mean" and total is None
         if total is not None:
             loss_fn = copy.copy(loss_fn)
             loss_fn.reduction = "sum"  # type: ignore[union-attr]
         losses = []
         for index, piece in enumerate(pieces):
-            keep = self._to_try and index == 0 and rows_of(piece) > 1
-            weight = rows_of(piece) / rows if by_rows else 1.0
-            losses.append(MicroLoss(loss_fn, piece, weight, total, scale, keep))
+            keep = self._to_try and index == 0 and count_rows(piece) > 1
+            weight = count_rows(piece) / rows if by_rows else 1.0
+            losses.append(MicroBatchLoss(loss_fn, piece, weight, total, scale, keep))
         return losses
 
-    def check(self, first: MicroLoss) -> None:
+    def check_is_mean(self, first: MicroBatchLoss) -> None:
         """Check that a function without a ``reduction`` returns a mean over rows, after the first micro-batch."""
         if first.sample is None:
             return
         output, target, loss, dtype = first.sample
         first.sample = None
-        parts = _on_halves(self.loss_fn, output, target)
+        parts = _losses_of_halves(self.loss_fn, output, target)
         if parts is None:
             return
         (a, rows_a), (b, rows_b) = parts
@@ -88,7 +88,7 @@ class MiniBatchLoss:
         )
 
 
-class MicroLoss:
+class MicroBatchLoss:
     """Loss of one micro-batch, as a summand of the mini-batch's loss: times *weight*, divided by *total*."""
 
     def __init__(
@@ -132,7 +132,7 @@ def _kind_of(loss_fn: Any) -> Any:
     return getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", type(loss_fn))
 
 
-def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
+def _total_target_weight(loss_fn: LossFunction, targets: Any) -> Tensor | None:
     """Return the divisor of a cross entropy's mean; None if it is the number of targets, or for other functions."""
     if type(loss_fn) not in _CROSS_ENTROPIES or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
@@ -145,14 +145,14 @@ def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
     return weights[targets[counts]].sum()
 
 
-def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
+def _losses_of_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
     """Return losses and rows of two parts of a micro-batch; None if they cannot be computed, or are random."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         before = torch.get_rng_state()
         try:
             pieces = zip(scatter(output, 2), scatter(target, 2), strict=True)
-            losses = [(float(loss_fn(*piece)), rows_of(piece[1])) for piece in pieces]
+            losses = [(float(loss_fn(*piece)), count_rows(piece[1])) for piece in pieces]
         except Exception:
             return None  # the function cannot be computed on a part of a micro-batch
         return losses if torch.equal(before, torch.get_rng_state()) else None
@@ -170,6 +170,6 @@ def _rounding(output: Any, dtype: torch.dtype) -> float:
     return float(2 * epsilon + 16 * min(epsilon, torch.finfo(torch.float32).eps) * count**0.5)
 
 
-def total_of(losses: Sequence[MicroLoss]) -> Tensor:
+def sum_losses(losses: Sequence[MicroBatchLoss]) -> Tensor:
     """Return the loss of the mini-batch."""
     return sum((loss.value for loss in losses[1:]), losses[0].value)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import NormBase, pytree
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import Position, at
+from lightning_pipe.pipe.position import Position, set_position
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
-from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, using
+from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, use_skips
 
 # One flag per module: True if the module is in training mode.
 Modes = tuple[bool, ...]
@@ -30,7 +30,7 @@ class Partition:
         self, index: int, first: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[SkipRoute]
     ) -> None:
         self.index = index
-        self.first = first
+        self.first_layer = first
         self.layers = list(layers)
         self.device = device
         self.targets: dict[SkipKey, int] = {route.key: route.target for route in routes if route.source == index}
@@ -44,15 +44,15 @@ class Partition:
         # Keys of graphs that were checked: only parameters and inputs in them require gradients.
         self.known_graphs: set[Any] = set()
         # True if every operation is checked for draws, because the first micro-batch's result was wrong.
-        self.watched = False
+        self.checks_every_draw = False
         self._compile_options: dict[str, Any] | None = None
         self._compiled: Callable[[tuple[Any, ...]], Any] | None = None
 
     @property
     def name(self) -> str:
         """Name in messages."""
-        last = self.first + len(self.layers) - 1
-        layers = f"layer {last}" if last == self.first else f"layers {self.first} to {last}"
+        last = self.first_layer + len(self.layers) - 1
+        layers = f"layer {last}" if last == self.first_layer else f"layers {self.first_layer} to {last}"
         return f"partition {self.index} ({layers}, on {self.device})"
 
     @property
@@ -60,7 +60,7 @@ class Partition:
         """Training flags of all modules in the layers."""
         return tuple(module.training for layer in self.layers for module in layer.modules())
 
-    def target(self, key: SkipKey | None) -> int:
+    def skip_destination(self, key: SkipKey | None) -> int:
         """Return the partition that receives a skip, or the next partition for None (the value of the last layer)."""
         return self.index + 1 if key is None else self.targets[key]
 
@@ -92,40 +92,45 @@ class Partition:
         self,
         inputs: tuple[Any, ...],
         skips: Skips,
-        where: Position,
+        micro_batch_position: Position,
         seed: MiniBatchSeed,
         training: Modes,
         buffers: Sequence[NamedBuffer] | None = None,
     ) -> Any:
         """Run the layers for a micro-batch."""
-        draws = None if self.watched else self.draws.get(training)
-        if draws is None and self._compile_options is not None and not self.watched:
-            draws = self._try_draws(inputs, skips, where, seed, training)
-        buffer_context = self._changes_seen(training) if buffers is None else self._buffers_are(buffers)
-        with at(where), using(skips), buffer_context:
+        draws = None if self.checks_every_draw else self.draws.get(training)
+        if draws is None and self._compile_options is not None and not self.checks_every_draw:
+            draws = self._try_draws(inputs, skips, micro_batch_position, seed, training)
+        buffer_context = self._record_changed_buffers(training) if buffers is None else self._replace_buffers(buffers)
+        with set_position(micro_batch_position), use_skips(skips), buffer_context:
             if draws is False:
                 return (self.compiled or self._run_layers)(inputs)
-            with LayerGenerators(seed, where.micro_batch) as generators:
+            with LayerGenerators(seed, micro_batch_position.micro_batch) as generators:
                 value = self._run_layers(inputs, generators.enter_layer)
-        if draws is None and not self.watched:
-            self.draws[training] = generators.drew
+        if draws is None and not self.checks_every_draw:
+            self.draws[training] = generators.has_drawn
         return value
 
     def run_loss(
-        self, loss: Callable[[Any], Tensor], kind: Any, output: Any, where: Position, seed: MiniBatchSeed
+        self, loss: Callable[[Any], Tensor], kind: Any, output: Any, micro_batch_position: Position, seed: MiniBatchSeed
     ) -> Tensor:
         """Compute the loss of the output of :meth:`run`, with its own random stream, like a layer."""
-        if not self.watched and self.loss_draws.get(kind) is False:
+        if not self.checks_every_draw and self.loss_draws.get(kind) is False:
             return loss(output)
-        with LayerGenerators(seed, where.micro_batch) as generators:
-            generators.enter_layer(self.first + len(self.layers))
+        with LayerGenerators(seed, micro_batch_position.micro_batch) as generators:
+            generators.enter_layer(self.first_layer + len(self.layers))
             result = loss(output)
-        if not self.watched:
-            self.loss_draws[kind] = generators.drew
+        if not self.checks_every_draw:
+            self.loss_draws[kind] = generators.has_drawn
         return result
 
     def _try_draws(
-        self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes
+        self,
+        inputs: tuple[Any, ...],
+        skips: Skips,
+        micro_batch_position: Position,
+        seed: MiniBatchSeed,
+        training: Modes,
     ) -> bool:
         """Run the layers once and discard the output, to find out before the first micro-batch if they can be compiled.
 
@@ -135,27 +140,27 @@ class Partition:
         input_copies = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
         with (
             torch.no_grad(),
-            at(where._replace(recomputing=True)),
-            using(Skips(skips.values)),
-            self._buffers_are(self.snapshot(None)),
-            LayerGenerators(seed, where.micro_batch) as generators,
+            set_position(micro_batch_position._replace(recomputing=True)),
+            use_skips(Skips(skips.values)),
+            self._replace_buffers(self.snapshot_buffers(None)),
+            LayerGenerators(seed, micro_batch_position.micro_batch) as generators,
         ):
             self._run_layers(input_copies, generators.enter_layer)
-        self.draws[training] = generators.drew
-        if generators.drew:
+        self.draws[training] = generators.has_drawn
+        if generators.has_drawn:
             warnings.warn(
                 f"{self.name} draws random numbers and runs uncompiled, because compiled code cannot use one generator"
                 " for each micro-batch. Move its random layers to another partition to compile the other layers",
                 stacklevel=2,
             )
-        return generators.drew
+        return generators.has_drawn
 
     def _run_layers(self, inputs: tuple[Any, ...], enter: Callable[[int], None] | None = None) -> Any:
         value: Any = None
-        for number, layer in enumerate(self.layers, self.first):
+        for number, layer in enumerate(self.layers, self.first_layer):
             if enter is not None:
                 enter(number)
-            value = layer(*inputs) if number == self.first else layer(value)
+            value = layer(*inputs) if number == self.first_layer else layer(value)
             if isinstance(value, GeneratorType):
                 raise SetupError(
                     f"forward of layer {number}, a {type(layer).__name__}, returns a generator. Decorate a class whose"
@@ -163,7 +168,7 @@ class Partition:
                 )
         return value
 
-    def snapshot(self, training: Modes | None) -> list[NamedBuffer]:
+    def snapshot_buffers(self, training: Modes | None) -> list[NamedBuffer]:
         """Copy the buffers that the layers change, so that a recomputation can start from the same values."""
         changing = None if training is None else self._changing.get(training)
         if changing is None:
@@ -182,7 +187,7 @@ class Partition:
         ]
 
     @contextmanager
-    def _changes_seen(self, training: Modes) -> Iterator[None]:
+    def _record_changed_buffers(self, training: Modes) -> Iterator[None]:
         """Context that records in the first forward which buffers the layers change (vectors of a spectral norm)."""
         if training in self._changing:
             yield
@@ -199,7 +204,7 @@ class Partition:
         ]
 
     @contextmanager
-    def _buffers_are(self, replacements: Sequence[NamedBuffer]) -> Iterator[None]:
+    def _replace_buffers(self, replacements: Sequence[NamedBuffer]) -> Iterator[None]:
         """Context in which *replacements* replace the buffers, which the first forward has already updated."""
         # Replaced, not overwritten and restored: the graphs of earlier micro-batches hold the original tensors.
         before = [(module, name, module._buffers[name]) for module, name, _ in replacements]

@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
-from lightning_pipe.pipe.balance import even_shares
+from lightning_pipe.pipe.balance import balance_by_costs
 from lightning_pipe.pipe.partition import Partition
-from lightning_pipe.pipe.skip import SkipRoute, skip_routes
+from lightning_pipe.pipe.skip import SkipRoute, find_skip_routes
 
-Checkpoint = Literal["always", "except_last", "never"]
+CheckpointMode = Literal["always", "except_last", "never"]
 
 
 def check_sequential(module: Any) -> None:
@@ -45,10 +45,10 @@ def check_sequential(module: Any) -> None:
         )
 
 
-def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
+def check_pipe_options(chunks: Any, checkpoint: Any) -> None:
     """Refuse an invalid number of micro-batches or checkpoint mode."""
     check_whole_number("chunks", chunks, 1, error=PlanError)
-    check_choice("checkpoint", checkpoint, get_args(Checkpoint), PlanError)
+    check_choice("checkpoint", checkpoint, get_args(CheckpointMode), PlanError)
 
 
 def make_partitions(
@@ -59,13 +59,13 @@ def make_partitions(
     """Assign layers to partitions, and move them to their devices."""
     places = _devices(devices, balance)
     shares = (
-        even_shares([sum(p.numel() for p in layer.parameters()) for layer in layers], len(places))
+        balance_by_costs([sum(p.numel() for p in layer.parameters()) for layer in layers], len(places))
         if balance is None
         else _checked_balance(balance, len(layers), len(places))
     )
     ends = list(accumulate(shares))
     parts = [list(layers[end - share : end]) for share, end in zip(shares, ends, strict=True)]
-    routes = skip_routes(parts)
+    routes = find_skip_routes(parts)
     _refuse_shared(parts)
     for part, device in zip(parts, places, strict=True):
         for layer in part:

@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.torch import device_of_to, pytree
+from lightning_pipe._compat.torch import device_from_to_args, pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
-from lightning_pipe.pipe.gradients import attach, attach_loss
-from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
+from lightning_pipe.pipe.gradients import attach_backward, attach_loss
+from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, sum_losses
+from lightning_pipe.pipe.mini_batch_run import MiniBatchRun
 from lightning_pipe.pipe.partition import Partition
-from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint, check_sequential, make_partitions
+from lightning_pipe.pipe.partitioning import CheckpointMode, check_pipe_options, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import gradient_field, value_field
-from lightning_pipe.pipe.run import Run
-from lightning_pipe.pipe.scatter import gather, rows_of, to_device
+from lightning_pipe.pipe.scatter import count_rows, gather, to_device
 from lightning_pipe.pipe.scheduler import Scheduler
 from lightning_pipe.pipe.skip import SkipRoute
 
@@ -63,7 +63,7 @@ class Pipe(nn.Module):
         self,
         module: nn.Sequential,
         chunks: int,
-        checkpoint: Checkpoint = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         devices: Iterable[torch.device | str | int] | None = None,
         balance: Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
@@ -72,7 +72,7 @@ class Pipe(nn.Module):
         check_sequential(module)
         self.chunks = chunks
         self.checkpoint = checkpoint
-        check_checkpoint(chunks, checkpoint)
+        check_pipe_options(chunks, checkpoint)
         self._partitions: list[Partition] = []
         self._routes: list[SkipRoute] = []
         self._scheduler: Scheduler | None = None
@@ -110,7 +110,7 @@ class Pipe(nn.Module):
         return [len(partition.layers) for partition in self._partitions]
 
     @property
-    def deferred(self) -> dict[nn.Module, nn.Module]:
+    def replaced_batch_norms(self) -> dict[nn.Module, nn.Module]:
         """Original batch normalizations, keyed by the layers that *deferred_batch_norm* has replaced them with."""
         return self._deferred
 
@@ -188,7 +188,7 @@ class Pipe(nn.Module):
             def backward(gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
                 return run.backward(count, dict(zip(places, gradients, strict=True)), sizes)
 
-            attached = attach([gathered[place] for place in places], run.upstream, backward)
+            attached = attach_backward([gathered[place] for place in places], run.tensors_requiring_grad, backward)
             for place, tensor in zip(places, attached, strict=True):
                 gathered[place] = tensor
         return pytree.tree_unflatten(gathered, spec)
@@ -231,13 +231,13 @@ class Pipe(nn.Module):
         mini_batch_loss = MiniBatchLoss(loss_fn, reduction, self._known_losses)
         run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
-        if not 0 < run.rows == rows_of(targets):
+        if not 0 < run.rows == count_rows(targets):
             raise InputError(
-                f"the inputs have {run.rows} rows and the targets have {rows_of(targets)}; expected equal numbers, at"
+                f"the inputs have {run.rows} rows and the targets have {count_rows(targets)}; expected equal numbers, at"
                 " least 1. Give one target for each row, and skip empty batches"
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
-        losses = mini_batch_loss.of_micro_batches(targets, run.count, scale)
+        losses = mini_batch_loss.split(targets, run.count, scale)
         micro_batches = run.micro_batches(losses)
         plan = "1f1b" if run.grad else "gpipe_forward"
 
@@ -245,14 +245,14 @@ class Pipe(nn.Module):
             gradients: list[Tensor | None] = getattr(ctx, gradient_field(0)).value if run.grad else []
             return gradients
 
-        with run.parameters_alone():
+        with run.suspend_parameter_hooks():
             first_gradients = self._schedule.run(plan, micro_batches, first_gradients_of)
         run.check_generators()
-        mini_batch_loss.check(losses[0])
-        total = total_of(losses)
-        if not run.grad or not run.upstream:
+        mini_batch_loss.check_is_mean(losses[0])
+        total = sum_losses(losses)
+        if not run.grad or not run.tensors_requiring_grad:
             return total
-        collected = run.collect(first_gradients)
+        collected = run.collect_gradients(first_gradients)
 
         def gradients(loss_gradient: Tensor) -> Sequence[Tensor | None]:
             factor = loss_gradient / scale
@@ -261,17 +261,17 @@ class Pipe(nn.Module):
                 for gradient in collected
             ]
 
-        return attach_loss(total, run.upstream, gradients)
+        return attach_loss(total, run.tensors_requiring_grad, gradients)
 
     # ------------------------------------------------------------------ tracing and closing
 
-    def start_trace(self, keep: int | None = None) -> None:
+    def start_trace(self, max_spans: int | None = None) -> None:
         """Record start and end of each task; ``Forward0`` is the forward of partition 0.
 
         Args:
             keep: number of most recent spans to keep for each plan (default None: all).
         """
-        self._schedule.start_trace(keep)
+        self._schedule.start_trace(max_spans)
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording and return the spans, sorted by end time.
@@ -280,7 +280,7 @@ class Pipe(nn.Module):
         """
         return self._schedule.stop_trace()
 
-    def scale_loss(self, scale: Callable[[], float] | None) -> None:
+    def set_loss_scale(self, scale: Callable[[], float] | None) -> None:
         """Scale the loss for the backward inside :meth:`loss`, and divide the gradients by the same factor.
 
         This keeps small gradients from underflowing in half precision, if the factor is the one that the caller
@@ -296,8 +296,8 @@ class Pipe(nn.Module):
         if self._scheduler is not None:
             self._scheduler.close()
 
-    def _run(self, inputs: tuple[Any, ...], depth: int) -> Run:
-        check_checkpoint(self.chunks, self.checkpoint)
+    def _run(self, inputs: tuple[Any, ...], depth: int) -> MiniBatchRun:
+        check_pipe_options(self.chunks, self.checkpoint)
         if [*map(id, self)] != [id(layer) for partition in self._partitions for layer in partition.layers]:
             raise SetupError(
                 "layers of the pipe were added or replaced after its partitions were made. Change the Sequential"
@@ -305,7 +305,7 @@ class Pipe(nn.Module):
             )
         # In evaluation, backward is rare, and running layers twice would only cost time.
         checkpoint = self.checkpoint if self.training else "never"
-        return Run(self._partitions, self._schedule, self.chunks, checkpoint, inputs, depth)
+        return MiniBatchRun(self._partitions, self._schedule, self.chunks, checkpoint, inputs, depth)
 
     @property
     def _schedule(self) -> Scheduler:
@@ -323,7 +323,7 @@ class Pipe(nn.Module):
         Raises:
             SetupError: a device is given, and not all layers are on it.
         """
-        device = device_of_to(*args, **kwargs)
+        device = device_from_to_args(*args, **kwargs)
         if device is not None and any(partition_device != device for partition_device in self.devices):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)

@@ -85,7 +85,7 @@ def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipe
     )
 
 
-def work_of(task: str) -> tuple[str, int]:
+def parse_task_name(task: str) -> tuple[str, int]:
     """Return kind and partition of a task: ``("Forward", 0)``, ``("Recompute", 2)`` or ``("Backward", 1)``."""
     kind = task.rstrip("0123456789")
     return kind, int(task.removeprefix(kind))

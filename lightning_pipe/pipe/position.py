@@ -24,7 +24,7 @@ class _CurrentPosition(threading.local):
 _current = _CurrentPosition()
 
 
-def position() -> Position | None:
+def current_position() -> Position | None:
     """Position of the pipe that runs the calling layer; None outside of a pipe."""
     return _current.position
 
@@ -35,9 +35,9 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def at(where: Position) -> Iterator[None]:
+def set_position(micro_batch_position: Position) -> Iterator[None]:
     """Context in which this thread has the position *where*."""
-    before, _current.position = _current.position, where
+    before, _current.position = _current.position, micro_batch_position
     try:
         yield
     finally:

@@ -37,12 +37,12 @@ class MiniBatchSeed:
         self.drawn = False
         self._advanced = False
 
-    def of(self, layer: int, micro_batch: int) -> int:
+    def layer_seed(self, layer: int, micro_batch: int) -> int:
         """Return the seed of a layer for a micro-batch."""
         self.drawn = True
         return (self._base + _MIXED * (1 + layer) + 0x2545F4914F6CDD1D * (1 + micro_batch)) % _SEEDS
 
-    def take(self) -> None:
+    def advance_generator(self) -> None:
         """Draw the number from the user's generator if a layer has drawn. Later calls do nothing."""
         if self.drawn and not self._advanced:
             self._advanced = True
@@ -57,7 +57,7 @@ class LayerGenerators(TorchDispatchMode):
         self._seed = seed
         self._micro_batch = micro_batch
         self._layer = 0
-        self.drew = False
+        self.has_drawn = False
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def enter_layer(self, layer: int) -> None:
@@ -71,7 +71,7 @@ class LayerGenerators(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        self.drew = True
+        self.has_drawn = True
         _refuse_inner_checkpoint()
         device = _device_of(args, kwargs)
         if device.type == "cpu" and any(argument.name == "generator" for argument in schema_of(func).arguments):
@@ -93,7 +93,7 @@ class LayerGenerators(TorchDispatchMode):
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
-            generator.manual_seed(self._seed.of(self._layer, self._micro_batch))
+            generator.manual_seed(self._seed.layer_seed(self._layer, self._micro_batch))
         return generator
 
 
@@ -147,7 +147,7 @@ class SharedGenerators:
         shared = dict.fromkeys([torch.device("cpu"), *devices])
         self._before = {device: _generator(device).get_state() for device in shared}
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Compare the states after the tasks have run."""
         for device, before in self._before.items():
             if not torch.equal(_generator(device).get_state(), before):

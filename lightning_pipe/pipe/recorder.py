@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_pipe.engine.observe.timeline import BACKWARD, FORWARD, RECOMPUTE, Bar, in_iterations, microbatch_bar
 from lightning_pipe.pipe.pipe import Pipe
-from lightning_pipe.pipe.plans import work_of
+from lightning_pipe.pipe.plans import parse_task_name
 
 _KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
 
@@ -18,14 +18,14 @@ class PartitionRecorder:
         self._pipe = pipe
         pipe.start_trace(keep)
 
-    def batch_done(self) -> None:
+    def record_batch_end(self) -> None:
         """Do nothing: the pipe stores the records."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch."""
         bars = []
         for span in self._pipe.stop_trace():
-            task_kind, partition = work_of(span.task)
+            task_kind, partition = parse_task_name(span.task)
             kind = _KINDS[task_kind]
             bars.append(microbatch_bar(partition, kind, span.iteration, span.start, span.end, rank, span.thread))
         return in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)

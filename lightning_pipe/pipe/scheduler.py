@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine import IterContext, PipelinePlan, SetupError, SWPipeline, TaskError, TaskSpan
-from lightning_pipe.engine.observe.ranges import task_range
-from lightning_pipe.pipe.cell import Cell, Gradients, Passed
-from lightning_pipe.pipe.copies import Copier, Sent
+from lightning_pipe.engine.observe.ranges import profiler_range
+from lightning_pipe.pipe.cell import Activations, Cell, Gradients
+from lightning_pipe.pipe.copies import Copier, PendingCopy
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.partition import Partition
-from lightning_pipe.pipe.plans import gradient_field, pipe_plans, skip_field, skip_gradient_field, value_field, work_of
+from lightning_pipe.pipe.plans import (
+    gradient_field,
+    parse_task_name,
+    pipe_plans,
+    skip_field,
+    skip_gradient_field,
+    value_field,
+)
 from lightning_pipe.pipe.skip import SkipRoute
 
 Result = TypeVar("Result")
@@ -67,15 +74,15 @@ class _Tasks:
             if index == 0:
                 value, micro.inputs = micro.inputs, None
             else:
-                value = (self._copier.receive(ctx.take(value_field(index)), index),)
+                value = (self._copier.receive(ctx.pop(value_field(index)), index),)
             skips = {
-                route.key: self._copier.receive(ctx.take(skip_field(number)), index)
+                route.key: self._copier.receive(ctx.pop(skip_field(number)), index)
                 for number, route in enumerate(self._routes)
                 if route.target == index
             }
-            out = micro.cells[index].forward(Passed(value, skips))
+            out = micro.cells[index].forward(Activations(value, skips))
             last = index == len(self._partitions) - 1
-            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1, micro.index)
+            sent = PendingCopy(out.value) if last else self._copier.send(out.value, index, index + 1, micro.index)
             setattr(ctx, value_field(index + 1), sent)
             for number, route in enumerate(self._routes):
                 if route.source == index:
@@ -96,17 +103,17 @@ class _Tasks:
         with self._partition_context(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
-                gradients[None] = self._copier.receive(ctx.take(gradient_field(index + 1)), index)
+                gradients[None] = self._copier.receive(ctx.pop(gradient_field(index + 1)), index)
             elif micro.output_gradients is not None:
                 gradients[None] = micro.output_gradients
             for number, route in enumerate(self._routes):
                 if route.source == index:
-                    gradients[route.key] = self._copier.receive(ctx.take(skip_gradient_field(number)), index)
+                    gradients[route.key] = self._copier.receive(ctx.pop(skip_gradient_field(number)), index)
             input_gradients = micro.cells[index].backward(gradients, micro.sums[index].add)
             sent = (
                 self._copier.send(input_gradients[None], index, index - 1, micro.index)
                 if index
-                else Sent(input_gradients[None])
+                else PendingCopy(input_gradients[None])
             )
             setattr(ctx, gradient_field(index), sent)
             for number, route in enumerate(self._routes):
@@ -126,7 +133,7 @@ class _Tasks:
             if partition.device.type == "cuda":
                 stack.enter_context(torch.cuda.device(partition.device))
             traced = micro.schedulers[-1].is_tracing
-            stack.enter_context(task_range(f"chunk{micro.index}-part{index}", traced))
+            stack.enter_context(profiler_range(f"chunk{micro.index}-part{index}", traced))
             try:
                 yield
             except BaseException as error:
@@ -155,13 +162,13 @@ class Scheduler:
         self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
     ) -> list[Result]:
         """Run micro-batches under a plan."""
-        self._check_outside("called")
+        self._refuse_reentry("called")
         for micro in micro_batches:
             micro.schedulers = (*_current.schedulers, self)
         with self._running:
             return self._run(plan, micro_batches, result_of)
 
-    def _check_outside(self, action: str) -> None:
+    def _refuse_reentry(self, action: str) -> None:
         """Refuse calls from a layer, hook or loss function of this pipe, which would deadlock."""
         if self in _current.schedulers:
             raise SetupError(
@@ -183,7 +190,7 @@ class Scheduler:
         if self.is_tracing:
             of_plan = self._traced.setdefault(plan, deque(maxlen=self._keep))
             traced = [(micro.index, [cell.checkpointed for cell in micro.cells]) for micro in micro_batches]
-            of_plan.append((pipeline.started, traced))
+            of_plan.append((pipeline.num_started, traced))
         source = iter(micro_batches)
         try:
             return [result_of(pipeline.progress(source)) for _ in micro_batches]
@@ -195,12 +202,12 @@ class Scheduler:
                 raise error.__cause__ from None
             raise
 
-    def start_trace(self, keep: int | None = None) -> None:
+    def start_trace(self, max_spans: int | None = None) -> None:
         """Record start and end of each task."""
-        self.is_tracing, self._keep = True, keep
+        self.is_tracing, self._keep = True, max_spans
         self._traced.clear()
         for pipeline in self._pipelines.values():
-            pipeline.start_trace(keep)
+            pipeline.start_trace(max_spans)
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording and return the spans, sorted by end time. Their *iteration* is the micro-batch's index."""
@@ -216,7 +223,7 @@ class Scheduler:
             for span in pipeline.stop_trace():
                 if span.iteration in traced:
                     index, recomputes = traced[span.iteration]
-                    kind, partition = work_of(span.task)
+                    kind, partition = parse_task_name(span.task)
                     if kind != "Recompute" or recomputes[partition]:  # plans contain this task for all partitions
                         spans.append(replace(span, iteration=index))
         self._traced.clear()
@@ -224,7 +231,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts new threads."""
-        self._check_outside("closed")
+        self._refuse_reentry("closed")
         while self._pipelines and self._process == os.getpid():
             self._pipelines.popitem()[1].close()
 

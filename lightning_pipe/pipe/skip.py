@@ -84,11 +84,11 @@ class Skips:
     def __init__(self, values: Mapping[SkipKey, Any] | None = None) -> None:
         self.values: dict[SkipKey, Any] = dict(values or {})
 
-    def leave(self, key: SkipKey, value: Any) -> None:
+    def stash(self, key: SkipKey, value: Any) -> None:
         """Store *value* until :meth:`take`."""
         self.values[key] = value
 
-    def take(self, key: SkipKey) -> Any:
+    def pop(self, key: SkipKey) -> Any:
         """Remove and return the value."""
         if key not in self.values:
             raise SetupError(f"the skip {key} is popped but was not stashed. Stash it in an earlier layer")
@@ -106,7 +106,7 @@ _current = _CurrentSkips()
 
 
 @contextmanager
-def using(skips: Skips) -> Iterator[None]:
+def use_skips(skips: Skips) -> Iterator[None]:
     """Context in which layers of this thread use *skips*."""
     before, _current.skips = _current.skips, skips
     try:
@@ -148,7 +148,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
         @wraps(generate)
         def forward(self: Any, *inputs: Any) -> Any:
-            return _drive(self, generate(self, *inputs), {*stashes}, {*pops})
+            return _run_generator(self, generate(self, *inputs), {*stashes}, {*pops})
 
         layer.forward = forward
         layer.pipe_stashes = stashes  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def _key(layer: Any, name: str) -> SkipKey:
     return SkipKey(layer.pipe_namespaces.get(name), name)
 
 
-def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
+def _run_generator(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
     """Serve the requests that a layer yields, and return the layer's result."""
     skips = _current.skips
     name = type(layer).__name__
@@ -213,11 +213,11 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
             return end.value
         if isinstance(request, stash) and request.name in stashes:
             stashes.discard(request.name)
-            skips.leave(_key(layer, request.name), request.value)
+            skips.stash(_key(layer, request.name), request.value)
             answer = None
         elif isinstance(request, pop) and request.name in pops:
             pops.discard(request.name)
-            answer = skips.take(_key(layer, request.name))
+            answer = skips.pop(_key(layer, request.name))
         else:
             description = (
                 f"{type(request).__name__}({request.name!r})" if isinstance(request, stash | pop) else type(request)
@@ -236,7 +236,7 @@ class SkipRoute(NamedTuple):
     target: int
 
 
-def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
+def find_skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
     """Return all skips that lead from one partition to another."""
     stashed: dict[SkipKey, list[int]] = {}  # numbers of the layers
     popped: dict[SkipKey, list[int]] = {}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import PLANS, recsys_plan
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BatchBalancer as BatchBalancer
     from lightning_pipe.recsys.batches.token_weighted_loss import TokenCount as TokenCount
     from lightning_pipe.recsys.batches.token_weighted_loss import token_weighted_mean as token_weighted_mean
     from lightning_pipe.recsys.dynamic.store.row_files import read_rows as read_rows
-    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer as SparseOptimizer
+    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig as SparseOptimizerConfig
     from lightning_pipe.recsys.modules.dynamic_modules import (
         DynamicEmbeddingBagCollection as DynamicEmbeddingBagCollection,
     )
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable as DynamicTable
     from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite as ModelRewrite
     from lightning_pipe.recsys.sharding.replicas import make_replica_groups as make_replica_groups
-    from lightning_pipe.recsys.sharding.shard import shard_model as shard_model
+    from lightning_pipe.recsys.sharding.shard_model import shard_model as shard_model
     from lightning_pipe.recsys.sharding.sharded_model import ShardedModel as ShardedModel
     from lightning_pipe.recsys.tasks.actions import RecsysActions as RecsysActions
     from lightning_pipe.recsys.tasks.context import RecsysContext as RecsysContext
@@ -52,7 +52,7 @@ _MODULES = {
     "RewriteOptions": "tasks.options",
     "ShardedModel": "sharding.sharded_model",
     "ShardingOptions": "tasks.options",
-    "SparseOptimizer": "kernels.table_optimizer",
+    "SparseOptimizerConfig": "kernels.table_optimizer",
     "TokenCount": "batches.token_weighted_loss",
     "TrainPipeline": "tasks.train_pipeline",
     "WireOptions": "tasks.options",

@@ -13,15 +13,15 @@ from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
     from lightning_pipe.checkpoints.export import export_checkpoint as export_checkpoint
-    from lightning_pipe.llm.batches.batching import Batching as Batching
+    from lightning_pipe.llm.batches.options import Batching as Batching
     from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint as ActivationCheckpoint
-    from lightning_pipe.llm.parallel.dimensions import ParallelDims as ParallelDims
+    from lightning_pipe.llm.parallel.parallel_dims import ParallelDims as ParallelDims
     from lightning_pipe.llm.split.options import SplitOptions as SplitOptions
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy as InProcessPipelineStrategy
     from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy as AutoLLMPipelineStrategy
     from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM as HFCausalLM
     from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule as PipelineModule
-    from lightning_pipe.strategies.language_model.pretrained import export_pretrained as export_pretrained
+    from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained as export_pretrained
     from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy as LLMPipelineStrategy
     from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy as RecsysPipelineStrategy
     from lightning_pipe.strategies.recommender.warm_start import WarmStart as WarmStart
@@ -32,15 +32,15 @@ _MODULES = {
     "RecsysPipelineStrategy": "lightning_pipe.strategies.recommender.strategy",
     "WarmStart": "lightning_pipe.strategies.recommender.warm_start",
     "export_checkpoint": "lightning_pipe.checkpoints.export",
-    "export_pretrained": "lightning_pipe.strategies.language_model.pretrained",
+    "export_pretrained": "lightning_pipe.strategies.language_model.pretrained_export",
 }
 _LLM_MODULES = {
     "ActivationCheckpoint": "lightning_pipe.llm.model.activation_checkpoint",
     "AutoLLMPipelineStrategy": "lightning_pipe.strategies.language_model.auto",
-    "Batching": "lightning_pipe.llm.batches.batching",
+    "Batching": "lightning_pipe.llm.batches.options",
     "HFCausalLM": "lightning_pipe.strategies.language_model.hf_causal_lm",
     "LLMPipelineStrategy": "lightning_pipe.strategies.language_model.strategy",
-    "ParallelDims": "lightning_pipe.llm.parallel.dimensions",
+    "ParallelDims": "lightning_pipe.llm.parallel.parallel_dims",
     "PipelineModule": "lightning_pipe.strategies.language_model.pipeline_module",
     "SplitOptions": "lightning_pipe.llm.split.options",
 }

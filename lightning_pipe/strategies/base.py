@@ -24,33 +24,33 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe._compat.lightning import keep_order_of_loaders, timeout_of
-from lightning_pipe.checkpoints.safe_reading import check_checksums, file_named
+from lightning_pipe._compat.lightning import disable_distributed_sampler, strategy_timeout
+from lightning_pipe.checkpoints.safe_reading import check_checksums, name_file_in_errors
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice
-from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.common.safe_text import short_repr
 from lightning_pipe.engine.ranks.current_tasks import current_tasks, describe_current_tasks
-from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
-from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
+from lightning_pipe.engine.ranks.tensors_at_exit import keep_tensors_alive_at_exit
+from lightning_pipe.engine.runtime.fork_garbage import freeze_gc_in_forks
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.data.batch_source import Uneven
-from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
-from lightning_pipe.loops.data.torchdata_samplers import shuffled_over_ranks
+from lightning_pipe.loops.data.batch_source import UnevenPolicy
+from lightning_pipe.loops.data.orphaned_workers import end_workers_with_process
+from lightning_pipe.loops.data.torchdata_samplers import fix_torchdata_distributed_shuffle
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
-from lightning_pipe.loops.programs.user_errors import is_of_group
-from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
-from lightning_pipe.strategies.processes import check_nodes, own_processes, started_by_torchrun
+from lightning_pipe.loops.interrupted_save import install_save_guard
+from lightning_pipe.loops.programs.user_errors import is_process_group_error
+from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator, UnevenEvaluation
+from lightning_pipe.strategies.cluster_environment import check_nodes, get_environment_without_srun, started_by_torchrun
 
 
 def read_checkpoint_file(read: Callable[..., Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Checkpoint that Lightning's method *read* reads. A damaged or foreign file is one SetupError that names it."""
-    with file_named(path):
+    with name_file_in_errors(path):
         if "://" not in str(path) and zipfile.is_zipfile(path):
             check_checksums(Path(path))
         checkpoint = read(path, weights_only=weights_only is not False)
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
-            raise ValueError(f"expected a dict with the key 'pytorch-lightning_version', got {shown(checkpoint)}")
+            raise ValueError(f"expected a dict with the key 'pytorch-lightning_version', got {short_repr(checkpoint)}")
     return dict(checkpoint)
 
 
@@ -75,7 +75,7 @@ def _restarts() -> int:
 def install_loops(trainer: pl.Trainer) -> None:
     """Replace Lightning's loops by those that run programs of tasks."""
     install_evaluation_loops(trainer)
-    install_interrupted_saves(trainer)
+    install_save_guard(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         PipelineTrainingEpochLoop.install(trainer)
 
@@ -90,13 +90,13 @@ class DistributedStrategy(DDPStrategy):
     # True if all ranks read the same batches.
     ranks_share_data = False
     # Handling of ranks with fewer training batches: the epoch ends with the first rank that runs out, or all raise.
-    uneven_batches: Uneven = "shortest"
+    uneven_batches: UnevenPolicy = "shortest"
     # Handling of ranks with fewer batches to evaluate: they join the other ranks, or all ranks raise.
     uneven_evaluation: UnevenEvaluation = "join"
     # True if values that an evaluation step logs without sync_dist are the same on all ranks.
     logs_for_all = False
     # Evaluation batch in progress that only some ranks have.
-    _turn: Turn | None = None
+    _turn: UnevenBatchCoordinator | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
@@ -105,7 +105,7 @@ class DistributedStrategy(DDPStrategy):
             **inspect.signature(DistributedDataParallel).parameters,
         }
         self._refuse(arguments.keys() - accepted)
-        super().__init__(cluster_environment=cluster_environment or own_processes(), **arguments)
+        super().__init__(cluster_environment=cluster_environment or get_environment_without_srun(), **arguments)
 
     def _refuse(self, unknown: Iterable[str]) -> None:
         """Refuse unknown arguments under the name of the class that was called."""
@@ -134,8 +134,8 @@ class DistributedStrategy(DDPStrategy):
             self.cluster_environment, number, self.parallel_devices or []
         )
 
-    def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
-        check_choice("uneven_batches", uneven_batches, get_args(Uneven))
+    def _take_uneven(self, uneven_batches: UnevenPolicy, uneven_evaluation: UnevenEvaluation) -> None:
+        check_choice("uneven_batches", uneven_batches, get_args(UnevenPolicy))
         check_choice("uneven_evaluation", uneven_evaluation, get_args(UnevenEvaluation))
         self.uneven_batches, self.uneven_evaluation = uneven_batches, uneven_evaluation
 
@@ -147,7 +147,7 @@ class DistributedStrategy(DDPStrategy):
         """
         global _ended_well
         _ended_well = False
-        keep_garbage_from_forks()
+        freeze_gc_in_forks()
         check_nodes(self.num_nodes, self.cluster_environment)
         ranks = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != ranks:
@@ -165,7 +165,7 @@ class DistributedStrategy(DDPStrategy):
             current_tasks.clear()
             super().setup_distributed()
             del store
-            keep_tensors_at_exit()
+            keep_tensors_alive_at_exit()
             if not users:
                 # Unregister first, so that the handler runs once even if several groups were made in this process.
                 atexit.unregister(_leave_at_exit)
@@ -176,12 +176,12 @@ class DistributedStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make torchdata's samplers shuffle alike on all ranks, and the loader's workers exit after this process."""
-        return ending_with_rank(shuffled_over_ranks(super().process_dataloader(dataloader)))
+        return end_workers_with_process(fix_torchdata_distributed_shuffle(super().process_dataloader(dataloader)))
 
     # ------------------------------------------------------------------ batches that only some ranks have
 
     @contextmanager
-    def in_turn(self, turn: Turn, step: str) -> Iterator[None]:
+    def announce_collectives(self, turn: UnevenBatchCoordinator, step: str) -> Iterator[None]:
         """Context in which collectives of an evaluation step are announced to *turn*."""
         self._turn = turn
         try:
@@ -189,7 +189,7 @@ class DistributedStrategy(DDPStrategy):
         finally:
             self._turn = None
 
-    def join_evaluation(self, what: str, detail: object) -> None:
+    def join_evaluation(self, action: str, payload: object) -> None:
         """Start an announced collective with empty input. A barrier, the only one here, needs nothing."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -223,12 +223,12 @@ class DistributedStrategy(DDPStrategy):
         if self._turn is None:
             super().barrier(*args, **kwargs)
         else:
-            self._turn.call("barrier")
+            self._turn.announce_collective("barrier")
 
     def on_exception(self, exception: BaseException) -> None:
         """Add the batch and tasks of this rank to the error of a collective."""
         module = self.lightning_module
-        if module is not None and (is_of_group(exception) or is_of_group(exception.__cause__)):
+        if module is not None and (is_process_group_error(exception) or is_process_group_error(exception.__cause__)):
             epoch, batch = module.trainer.current_epoch, max(module.trainer.fit_loop.batch_idx, 0)
             exception.add_note(
                 f"rank {self.global_rank} was in batch {batch} of epoch {epoch}, {describe_current_tasks()}. Compare"
@@ -264,7 +264,7 @@ class DistributedStrategy(DDPStrategy):
         environment = self.cluster_environment
         assert environment is not None
         rank, world_size = environment.global_rank(), environment.world_size()
-        wait = timeout_of(self)
+        wait = strategy_timeout(self)
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         # The agent's store outlives a start. Nodes count starts separately, and a node that joined later has fewer.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"
@@ -302,7 +302,7 @@ class DistributedStrategy(DDPStrategy):
             ) from error
         return store
 
-    def _leave_loaders_of_one_process(self, trainer: pl.Trainer) -> None:
+    def _keep_loader_order_of_one_process(self, trainer: pl.Trainer) -> None:
         """Make a single process read its data in the order of its loaders.
 
         Lightning assumes that a distributed strategy has several processes, and installs a sampler that shuffles
@@ -310,4 +310,4 @@ class DistributedStrategy(DDPStrategy):
         other numbers of ranks can continue.
         """
         if trainer.world_size == 1 and not _restarts():
-            keep_order_of_loaders(trainer)
+            disable_distributed_sampler(trainer)

@@ -15,11 +15,11 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
-from lightning_pipe._compat.lightning import before_resumption, find_last_at_urls
+from lightning_pipe._compat.lightning import find_last_at_urls, install_resume_check
+from lightning_pipe.checkpoints.atomic_folder import remove_folder
 from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.folder_writing import CheckpointPart, write_folder, write_in_background
-from lightning_pipe.checkpoints.remote_folder import place_of, remove_remote
-from lightning_pipe.checkpoints.whole_folder import remove_folder
+from lightning_pipe.checkpoints.folder_writing import CheckpointPart, write_checkpoint, write_checkpoint_in_background
+from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, remove_remote
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_flags
 from lightning_pipe.engine.ranks.agreement import check_agreement
@@ -97,7 +97,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """
         if kwargs.get("trainer") is not None:
             find_last_at_urls(kwargs["trainer"])
-            before_resumption(kwargs["trainer"], self._before_resumption)
+            install_resume_check(kwargs["trainer"], self._before_resumption)
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
@@ -132,16 +132,16 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.end_saves()
+        self.finish_saves()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         try:
-            self.end_saves()
+            self.finish_saves()
         except Exception as error:
             exception.add_note(f"Also: {error}")  # the error that ended training stays the main error
 
-    def end_saves(self) -> None:
+    def finish_saves(self) -> None:
         """Wait for the pending save, and save in the foreground from now on."""
         saves = self._saves
         if saves is not None:
@@ -165,11 +165,11 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
         def remove() -> None:
             if self.is_global_zero:
-                place = place_of(filepath)
+                place = parse_local_or_remote_path(filepath)
                 remove_folder(place) if isinstance(place, Path) else remove_remote(place)
 
         if self._saves is not None and self._saves.under_way:
-            self._saves.then(remove)
+            self._saves.add_success_callback(remove)
         else:
             remove()
 
@@ -181,9 +181,9 @@ class FolderCheckpointStrategy(DistributedStrategy):
         if saves is not None:
             saves.wait()
         if saves is None:
-            write_folder(path, state, rest, part)
+            write_checkpoint(path, state, rest, part)
         else:
-            write_in_background(saves, path, state, rest, part)
+            write_checkpoint_in_background(saves, path, state, rest, part)
 
     # ------------------------------------------------------------------ paths
 
@@ -196,7 +196,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
                 " files"
             )
         path: str | Path = self.broadcast(filepath)
-        place_of(path)
+        parse_local_or_remote_path(path)
         return path
 
 
@@ -205,4 +205,4 @@ def _check_same(path: Any) -> None:
     description = [("ckpt_path", "None" if path is None else str(path))]
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     advice = ". With 'last', all ranks need to see the same folder"
-    check_agreement(description, "checkpoint to resume from", world, error=SetupError, advice=advice)
+    check_agreement(description, "checkpoint to resume from", world, error_class=SetupError, advice=advice)

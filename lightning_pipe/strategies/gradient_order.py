@@ -23,7 +23,7 @@ def gradient_order(model: DistributedDataParallel) -> list[str]:
     return [names[id(parameter)] for bucket in gradient_buckets(model) for parameter in bucket]
 
 
-def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
+def set_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
     """Set the order of gradients by a backward pass of zeros in that order, before the first real backward pass.
 
     Every rank calls this function. An order that does not name exactly the trained parameters is ignored.

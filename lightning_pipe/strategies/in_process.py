@@ -16,19 +16,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import after_transfer
+from lightning_pipe._compat.lightning import call_on_after_batch_transfer
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.engine.common.options import check_flags
-from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
+from lightning_pipe.loops.data.orphaned_workers import end_workers_with_process
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
-from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
+from lightning_pipe.pipe.partitioning import CheckpointMode, check_pipe_options
 from lightning_pipe.pipe.recorder import PartitionRecorder
 from lightning_pipe.strategies.base import install_loops, read_checkpoint_file
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
-from lightning_pipe.strategies.refusals import loss_scaler
-from lightning_pipe.strategies.running_work import Running
+from lightning_pipe.strategies.setup_checks import get_grad_scaler
+from lightning_pipe.strategies.strategy_info import StrategyInfo
 
 _BALANCES = ("parameters", *get_args(Measure))
 _CHUNKS = 4  # micro-batches per partition: the bubble is then less than 1/5 of the time
@@ -86,7 +86,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         self,
         chunks: int | None = None,
         *,
-        checkpoint: Checkpoint = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         balance: Sequence[int] | Literal["parameters"] | Measure | None = None,
         deferred_batch_norm: bool = False,
         compile_partitions: bool = False,
@@ -97,7 +97,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        check_checkpoint(1 if chunks is None else chunks, checkpoint)
+        check_pipe_options(1 if chunks is None else chunks, checkpoint)
         if isinstance(balance, str) and balance not in _BALANCES:
             raise PlanError(
                 f"balance is {balance!r}; expected the number of layers of each partition as a list, or one of"
@@ -105,7 +105,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             )
         check_flags(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
         self._chunks = chunks
-        self._checkpoint: Checkpoint = checkpoint
+        self._checkpoint: CheckpointMode = checkpoint
         self._balance = balance
         self._deferred_batch_norm = deferred_batch_norm
         self._compile_partitions = compile_partitions
@@ -153,11 +153,11 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             )
         return self._pipe
 
-    def running(self) -> Running:
+    def strategy_info(self) -> StrategyInfo:
         """Description of the strategy's work for callbacks, after set-up."""
-        return Running(
+        return StrategyInfo(
             title=f"pipe of {len(self.pipe.balance)} partitions",
-            record=lambda keep: PartitionRecorder(self.pipe, keep),
+            make_recorder=lambda keep: PartitionRecorder(self.pipe, keep),
             has_pipe=True,
         )
 
@@ -202,9 +202,9 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             raise
         if self._compile_partitions:
             pipe.compile_partitions()
-        scaler = loss_scaler(self.precision_plugin)
+        scaler = get_grad_scaler(self.precision_plugin)
         if scaler is not None:
-            pipe.scale_loss(scaler.get_scale)
+            pipe.set_loss_scale(scaler.get_scale)
         setattr(holder, name, pipe)
         self._pipe, self._sequential = pipe, sequential
 
@@ -249,7 +249,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
                 if child is pipe
             ]
             sequential.training = pipe.training
-            undefer_batch_norm(sequential, pipe.deferred)
+            undefer_batch_norm(sequential, pipe.replaced_batch_norms)
             for holder, name in places:  # empty if the module has replaced the pipe
                 setattr(holder, name, sequential)
         super().teardown()
@@ -258,7 +258,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make the loader's workers exit after this process ends for any reason."""
-        return ending_with_rank(super().process_dataloader(dataloader))
+        return end_workers_with_process(super().process_dataloader(dataloader))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module
@@ -270,7 +270,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             return super().batch_to_device(batch, device, dataloader_idx)
         place = getattr(module, "place_batch", None)
         batch = self._placed(batch) if place is None else place(batch, list(self._devices))
-        return after_transfer(module, batch, dataloader_idx)
+        return call_on_after_batch_transfer(module, batch, dataloader_idx)
 
     def _placed(self, batch: Any) -> Any:
         first, last = self.root_device, (self._devices or [self.root_device])[-1]
@@ -291,7 +291,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         """Load the module's values. Names may differ by ``torch.compile``."""
         assert self.lightning_module is not None
         names = ModuleNames(self.lightning_module.state_dict())
-        super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
+        super().load_model_state_dict({**checkpoint, "state_dict": names.rename_keys(checkpoint["state_dict"])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizers' states, each to the device of its parameter.

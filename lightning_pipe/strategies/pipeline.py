@@ -16,11 +16,11 @@ from lightning_pipe._compat.torch import optimizers_in_backward, rebuild_buckets
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.loops import EvaluationProgram, TrainingProgram
-from lightning_pipe.loops.data.batch_source import Uneven
+from lightning_pipe.loops.data.batch_source import UnevenPolicy
 from lightning_pipe.loops.programs.default_program import TRAIN, TRANSFER, default_evaluation, default_plan
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.base import DistributedStrategy, install_loops, read_checkpoint_file
-from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
+from lightning_pipe.strategies.gradient_order import gradient_order, set_gradient_order
 
 # Key of the gradient order in a checkpoint.
 _GRADIENT_ORDER = "lightning_pipe_gradient_order"
@@ -52,7 +52,7 @@ class PipelineStrategy(DistributedStrategy):
         self,
         plan: str | Path | PipelinePlan = "copy_ahead",
         *,
-        uneven_batches: Uneven = "shortest",
+        uneven_batches: UnevenPolicy = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         **options: Any,
     ) -> None:
@@ -65,7 +65,7 @@ class PipelineStrategy(DistributedStrategy):
         self._order: list[str] | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._leave_loaders_of_one_process(trainer)
+        self._keep_loader_order_of_one_process(trainer)
         install_loops(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._order = None  # order of the previous fit, kept until now for checkpoints written after it
@@ -75,7 +75,7 @@ class PipelineStrategy(DistributedStrategy):
         """Build the two tasks under the plan. The training loop calls this method when training begins."""
         ddp = self._sums_depend_on_order()
         if self._order_at_save is not None and ddp is not None:
-            settle_gradient_order(ddp, self._order_at_save)
+            set_gradient_order(ddp, self._order_at_save)
             self._order, self._order_at_save = self._order_at_save, None
         group = dist.group.WORLD if self.world_size > 1 else None
         pipeline = SWPipeline(default_plan(transfer, self._plan), self.root_device, group)
@@ -101,7 +101,7 @@ class PipelineStrategy(DistributedStrategy):
         """Load the module's values. Names may differ by ``torch.compile``."""
         assert self.lightning_module is not None
         names = ModuleNames(self.lightning_module.state_dict())
-        super().load_model_state_dict({**checkpoint, "state_dict": names.keys(checkpoint["state_dict"])}, strict)
+        super().load_model_state_dict({**checkpoint, "state_dict": names.rename_keys(checkpoint["state_dict"])}, strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint, with the order in which gradients are summed over ranks."""

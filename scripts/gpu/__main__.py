@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
 from scripts.gpu.parts import parts
 from scripts.gpu.report import report
 from scripts.gpu.runner import BAD, machine, read, run_parts
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {
         name: result for name, result in stored.items() if result is not None and about.items() <= result.items()
     }
-    with whole_file(out / "report.md") as file:
+    with atomic_write(out / "report.md") as file:
         file.write_text(report(every, results, about, options.dry_run, left), encoding="utf-8")
     print(f"{out / 'report.md'}{f'; no time left for {chr(44).join(left)}: call it again' if left else ''}")
     bad = [part.name for part in chosen if results.get(part.name, {}).get("status") in BAD]

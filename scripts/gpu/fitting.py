@@ -21,7 +21,7 @@ from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import EPS, RATE, batches, seed_tables
 from benchmarks.recsys_step import Trained
 from lightning_pipe.callbacks import PipelineProfiler, PipelineTrace
-from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.plans.recsys_plans import PLANS
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from scripts.gpu.devices import backend, parser, save
 from scripts.gpu.trainers import fit

@@ -45,7 +45,7 @@ from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import EPS, RATE, Batch
 from lightning_pipe.callbacks import PipelineProfiler
 from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection, DynamicTable
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from scripts.gpu.devices import backend, parser, save, separate_machines
 from scripts.gpu.fitting import figures_of

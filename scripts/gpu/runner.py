@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.table import MARK, end
-from lightning_pipe.engine.common.whole_file import whole_file
+from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.environment import import_torchrec, require
 from scripts.gpu.comparison import compare
 from scripts.gpu.parts import Command, Part
@@ -125,7 +125,7 @@ def run_parts(
         status = "failed" if status == "late" else status
         elapsed = round(time.monotonic() - begun, 1)
         result = {**key, "status": status, "why": why, "seconds": elapsed, "look_at": part.look_at, **more}
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write_text(json.dumps({"shows": part.shows, **result}, indent=1) + "\n", encoding="utf-8")
         tell(f"{part.name}: {status}, {elapsed:.0f} s{f' ({why.splitlines()[0]})' if why else ''}")
     return left

@@ -22,8 +22,8 @@ from torchrec.distributed.types import CacheParams
 
 from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused import cached_kernels
-from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.kernels.fused_kernels import cached_kernels
+from lightning_pipe.recsys.plans.recsys_plans import PLANS
 from scripts.gpu.devices import connect, parser, peak_bytes, recorded_kernels, save, tensors
 
 __all__ = ["SIZES"]

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_pipe._compat import lightning, quick_lightning
+from lightning_pipe._compat import fast_hooks, lightning
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 # Each with its arguments after self.
@@ -78,7 +78,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
 def test_lightnings_loops_have_the_methods_that_ours_override_or_call(name: str, arguments: str) -> None:
-    function = attrgetter(name)(quick_lightning if name.startswith("call.") else lightning)
+    function = attrgetter(name)(fast_hooks if name.startswith("call.") else lightning)
     found = [one for one in inspect.signature(function).parameters if one != "self"]
     assert found == arguments.split(), f"Lightning's {name} takes {found}, expected {arguments.split()}"
 
@@ -224,7 +224,7 @@ def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() 
     read: dict[bool, int] = {}
     for ours in (False, True):
         reading = mock.patch("inspect.getfullargspec", side_effect=inspect.getfullargspec)
-        with mock.patch.object(quick_lightning.call, "_call_callback_hooks") as calls, reading as reads:
+        with mock.patch.object(fast_hooks.call, "_call_callback_hooks") as calls, reading as reads:
             fit(Model(), ours=ours)
         called[ours] = sum(one.args[1] == "on_before_zero_grad" for one in calls.call_args_list)
         read[ours] = reads.call_count
@@ -233,7 +233,7 @@ def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() 
 
 
 def results_of_one_value() -> Any:
-    results = quick_lightning._QuickResults(training=True)
+    results = fast_hooks._QuickResults(training=True)
     results.log("training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=True)
     return results
 
@@ -265,7 +265,7 @@ def test_results_and_optimisation_loops_of_another_class_stay_what_they_are() ->
 @pytest.mark.parametrize("normalize", [1, 3])
 def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
     loss = torch.tensor(6.0, requires_grad=True)
-    result = quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(loss, normalize)
+    result = fast_hooks.FastAutomaticOptimization.output_result_cls.from_training_step_output(loss, normalize)
     assert (result.closure_loss is loss) == (normalize == 1)
     assert float(result.asdict()["loss"]) == 6.0 / normalize
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lightning_pipe._compat.pipelining import forget_batch, make_detachable, run_microbatches
+from lightning_pipe._compat.pipelining import copy_view_outputs, forget_batch, run_microbatches
 
 PIECES = [torch.ones(2, 3) * number for number in (1.0, 2.0)]
 
@@ -59,7 +59,7 @@ def test_what_a_stage_holds_can_be_made_detachable_and_forgotten(stage: Pipeline
     assert output._is_view()
     with pytest.raises(RuntimeError, match="detach"):
         output.detach_()
-    make_detachable(stage, 0)
+    copy_view_outputs(stage, 0)
     ((copy,), _) = stage.fwd_cache[0]
     assert torch.equal(copy.detach(), output.detach())
     copy.detach_()

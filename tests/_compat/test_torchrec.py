@@ -69,24 +69,24 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
     module, group = sharded(EmbeddingBagCollectionSharder(), bags(), world), dist.group.WORLD
     assert group is not None
     found: dict[str, Any] = {
-        "group": compat.group_of(module) is group,
+        "group": compat.sharding_group(module) is group,
         "name": compat.module_name(module),
         "tables": [table.name for table in compat.table_configs(module)],
         "types": compat.sharding_types(module),
         "cached": compat.cached_tables(with_cache(sharded(EmbeddingBagCollectionSharder(), bags(), world))),
         "weighted": compat.is_weighted(module),
         "divides": module._has_mean_pooling_callback,
-        "columns": compat.take_over_means(module),
+        "columns": compat.disable_mean_pooling(module),
         "kernels": [(type(kernel).__name__, tables[0].name) for kernel, tables in compat.kernels_of(module)],
         "fast": [type(compat.fast_kernel_of(lookup)).__name__ for lookup in compat.lookups_of(module)],
-        "before": compat.all_to_alls_of(module),
+        "before": compat.get_all_to_alls(module),
     }
 
-    compat.make_input_dists_by_id(module, features_of([0]))
+    compat.create_input_dists_keeping_ids(module, features_of([0]))
     request = module.input_dist(module.create_context(), features_of([100 + rank, 201 - rank]))
     found["received"] = request.wait().wait()[0].values().tolist()
-    (all_to_all,) = compat.all_to_alls_of(module)
-    found["group of input dist"] = compat.group_of_input_dist(all_to_all) is group
+    (all_to_all,) = compat.get_all_to_alls(module)
+    found["group of input dist"] = compat.all_to_all_group(all_to_all) is group
     found["keys"] = compat.keys_per_rank(all_to_all)
     processed = FeatureProcessedEmbeddingBagCollection(
         bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
@@ -94,7 +94,7 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
     processed_module = sharded(FeatureProcessedEmbeddingBagCollectionSharder(), processed, world)
     sequences = EmbeddingCollection([EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"])])
     found["by sharding"] = compat.tables_by_sharding(sharded(EmbeddingCollectionSharder(), sequences, world))
-    found["processors"] = [tuple(one.shape) for one in compat.feature_processors(processed_module)]
+    found["processors"] = [tuple(one.shape) for one in compat.feature_processor_parameters(processed_module)]
     return found
 
 
@@ -150,17 +150,17 @@ def test_segments_of_any_size_are_permuted() -> None:
 def test_tensors_of_features_can_be_replaced() -> None:
     features = features_of([1, 2])
     assert features["f"].values().tolist() == [1, 2]  # which TorchRec keeps
-    other = compat.with_tensors(features, values=torch.tensor([3, 4]))
+    other = compat.copy_with_tensors(features, values=torch.tensor([3, 4]))
     assert other.values().tolist() == [3, 4], "KeyedJaggedTensor does not keep its values in _values"
     assert other["f"].values().tolist() == [3, 4], "KeyedJaggedTensor does not keep what it has cut in _jt_dict"
     assert features["f"].values().tolist() == [1, 2]
-    assert compat.same_tensors(features, compat.with_tensors(features))
+    assert compat.same_tensors(features, compat.copy_with_tensors(features))
     assert not compat.same_tensors(features, other)
-    weighted = compat.with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
+    weighted = compat.copy_with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
     assert weighted.weights().tolist() == [1, 1], "KeyedJaggedTensor does not keep its weights in _weights"
     assert weighted.offsets().tolist() == [0, 2], "KeyedJaggedTensor does not compute missing _offsets from _lengths"
     inverse = (["f"], torch.tensor([[0, 1]]))
-    compat.put_tensors(weighted, inverse_indices=inverse)
+    compat.set_kjt_tensors(weighted, inverse_indices=inverse)
     assert weighted.inverse_indices() is inverse, "KeyedJaggedTensor does not keep them in _inverse_indices"
 
 
@@ -172,7 +172,7 @@ def test_a_trace_does_not_enter_leaf_modules() -> None:
 def test_a_kernel_keeps_its_newest_lookup_under_the_names_that_its_backward_hook_reads() -> None:
     table = 8, 4, EmbeddingLocation.HOST, ComputeDevice.CPU
     kernel: Any = SplitTableBatchedEmbeddingBagsCodegen([table], device=CPU)
-    newest = compat.newest_lookup(kernel)
+    newest = compat.snapshot_lookup(kernel)
     read = set(type(kernel)._update_cache_counter_and_locations.__code__.co_names)
     assert {"lxu_cache_locations", "_indices", "_offsets"} <= set(newest) <= read
     kernel._indices = torch.ones(1)

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from lightning_pipe._compat.transformers import (
     conversions_of,
+    disable_packed_sequence_detection,
+    filter_ignored_keys,
     is_pretrained_model,
-    no_initializers,
-    not_ignored,
-    rows_of_one_document,
+    skip_weight_init,
 )
 
 SIZES: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_models_of_transformers_are_known() -> None:
 
 def test_without_initialisers_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
-    with no_initializers():
+    with skip_weight_init():
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -105,14 +105,14 @@ def test_names_that_a_model_does_not_have_are_unexpected(mixture: Any) -> None:
 def test_names_that_a_class_ignores_are_left_out() -> None:
     model = model_of(LlamaConfig(**SIZES))
     older = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert not_ignored(model, ["a"], ["b", older]) == (["a"], ["b"])
+    assert filter_ignored_keys(model, ["a"], ["b", older]) == (["a"], ["b"])
 
 
 def test_without_data_rows_are_taken_for_one_document_and_afterwards_no_more() -> None:
     positions = torch.tensor([[0, 1, 0, 1, 2]])
     find: Any = transformers.masking_utils.find_packed_sequence_indices
     assert find(positions).tolist() == [[0, 0, 1, 1, 1]]
-    with rows_of_one_document():
+    with disable_packed_sequence_detection():
         inside: Any = transformers.masking_utils.find_packed_sequence_indices
         assert inside(positions) is None
     assert transformers.masking_utils.find_packed_sequence_indices is find

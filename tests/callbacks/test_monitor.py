@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
-from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_straggler, find_verdict
+from lightning_pipe.callbacks.verdict import StepBreakdown, Verdict, find_straggler, find_verdict
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, collate, recsys
@@ -168,7 +168,7 @@ def test_a_step_that_was_not_training_alone_can_be_left_out(clock: Clock) -> Non
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 clock.now += 1000
-                monitor.leave_out()
+                monitor.exclude_step()
 
     run(clock, monitor, Pauses(), seconds=lambda _: 0.0, epochs=1, limit_val_batches=0)
     assert monitor.use == []  # two steps are too few
@@ -184,7 +184,7 @@ def test_what_a_trace_writes_and_draws_is_left_out(
     def draw(*_: Any) -> None:
         clock.now += 1000
 
-    monkeypatch.setattr("lightning_pipe.callbacks.trace.write_trace", draw)
+    monkeypatch.setattr("lightning_pipe.callbacks.trace.export_chrome_trace", draw)
     monitor, trace = PipelineMonitor(), PipelineTrace(tmp_path / "trace.json", steps=(2, 2), picture=None)
     callbacks = (monitor, trace) if monitor_first else (trace, monitor)
     run(clock, *callbacks, seconds=lambda _: 0.0, batch_size=1, epochs=1, limit_val_batches=0)
@@ -230,13 +230,15 @@ PREFETCH = recsys_plan("prefetch", recsys_tasks())
 SERIAL = recsys_plan("serial", recsys_tasks())
 
 
-def use(loader: float = 0.0, workers: float = 0.0, other: float = 0.0, hooks: float = 0.0, **tasks: float) -> StepUse:
+def use(
+    loader: float = 0.0, workers: float = 0.0, other: float = 0.0, hooks: float = 0.0, **tasks: float
+) -> StepBreakdown:
     """A step of ten seconds, a mean of twenty, that is filled up with DenseBackward."""
     rest = 10.0 - loader - workers - other - hooks - sum(tasks.values())
-    return StepUse(20, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
+    return StepBreakdown(20, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
 
 
-def of(*uses: StepUse, plan: PipelinePlan = PREFETCH, **known: Any) -> Verdict:
+def of(*uses: StepBreakdown, plan: PipelinePlan = PREFETCH, **known: Any) -> Verdict:
     return find_verdict(uses, plan, **known)
 
 
@@ -315,10 +317,10 @@ def test_a_rank_that_the_others_wait_for_is_named() -> None:
             "compute-bound",
             "91 % of the step is work (DenseBackward 71 %, EmbForward 20 %)",
         ),
-        (StepUse(9, 1.0, 0.0, tasks={"ScheduleStep": 0.95}), "schedule-bound", "BubbleMonitor"),
+        (StepBreakdown(9, 1.0, 0.0, tasks={"ScheduleStep": 0.95}), "schedule-bound", "BubbleMonitor"),
     ],
 )
-def test_one_rank_is_held_up_by(one: StepUse, kind: str, said: str) -> None:
+def test_one_rank_is_held_up_by(one: StepBreakdown, kind: str, said: str) -> None:
     found = of(one)
     assert found.kind == kind
     assert found.text.startswith(f"{kind}: ")
@@ -326,7 +328,7 @@ def test_one_rank_is_held_up_by(one: StepUse, kind: str, said: str) -> None:
 
 
 def test_of_a_pipe_it_is_not_said_that_nothing_is_to_be_gained() -> None:
-    step = StepUse(9, 1.0, 0.0, tasks={"TrainBatch": 0.95})
+    step = StepBreakdown(9, 1.0, 0.0, tasks={"TrainBatch": 0.95})
     assert find_verdict([step], PREFETCH).kind == "compute-bound"
     found = find_verdict([step], PREFETCH, has_pipe=True)
     assert found.kind == "schedule-bound"
@@ -336,10 +338,10 @@ def test_of_a_pipe_it_is_not_said_that_nothing_is_to_be_gained() -> None:
 # ---------------------------------------------------------------------- who holds the others up
 
 
-def waiting(*shares: float) -> list[StepUse]:
+def waiting(*shares: float) -> list[StepBreakdown]:
     """A step of ten seconds on each rank, of which it waits a share, and otherwise is in DenseForward."""
     return [
-        StepUse(20, 10.0, 0.0, tasks={"DenseForward": 10 * (1 - share)}, wait_share=share, host=f"node{rank}")
+        StepBreakdown(20, 10.0, 0.0, tasks={"DenseForward": 10 * (1 - share)}, wait_share=share, host=f"node{rank}")
         for rank, share in enumerate(shares)
     ]
 

@@ -20,7 +20,7 @@ from lightning_pipe.callbacks.report import cost_figure
 from lightning_pipe.callbacks.verdict import find_verdict
 from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.engine.profiling.profile import TaskProfile
-from lightning_pipe.engine.ranks import together
+from lightning_pipe.engine.ranks import object_collectives
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, difference, fit, loader, recsys, state_of
 
@@ -86,7 +86,7 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
     with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
         everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
-        with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
+        with mock.patch.object(object_collectives, "place_of_process", return_value=(f"machine {rank}", 0)):
             run(None, PipelineMonitor())
     found: dict[str, Any] = {
         "plain": run(None),

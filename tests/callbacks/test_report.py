@@ -21,8 +21,8 @@ from lightning_pipe.engine.profiling.profile import TaskProfile
 NASTY = "<b>a</b> & 'b' $x$ </script>"
 TASKS = {
     "Copy": TaskProfile(0.004, 0.0001, -0.0002, 0.0004),
-    "Send": TaskProfile(0.001, 0.001, 0.0008, 0.0012, with_it=("Train",)),
-    "Train": TaskProfile(0.008, not_measured="not replayed: it cannot be"),
+    "Send": TaskProfile(0.001, 0.001, 0.0008, 0.0012, included_tasks=("Train",)),
+    "Train": TaskProfile(0.008, unmeasured_reason="not replayed: it cannot be"),
 }
 
 
@@ -100,8 +100,8 @@ def test_without_matplotlib_the_page_says_what_draws_its_pictures(
 def test_a_report_names_what_is_sure_and_each_task_once(tmp_path: Path) -> None:
     tasks = {
         "Copy": TaskProfile(0.002, 0.004, -0.001, 0.009),  # the largest, and in the noise
-        "Send": TaskProfile(0.003, 0.003, 0.002, 0.004, with_it=("Train",)),
-        "Train": TaskProfile(0.003, 0.0035, 0.0025, 0.0045, with_it=("Send",)),
+        "Send": TaskProfile(0.003, 0.003, 0.002, 0.004, included_tasks=("Train",)),
+        "Train": TaskProfile(0.003, 0.0035, 0.0025, 0.0045, included_tasks=("Send",)),
     }
     expected = "Largest shares of an iteration: Train with Send (25 to 45 %), Send (20 to 40 %)."
     assert expected in written(tmp_path, tasks)

@@ -116,7 +116,7 @@ def test_batches_are_recorded_again_and_again(tmp_path: Path) -> None:
 
 
 def test_a_whole_fit_is_recorded_as_far_back_as_is_kept(tmp_path: Path) -> None:
-    fit(PipelineTrace(steps=None, keep=5, picture=None), tmp_path)
+    fit(PipelineTrace(steps=None, max_spans=5, picture=None), tmp_path)
     trace = read(tmp_path / "trace.json")
     assert len([event for event in slices(trace) if event["cat"] == "task"]) == 5
     assert iterations(trace, "TrainBatch") == [5, 6, 7]

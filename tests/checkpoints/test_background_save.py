@@ -48,7 +48,7 @@ def _interrupted(when: str, *arguments: Any) -> list[str]:
         original(group)
 
     saves.start(write)
-    saves.then(lambda: log.append("removed"))
+    saves.add_success_callback(lambda: log.append("removed"))
     with mock.patch.object(saves, "wait", wait), mock.patch.object(dist, "destroy_process_group", destroy):
         with pytest.raises(KeyboardInterrupt):
             getattr(strategy, when)(*arguments)
@@ -66,7 +66,7 @@ def _failed() -> list[str]:
         raise SetupError("no room")
 
     saves.start(write)
-    saves.then(lambda: log.append("removed"))
+    saves.add_success_callback(lambda: log.append("removed"))
     with pytest.raises(SetupError, match="no room"):
         strategy.on_train_end()
     strategy.on_train_end()

@@ -16,9 +16,9 @@ from lightning_pipe.checkpoints.remote_folder import (
     begin_remote,
     finish_remote,
     local_copy,
-    open_folder,
-    place_of,
+    parse_local_or_remote_path,
     remove_remote,
+    resolve_folder,
 )
 from lightning_pipe.engine import SetupError
 
@@ -34,7 +34,7 @@ def _empty() -> Iterator[None]:
 
 
 def place(url: str = URL) -> RemotePath:
-    found = place_of(url)
+    found = parse_local_or_remote_path(url)
     assert isinstance(found, RemotePath)
     return found
 
@@ -48,7 +48,7 @@ def saved(content: bytes, url: str = URL) -> str:
 
 
 def content_at(url: str = URL) -> bytes:
-    folder = open_folder(place(url))
+    folder = resolve_folder(place(url))
     assert isinstance(folder, RemotePath)
     with (folder / "meta.pt").open("rb") as stream:
         return stream.read()
@@ -128,7 +128,7 @@ def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
 )
 def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
     place().write_bytes(marker)
-    assert str(open_folder(place())) == URL
+    assert str(resolve_folder(place())) == URL
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
 )
 def test_a_url_that_cannot_be_used_is_refused(url: Any, said: str) -> None:
     with pytest.raises(SetupError, match=re.escape(said)) as caught:
-        place_of(url)
+        parse_local_or_remote_path(url)
     assert "secret" not in str(caught.value)
     assert "sec/ret" not in str(caught.value)
 
@@ -170,16 +170,16 @@ def test_a_request_that_fails_is_no_absent_checkpoint(refused: Exception, monkey
         with pytest.raises(OSError, match=str(refused.args[-1])):
             begin_remote(place())
         with pytest.raises(SetupError, match=str(refused.args[-1])):
-            open_folder(place())
+            resolve_folder(place())
     assert before == MemoryFileSystem.store
     assert content_at() == b"one"
 
 
 def test_a_local_path_stays_one(tmp_path: Path) -> None:
-    assert place_of("runs/last.ckpt") == Path("runs/last.ckpt")
-    assert place_of(f"file://{tmp_path}/last.ckpt") == tmp_path / "last.ckpt"
-    assert place_of(tmp_path) == tmp_path
-    assert open_folder(tmp_path) == tmp_path
+    assert parse_local_or_remote_path("runs/last.ckpt") == Path("runs/last.ckpt")
+    assert parse_local_or_remote_path(f"file://{tmp_path}/last.ckpt") == tmp_path / "last.ckpt"
+    assert parse_local_or_remote_path(tmp_path) == tmp_path
+    assert resolve_folder(tmp_path) == tmp_path
 
 
 def test_a_part_is_uploaded_and_comes_back(tmp_path: Path) -> None:

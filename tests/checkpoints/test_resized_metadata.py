@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_pipe.checkpoints.folder_reading import fill_alone
+from lightning_pipe.checkpoints.folder_reading import load_state_no_dist
 from lightning_pipe.checkpoints.resized_metadata import resized_metadata
 from lightning_pipe.checkpoints.safe_reading import SafeReader
 from lightning_pipe.engine import SetupError
@@ -34,7 +34,7 @@ def saved_in(folder: Path, values: torch.Tensor, pieces: int) -> dcp.Metadata:
 def filled(folder: Path, saved: dcp.Metadata, size: list[int], stored_rows: int, rows: int) -> torch.Tensor:
     target = torch.full(size, -1.0)
     resized = resized_metadata(saved, {"values": (target.size(), stored_rows, rows)})
-    fill_alone(folder, resized, {"values": target}, None)
+    load_state_no_dist(folder, resized, {"values": target}, None)
     return target
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_pipe.checkpoints.folder_reading import fill_alone
+from lightning_pipe.checkpoints.folder_reading import load_state_no_dist
 from lightning_pipe.checkpoints.safe_reading import SafeReader
 from lightning_pipe.engine import SetupError
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(folder: Path) -> dict[str, object]:
     state: dict[str, object] = {name: torch.zeros(LARGE) for name in ("first", "second")}
     state |= {"small": torch.zeros(4), "text": None}
-    fill_alone(folder, SafeReader(folder).read_metadata(), state, None)
+    load_state_no_dist(folder, SafeReader(folder).read_metadata(), state, None)
     return state
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pipe.cli import main as main_module
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.patience import HANG

@@ -70,7 +70,7 @@ def test_the_serial_plan_takes_the_sum_and_its_message_is_exposed(
     assert one["seconds"] == pytest.approx((ALL + 2.01) / 1e3)
     assert one["exposed"] == {"compute": pytest.approx(ALL / 1e3), "network": pytest.approx(2.01e-3)}
     assert one["busy"]["network"] == pytest.approx(2.01 / (ALL + 2.01))
-    assert (one["plan"], one["ranks"], one["over_serial"]) == ("serial", 2, pytest.approx(1.0))
+    assert (one["plan"], one["ranks"], one["speedup_over_serial"]) == ("serial", 2, pytest.approx(1.0))
 
 
 def test_options_stand_before_the_files_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_a_profile_of_pipeline_profiler_is_taken_as_it_was_written(
     found = simulated(capsys, "serial", "prefetch", "--costs", profile_file(tmp_path))
     assert found["predictions"][0]["seconds"] == pytest.approx(ALL / 1e3)
     assert found["predictions"][0]["ranks"] is None
-    assert found["predictions"][1]["over_serial"] > 1
+    assert found["predictions"][1]["speedup_over_serial"] > 1
     assert found["notes"] == []
     (note,) = simulated(capsys, "serial", "--costs", profile_file(tmp_path, "prefetch"))["notes"]
     assert "measured under plan prefetch" in note

@@ -86,7 +86,9 @@ def test_each_kind_of_column_gives_the_same_batch(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["table", "rows", "tensors", "jagged tensors"])
 def test_ids_can_have_weights_and_rows_several_labels(form: str) -> None:
-    collator = JaggedCollator(["genres"], labels=["label", "age"], weights={"genres": "strength"}, batch=lambda *of: of)
+    collator = JaggedCollator(
+        ["genres"], labels=["label", "age"], weights={"genres": "strength"}, make_batch=lambda *of: of
+    )
     dense, ids, labels = collator(FORMS[form]())
     assert dense.shape == (3, 0)
     assert ids.weights().tolist() == [0.5, 1.5, 2.0]

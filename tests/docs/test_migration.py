@@ -48,5 +48,5 @@ def test_every_pipeline_of_torchrec_is_named_with_all_its_arguments(name: str) -
 def test_all_names_of_pytorchs_pipelining_are_named() -> None:
     own = set(pipelining.__all__) | {"TensorChunkSpec", "split_args_kwargs_into_chunks", "merge_chunks"}
     assert own <= words("\n".join(line.split("|")[1] for line in FROM_PYTORCH.splitlines() if line.startswith("| ")))
-    for function in (split_batch, MicroBatches.trim, strategies.LLMPipelineStrategy.describe_stages):
+    for function in (split_batch, MicroBatches.merge_outputs, strategies.LLMPipelineStrategy.print_stages):
         assert function.__name__ in words(FROM_PYTORCH)

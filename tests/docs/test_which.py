@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lightning_pipe.llm.run.training_tasks import llm_plan
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.docs.pages import DOCS

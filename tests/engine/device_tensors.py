@@ -254,7 +254,7 @@ def watched() -> Iterator[Accelerator]:
     mode = Devices(accelerator)
     get_device_module = torch.get_device_module
     run_backward, from_numpy = torch.autograd._engine_run_backward, torch.from_numpy
-    wait, submit, settle, close = dist.Work.wait, Worker.submit, Worker.settle, Worker.close
+    wait, submit, settle, close = dist.Work.wait, Worker.submit, Worker.wait_until_idle, Worker.close
     done: WeakKeyDictionary[Worker, dict[int, int]] = WeakKeyDictionary()
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -316,7 +316,7 @@ def watched() -> Iterator[Accelerator]:
             (Worker, "submit", handed),
             (Worker, "settle", settled),
             (Worker, "close", closed),
-            (executor, "task_range", accelerator.task),
+            (executor, "profiler_range", accelerator.task),
             (executor, "threading", threads),
         ):
             stack.enter_context(mock.patch.object(of, name, stand_in))

@@ -300,7 +300,7 @@ class Detector:
 
     @contextmanager
     def task(self, name: str, traced: bool = False) -> Iterator[None]:
-        """Stand in for the engine's ``task_range``."""
+        """Stand in for the engine's ``profiler_range``."""
         before = getattr(self._local, "task", "")
         self._local.task = name
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule, submitted
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule, end_submission_turn
 from lightning_pipe.engine.plans.dependencies import required_dependencies
 
 FIELDS = ("batch", "x", "y", "t")
@@ -47,7 +47,7 @@ class World:
             seen = [self._value(ctx, name) for name in declared.reads]
             for _ in range(declared.yields):
                 time.sleep(0)  # no pause: lets another thread have the interpreter
-            submitted()
+            end_submission_turn()
             value = hash((len(declared.name), declared.name[-1], *seen))
             for name in declared.writes:
                 if isinstance(name, State):

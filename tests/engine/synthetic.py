@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
-from lightning_pipe.engine.planning.planner import plan_variants
+from lightning_pipe.engine.planning.planner import propose_plan_variants
 
 # How much of what a wait was late by is taken over into what later ones are expected to be late by.
 _LEARNED = 0.1
@@ -46,14 +46,14 @@ class Graph:
 
     def variants(self, keep: int = 5) -> list[PipelinePlan]:
         """Plans that the planner makes of the serial one, best first."""
-        return plan_variants(
+        return propose_plan_variants(
             [self.serial_plan()],
             self.costs,
             self.machine,
             movable=self.on_workers,
             on_workers=self.on_workers,
             max_in_flight=self.max_in_flight,
-            keep=keep,
+            max_variants=keep,
         )
 
 

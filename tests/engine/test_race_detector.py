@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, State, SWPipeline, TaskSchedule
 from lightning_pipe.engine.runtime.devices import DeviceStreams
-from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.runtime.record_stream import record_stream
 from tests.engine.device_tensors import Accelerator, left_out, watched
 
 CUDA = torch.device("cuda")
@@ -22,7 +22,7 @@ def copy(ctx: Any) -> None:
 
 
 def train(ctx: Any) -> None:
-    record_use(ctx.x)
+    record_stream(ctx.x)
     ctx.y = ctx.x * 2
     del ctx.x
 
@@ -56,7 +56,7 @@ def test_nothing_is_found_in_a_copy_that_the_step_waits_for_and_records() -> Non
 
 
 def test_a_dropped_wait_for_an_event_is_found() -> None:
-    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
+    with mock.patch.object(DeviceStreams, "wait_event", left_out):
         assert ("race", "copy", "train") in kinds(run())
 
 

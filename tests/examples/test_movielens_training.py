@@ -19,7 +19,7 @@ from examples.recsys_movielens.features import training_rows
 from examples.recsys_movielens.model import MovieLensDLRM
 from examples.recsys_movielens.report import TrainingReport
 from lightning_pipe.cli.main import main
-from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.examples.conftest import HISTORY, RATINGS
 from tests.loops.models import trainer as quiet_trainer

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.batches.padding import PadValues
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.parallel.context_ranks import ContextMethod, ContextRanks
+from lightning_pipe.llm.parallel.context_parallel_group import ContextMethod, ContextParallelGroup
 from tests.llm.document_masks import block_diagonal_mask
 from tests.rounding import Reference
 
@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
 }
 
 
-def logits(model: nn.Module, batch: Mapping[str, Any], ranks: ContextRanks | None = None) -> Tensor:
+def logits(model: nn.Module, batch: Mapping[str, Any], ranks: ContextParallelGroup | None = None) -> Tensor:
     def model_inputs(batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left_out = "labels" if isinstance(model, Plain) else "cu_seq_lens_q"
         return (), {key: value for key, value in batch.items() if key not in ("labels", left_out)}
@@ -210,8 +210,8 @@ def over_ranks(
     assert group is not None
     torch.manual_seed(3)
     model, batch = model_of(), batch_of()
-    ranks = ContextRanks.of(group, method, model)
-    local, within = ranks.cut(batch, SequenceKeys())
+    ranks = ContextParallelGroup.from_model(group, method, model)
+    local, within = ranks.shard(batch, PadValues())
     mode = within()
     if recompute:
         assert isinstance(model, Plain)
@@ -222,12 +222,12 @@ def over_ranks(
     part_loss.backward()
     total = part_loss.detach().clone()
     dist.all_reduce(total)
-    found = {"loss 0": total, "output 0": ranks.join(part).detach()}
+    found = {"loss 0": total, "output 0": ranks.gather(part).detach()}
     for name, gradient in gradients(model).items():
         dist.all_reduce(gradient)
         found[name] = gradient
     with torch.no_grad(), within():
-        evaluated = found | {"output 0": ranks.join(logits(model, local, ranks))}
+        evaluated = found | {"output 0": ranks.gather(logits(model, local, ranks))}
     return found, evaluated
 
 

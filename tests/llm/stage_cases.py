@@ -14,10 +14,10 @@ from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
-from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
-from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
-from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
+from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 
 WIDTH, VOCABULARY, LAYERS, LENGTH = 8, 11, 4, 6
 CONFIG = ModuleConfig(LAYERS, "layers", ("embedding",), ("head",))
@@ -104,7 +104,7 @@ def train_stages(
         lengths: of the steps' sequences; gradients are added up.
     """
     spec = SCHEDULES[schedule]
-    num_stages = 2 * count_stages(spec, 2)
+    num_stages = 2 * count_stages_per_rank(spec, 2)
     model = make_model(dropout)
     fqns = split_evenly(CONFIG, num_stages)
     fake, mode = fake_copy(model)
@@ -119,10 +119,10 @@ def train_stages(
     for stage in stages.values():
         prepare(stage)
         if sharded:
-            parallelize_stage(stage, CONFIG.layers, mesh["shard"])
+            apply_data_parallel(stage, CONFIG.layers, mesh["shard"])
     group = dist.group.WORLD
     assert group is not None
-    runner = PipelineRunner(stages, num_stages, spec, group, torch.device("cpu"), shapes)
+    runner = ScheduleRunner(stages, num_stages, spec, group, torch.device("cpu"), shapes)
     torch.manual_seed(5)
     total: dict[str, Tensor] = {}
     for length in lengths:

@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.retrieval import RetrievalNormalizedDCG
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.loops.uneven_evaluation import Turn
+from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -338,9 +338,9 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     done: list[Any] = []
     for operation in ("mean", "sum", "max", "min", dist.ReduceOp.SUM):
-        turn = Turn(group, have, "a batch")
-        if turn.has:
-            turn.call("something", rank)
+        turn = UnevenBatchCoordinator(group, have, "a batch")
+        if turn.rank_has_batch:
+            turn.announce_collective("something", rank)
             found[str(operation)] = turn.reduce(torch.tensor([float(rank), 1.0]), operation).tolist()
             found[f"{operation} of integers"] = float(turn.reduce(torch.tensor(rank), operation))
             turn.end()
@@ -349,12 +349,12 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
     found["joined"] = done
 
     def failing(name: str, step: Any) -> None:
-        turn = Turn(group, have, "a batch")
+        turn = UnevenBatchCoordinator(group, have, "a batch")
         try:
-            step(turn) if turn.has else turn.join(lambda what, detail: None)
-            turn.end() if turn.has else None
+            step(turn) if turn.rank_has_batch else turn.join(lambda what, detail: None)
+            turn.end() if turn.rank_has_batch else None
         except InputError as error:
-            if turn.has:
+            if turn.rank_has_batch:
                 turn.fail(error)
             found[name] = str(error)
 

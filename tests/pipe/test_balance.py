@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import PlanError
 from lightning_pipe.pipe import balance_by_memory, balance_by_parameters, balance_by_time
-from lightning_pipe.pipe.balance import even_shares
+from lightning_pipe.pipe.balance import balance_by_costs
 from tests.scenarios.in_process.test_gpipe_behaviours import Calls
 
 
 @given(some.lists(some.integers(0, 20), min_size=1, max_size=9), some.integers(1, 9))
 def test_no_contiguous_shares_have_a_smaller_largest_one(costs: list[int], partitions: int) -> None:
     partitions = min(partitions, len(costs))
-    shares = even_shares(costs, partitions)
+    shares = balance_by_costs(costs, partitions)
     assert len(shares) == partitions
     assert sum(shares) == len(costs)
     assert min(shares) >= 1
@@ -38,14 +38,14 @@ def test_no_contiguous_shares_have_a_smaller_largest_one(costs: list[int], parti
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 3), ([], 1), ([1], 0)])
 def test_fewer_layers_than_partitions_are_refused(costs: list[float], partitions: int) -> None:
     with pytest.raises(PlanError, match=r"expected at least one layer for each|expected a whole number, 1 or more"):
-        even_shares(costs, partitions)
+        balance_by_costs(costs, partitions)
 
 
 def test_of_equally_good_cuts_the_latest_are_taken() -> None:
     # Earlier partitions hold more micro-batches, and the last one a loss.
-    assert even_shares([1, 1, 1], 2) == [2, 1]
-    assert even_shares([1, 1, 1, 1, 1], 3) == [2, 2, 1]
-    assert even_shares([0, 0, 2, 0], 2) == [3, 1]
+    assert balance_by_costs([1, 1, 1], 2) == [2, 1]
+    assert balance_by_costs([1, 1, 1, 1, 1], 3) == [2, 2, 1]
+    assert balance_by_costs([0, 0, 2, 0], 2) == [3, 1]
 
 
 def test_parameters_are_counted() -> None:

@@ -19,7 +19,7 @@ def test_a_first_gradient_that_another_parameter_shares_stays_as_it_is() -> None
     sums.add(second, shared)
     for gradient in ([10.0, 20.0], [100.0, 200.0]):
         sums.add(first, torch.tensor(gradient))
-    found = sums.of(first), sums.of(second)
+    found = sums.get(first), sums.get(second)
     assert [None if one is None else one.tolist() for one in found] == [[111.0, 222.0], [1.0, 2.0]]
 
 
@@ -28,7 +28,7 @@ def test_a_sparse_gradient_and_a_dense_one_are_added() -> None:
     sparse = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
     for gradient in (sparse, sparse, torch.ones(3), sparse):
         sums.add(parameter, gradient)
-    found = sums.of(parameter)
+    found = sums.get(parameter)
     assert found is not None
     assert found.tolist() == [1.0, 7.0, 1.0]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
-from lightning_pipe.pipe.skip import skip_routes
+from lightning_pipe.pipe.skip import find_skip_routes
 
 
 def stashes(name: str) -> nn.Module:
@@ -55,7 +55,7 @@ def test_a_pipe_brings_a_skip_to_where_it_is_popped_and_its_gradient_back(balanc
 
 def test_layers_inside_of_layers_have_skips() -> None:
     inner = nn.Sequential(nn.Identity(), stashes("a"))
-    assert len(skip_routes([[inner], [nn.Sequential(pops("a"))]])) == 1
+    assert len(find_skip_routes([[inner], [nn.Sequential(pops("a"))]])) == 1
     pipe = Pipe(nn.Sequential(inner, nn.Sequential(pops("a"))), 2, devices=["cpu"] * 2)
     assert torch.equal(pipe(torch.ones(2, 2)), torch.full((2, 2), 3.0))
     pipe.close()
@@ -91,7 +91,7 @@ def test_namespaces_keep_one_name_apart() -> None:
     whole = layers(torch.ones(2, 1))
     pipe = Pipe(layers, 2, devices=["cpu"] * 4)
     assert torch.equal(pipe(torch.ones(2, 1)), whole)
-    assert len(skip_routes([[layer] for layer in layers])) == 2
+    assert len(find_skip_routes([[layer] for layer in layers])) == 2
     pipe.close()
 
 

@@ -150,7 +150,7 @@ def padded(rank: int, world_size: int) -> dict[str, Any]:
     ways: dict[str, Any] = {"attribute": "real", "function": lambda batch: batch["real"]}
     for name, says in ways.items():
         batch = {**batch_of(samples), "real": real}
-        with opened(BatchBalancer(samples=says)) as balancer:
+        with opened(BatchBalancer(num_samples=says)) as balancer:
             result = balanced(balancer, batch)
         numbers = result["number"].tolist()
         found[name] = numbers
@@ -191,18 +191,18 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
         "not moved": (BatchBalancer(), good, InputError("not moved") if bad else None),
         "list": (BatchBalancer(), {**good, "names": ["x", "y", "z"]}, None),
         "complex": (BatchBalancer(workload(lambda costs: costs + 1j)), good, None),
-        "no such name": (BatchBalancer(samples="real"), good if bad else {**good, "real": 3}, None),
+        "no such name": (BatchBalancer(num_samples="real"), good if bad else {**good, "real": 3}, None),
         "no number": (
-            BatchBalancer(samples=cast("Any", lambda batch: 2.5 if bad and not batch.get("good") else 3)),
+            BatchBalancer(num_samples=cast("Any", lambda batch: 2.5 if bad and not batch.get("good") else 3)),
             good,
             None,
         ),
         "nothing to keep": (
-            BatchBalancer(keep=["batch['stats']"]),
+            BatchBalancer(local_parts=["batch['stats']"]),
             good if bad else {**good, "stats": "kept"},
             None,
         ),
-        "too many": (BatchBalancer(samples=lambda batch: 9 if bad and not batch.get("good") else 3), good, None),
+        "too many": (BatchBalancer(num_samples=lambda batch: 9 if bad and not batch.get("good") else 3), good, None),
     }
     for name, (balancer, batch, error) in cases.items():
         with opened(balancer):

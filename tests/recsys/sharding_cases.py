@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from tests.rounding import Reference
 
@@ -121,9 +121,9 @@ def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def apply_in_backward(model: nn.Module, optimizer: dict[str, Any], tables: Iterable[str] | None = None) -> None:
     """TorchRec's own way to say an optimizer, and torch's to train an unsharded table by it."""
-    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
+    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig
 
-    chosen = SparseOptimizer.from_config(optimizer)
+    chosen = SparseOptimizerConfig.from_config(optimizer)
     parameters = tables_of(model)
     _apply_optimizer_in_backward(
         chosen.optimizer_class,

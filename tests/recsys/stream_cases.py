@@ -22,13 +22,13 @@ from lightning_pipe.engine.profiling.profiler import TaskProfiler
 from lightning_pipe.recsys import PLANS, ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels import native
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
-from lightning_pipe.recsys.plans.named import ON_WORKERS
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+from lightning_pipe.recsys.plans.recsys_plans import ON_WORKERS
+from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
-from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
+from lightning_pipe.recsys.tasks.model_snapshot import ModelSnapshotter
 from tests.engine.device_tensors import Accelerator, watched
 from tests.engine.findings import PAGEABLE, Sync, span_of
 from tests.recsys.dynamic import dynamic_cases
@@ -85,7 +85,7 @@ def profile(pipeline: TrainPipeline, model: ShardedModel, accelerator: Accelerat
     """Each task replayed in its turn."""
     pipeline.pipeline.drain()
     data = accelerator.on_host(EVERYTHING.data(2))
-    TaskProfiler(pipeline.pipeline, data, ModelKeeper(model, []), rounds=1, iterations=2).profile_many(
+    TaskProfiler(pipeline.pipeline, data, ModelSnapshotter(model, []), rounds=1, iterations=2).profile_many(
         ["EmbInputDistStart", "EmbPrefetch", "EmbForward"], check=False
     )
 
@@ -131,7 +131,7 @@ def found_plans() -> list[PipelinePlan]:
     """Plans that the planner makes for a GPU, from made-up times in which input takes longest."""
     tasks = recsys_tasks()
     own = {task.name: 5e-3 if task.name in ON_WORKERS else 1e-3 for task in tasks}
-    return propose_plans(hand_written_plans(tasks), own, 0.0, max_in_flight=5, peers=True, device=CUDA, keep=20)
+    return propose_plans(hand_written_plans(tasks), own, 0.0, max_in_flight=5, peers=True, device=CUDA, max_plans=20)
 
 
 # The streams of `prefetch` and no thread: what is freed when does not depend on how fast a worker is.
@@ -154,11 +154,11 @@ def plan_named(name: str) -> Any:
 def built_for_gpu() -> Iterator[None]:
     """Let libraries that are built for the CPU answer the package as libraries for a GPU do."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Sharded, "device", CUDA))
+        stack.enter_context(mock.patch.object(ShardedModuleEntry, "device", CUDA))
         # Compiled functions take CPU tensors, and would run unseen.
         stack.enter_context(mock.patch.dict("os.environ", LIGHTNING_PIPE_NATIVE="0"))
-        native.library.cache_clear()
-        stack.callback(native.library.cache_clear)
+        native.load_native_library.cache_clear()
+        stack.callback(native.load_native_library.cache_clear)
         yield
 
 
@@ -167,7 +167,7 @@ def place(accelerator: Accelerator, model: ShardedModel, optimizers: list[torch.
     place_on_host(accelerator, model.sharded_modules.values(), (*optimizers, *model.replicated_optimizers))
     for module in model.sharded_modules.values():
         if isinstance(module, ShardedDynamicModule):
-            for cache in module.rows.caches.values():
+            for cache in module.row_tables.caches.values():
                 cache._columns.device = CUDA
             # Rows of a batch are pinned, and other rows are replaced meanwhile: they are not one memory.
             for _, features, columns in module.table_columns():

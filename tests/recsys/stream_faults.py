@@ -11,14 +11,14 @@ from unittest import mock
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.tables import sharded_tables
-from lightning_pipe.recsys.plans import named
+from lightning_pipe.recsys.plans import recsys_plans
 from lightning_pipe.recsys.rewrite import model_rewrite, routes
 from lightning_pipe.recsys.rewrite.batch_state import Features
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks import actions, train_pipeline
 from tests.engine.device_tensors import left_out
 
-STALE = replace(named.PLANS["fused_sparse_dist"], name="stale", stale=(("EmbBackward", "EmbForward"),))
+STALE = replace(recsys_plans.PLANS["fused_sparse_dist"], name="stale", stale=(("EmbBackward", "EmbForward"),))
 
 
 def _written_after_hand_over() -> AbstractContextManager[Any]:
@@ -49,15 +49,15 @@ def _read_in_worker() -> AbstractContextManager[Any]:
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "no waits for events": lambda: mock.patch.object(DeviceStreams, "current_waits_for", left_out),
+    "no waits for events": lambda: mock.patch.object(DeviceStreams, "wait_event", left_out),
     "no events": lambda: mock.patch.object(DeviceStreams, "record", left_out),
-    "batch not recorded": lambda: mock.patch.object(actions, "record_use", left_out),
-    "features not recorded": lambda: mock.patch.object(model_rewrite, "record_use", left_out),
+    "batch not recorded": lambda: mock.patch.object(actions, "record_stream", left_out),
+    "features not recorded": lambda: mock.patch.object(model_rewrite, "record_stream", left_out),
     "written after it was handed on": _written_after_hand_over,
     "read in a worker": _read_in_worker,
-    "messages not recorded": lambda: mock.patch.object(routes, "record_use", left_out),
+    "messages not recorded": lambda: mock.patch.object(routes, "record_stream", left_out),
     "rows not ordered": lambda: mock.patch.object(RowColumns, "_wait", left_out),
-    "slots not recorded": lambda: mock.patch.object(sharded_tables, "record_use", left_out),
+    "slots not recorded": lambda: mock.patch.object(sharded_tables, "record_stream", left_out),
     "collectives not waited for": lambda: mock.patch("tests.engine.device_tensors._wait_for", left_out),
-    "stale lookups": lambda: mock.patch.dict(named.PLANS, {"fused_sparse_dist": STALE}),
+    "stale lookups": lambda: mock.patch.dict(recsys_plans.PLANS, {"fused_sparse_dist": STALE}),
 }

@@ -22,9 +22,9 @@ from torchrec.streamable import Pipelineable
 
 from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.plans.checked_context import CHECK
-from lightning_pipe.engine.ranks import together
+from lightning_pipe.engine.ranks import object_collectives
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from tests.recsys.pipeline_cases import (
     CASES,
     DEPTHS,
@@ -670,5 +670,5 @@ def on_rank(rank: int, world_size: int, part: str, cases: Sequence[Any], apart: 
 
     if not apart:
         return run()
-    with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
+    with mock.patch.object(object_collectives, "place_of_process", return_value=(f"machine {rank}", 0)):
         return run()

@@ -38,7 +38,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
+from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig
 from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 from tests.loops.models import trainer as quiet_trainer
 
@@ -297,7 +297,7 @@ class Clicks(pl.LightningModule):
         self.optimizers_of = optimizers
         self.losses: list[float] = []
         if in_backward is not None:
-            chosen = SparseOptimizer.from_config(in_backward)
+            chosen = SparseOptimizerConfig.from_config(in_backward)
             for parameter in self.table_parameters():
                 apply_optimizer_in_backward(chosen.optimizer_class, [parameter], dict(chosen.arguments))
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
-from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import split_batch
+from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.batches.padding import pad_microbatch
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
-from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
-from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
 from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
@@ -323,8 +323,8 @@ class Trained:
 def backward_orders(schedule: str, ranks: int, num_microbatches: int, config: ModuleConfig) -> dict[str, list[int]]:
     """For each module of a model the order in which the gradients of micro-batches are added up."""
     spec = SCHEDULES[schedule]
-    stages = split_evenly(config, ranks * count_stages(spec, ranks))
-    actions = actions_of(spec, ranks, num_microbatches)
+    stages = split_evenly(config, ranks * count_stages_per_rank(spec, ranks))
+    actions = list_compute_actions(spec, ranks, num_microbatches)
     return {name: backward_order(actions, index) for index, names in enumerate(stages) for name in names}
 
 

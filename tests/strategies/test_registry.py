@@ -8,8 +8,8 @@ import sys
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.llm.schedules.specs import SCHEDULES
+from lightning_pipe.recsys.plans.recsys_plans import PLANS
 from lightning_pipe.strategies.registry import STRATEGIES, register
 from tests.patience import HANG
 

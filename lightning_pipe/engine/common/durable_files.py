@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -20,27 +20,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_all(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
     """Wait until everything below a folder is on disk. The folder's own name is not synced; links are not followed."""
     for inner, _, files in os.walk(folder):
         for name in files:
             file = Path(inner, name)
             if file.is_file() and not file.is_symlink():
-                sync(file)
-        sync(Path(inner))
+                fsync_path(file)
+        fsync_path(Path(inner))
 
 
-def sync_name(path: Path) -> None:
+def fsync_parents(path: Path) -> None:
     """Wait until the name of a file, and of its parent folders, which may all be new, are on disk."""
     parent = path.parent.resolve()
-    sync(parent)
+    fsync_path(parent)
     for above in parent.parents:
         with suppress(OSError):
-            sync(above)
+            fsync_path(above)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until its bytes are on disk. Its name is not synced; see :func:`sync_name`."""
+    """Write a file and wait until its bytes are on disk. Its name is not synced; see :func:`fsync_parents`."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -47,8 +47,8 @@ class TaskError(PipelineError, RuntimeError):
     """
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:
-        self.where = f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank}"
-        super().__init__(f"{self.where} with {type(error).__name__}: {text_of(error)}")
+        self.summary = f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank}"
+        super().__init__(f"{self.summary} with {type(error).__name__}: {text_of(error)}")
         self.task = task
         self.iteration = iteration
         self.stage = stage

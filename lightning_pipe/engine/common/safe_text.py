@@ -15,13 +15,13 @@ class _Short(reprlib.Repr):
         self.maxdict, self.maxstring, self.maxlong, self.maxother = 6, 100, 60, 100
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Shortened ``repr`` of *value*, at most a few hundred characters. ``repr`` escapes unprintable characters."""
     text = _Short().repr(value)
     return text if len(text) <= 2 * _MOST else f"{text[:_MOST]}...{text[-_MOST:]}"
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape control characters and marks that change the text direction; line ends stay."""
     return "".join(
         character

@@ -20,13 +20,13 @@ class DeviceClock:
         self._module = module or torch.get_device_module(device)
         self._begin = self._compare()
 
-    def now(self) -> Any:
+    def record_event(self) -> Any:
         """Record a timing event in the calling thread's current stream."""
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
-    def resolve(self, events: list[Any]) -> list[float]:
+    def to_host_seconds(self, events: list[Any]) -> list[float]:
         """Times at which the streams reached *events*, in seconds of ``time.perf_counter``.
 
         A constant clock rate between the two comparisons is assumed, since the device's clock may run slightly faster
@@ -42,6 +42,6 @@ class DeviceClock:
     def _compare(self) -> tuple[Any, float]:
         self._module.synchronize(self._device)
         before = time.perf_counter()
-        event = self.now()
+        event = self.record_event()
         event.synchronize()
         return event, (before + time.perf_counter()) / 2

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from lightning_pipe._compat.torch import is_profiler_at_work
+from lightning_pipe._compat.torch import is_profiler_enabled
 
 _NOTHING = nullcontext()
 
 
-def task_range(name: str, traced: bool) -> AbstractContextManager[Any]:
+def profiler_range(name: str, traced: bool) -> AbstractContextManager[Any]:
     """Context manager for the range of a task. Its cost is negligible without a profiler or trace."""
     # Checked for the whole process: PyTorch's own check is per thread and returns False in workers.
-    profiled = is_profiler_at_work()
+    profiled = is_profiler_enabled()
     if not profiled and not traced:
         return _NOTHING
     marks = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

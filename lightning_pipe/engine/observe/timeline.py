@@ -149,7 +149,7 @@ class Timeline:
         return waited_for
 
     @cached_property
-    def critical(self) -> frozenset[int]:
+    def critical_path(self) -> frozenset[int]:
         """Positions of the bars on the critical path: if any of them had been shorter, the end would have come earlier.
 
         The path is traced from the end. The predecessor of a bar is the latest-ending bar that it had to wait for: its

@@ -47,7 +47,7 @@ class TaskSpan:
     submitted: float | None = None
 
 
-def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
+def median_task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
     """Median time of each task in its thread, in seconds."""
     times: dict[str, list[float]] = {}
     for span in spans:
@@ -58,17 +58,17 @@ def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
 class Trace:
     """Collects spans from all threads."""
 
-    def __init__(self, keep: int | None = None, device_clock: DeviceClock | None = None) -> None:
+    def __init__(self, max_spans: int | None = None, device_clock: DeviceClock | None = None) -> None:
         # No lock: next() on a count and append on a deque are atomic under the interpreter lock.
         self._order = itertools.count()
         self._records: deque[tuple[str, int, str, str | None, float | None, int, float, Any, int, float, Any]] = deque(
-            maxlen=keep
+            maxlen=max_spans
         )
         self._device_clock = device_clock
 
     def begin(self) -> Begun:
         """Begin a span. Called with the task's stream as the current one."""
-        mark = self._device_clock.now() if self._device_clock else None
+        mark = self._device_clock.record_event() if self._device_clock else None
         return next(self._order), time.perf_counter(), mark
 
     def end(
@@ -82,7 +82,7 @@ class Trace:
     ) -> None:
         """End the span of *begun*, in the same stream. For the other arguments see :class:`TaskSpan`."""
         end = time.perf_counter()
-        mark = self._device_clock.now() if self._device_clock else None
+        mark = self._device_clock.record_event() if self._device_clock else None
         self._records.append((task, iteration, thread, stream, submitted, *begun, next(self._order), end, mark))
 
     def spans(self) -> list[TaskSpan]:
@@ -90,7 +90,9 @@ class Trace:
         records = list(self._records.copy())  # a worker may still append to the original
         times: list[tuple[float | None, float | None]] = [(None, None)] * len(records)
         if self._device_clock:
-            resolved = self._device_clock.resolve([mark for record in records for mark in (record[7], record[10])])
+            resolved = self._device_clock.to_host_seconds(
+                [mark for record in records for mark in (record[7], record[10])]
+            )
             times = list(zip(resolved[::2], resolved[1::2], strict=True))
         return [
             TaskSpan(task, iteration, thread, stream, start, end, start_order, end_order, *device, submitted)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.engine.planning.network import Collective, NetworkModel
 from lightning_pipe.engine.plans.dependencies import required_dependencies
 from lightning_pipe.engine.plans.task import PipelineTask
 
@@ -16,11 +16,11 @@ Resource = Literal["compute", "copy", "network", "disk", "host"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 # On a device with streams, a thread works on these resources synchronously. It only submits all other work.
-DONE_BY_THREAD: frozenset[Resource] = frozenset({"host", "disk"})
+THREAD_BLOCKING_RESOURCES: frozenset[Resource] = frozenset({"host", "disk"})
 
 
 # Longest time of one task, in seconds (eleven days). Sums with much larger values would lose precision or overflow.
-LONGEST = 1e6
+MAX_TASK_SECONDS = 1e6
 _FEWEST_CORES, _MOST_CORES = 1e-3, 1e6
 
 
@@ -31,7 +31,7 @@ class TaskCost:
     # Holds the task's thread; on a device with streams its stream instead, unless the resource is "host" or "disk".
     seconds: float
     resource: Resource = "compute"  # "host" is the Python interpreter, which one thread holds at a time
-    background: float | Message = 0.0  # work that continues after the task has ended: seconds or a collective
+    background: float | Collective = 0.0  # work that continues after the task has ended: seconds or a collective
     background_resource: Resource = "network"
     waited_by: str | None = None  # task that waits for the background work at its start; this task: at its end
     launch: float = 0.0  # seconds of "host" to submit the work to a device with streams
@@ -42,11 +42,11 @@ class TaskCost:
                 raise PlanError(
                     f"the {name} of a task's cost is {resource!r}, which is unknown. Use one of {', '.join(RESOURCES)}."
                 )
-        background = 0.0 if isinstance(self.background, Message) else self.background
+        background = 0.0 if isinstance(self.background, Collective) else self.background
         for name, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
-            if not 0 <= seconds <= LONGEST:
+            if not 0 <= seconds <= MAX_TASK_SECONDS:
                 raise PlanError(
-                    f"{name} of a task's cost must be from 0 to {LONGEST:g} seconds, got {shown(seconds)}. Correct the"
+                    f"{name} of a task's cost must be from 0 to {MAX_TASK_SECONDS:g} seconds, got {short_repr(seconds)}. Correct the"
                     " cost of this task."
                 )
 
@@ -71,7 +71,7 @@ class Machine:
     def __post_init__(self) -> None:
         if not _FEWEST_CORES <= self.cores <= _MOST_CORES:
             raise PlanError(
-                f"the machine has {shown(self.cores)} cores, expected {_FEWEST_CORES:g} to {_MOST_CORES:g}. Give a"
+                f"the machine has {short_repr(self.cores)} cores, expected {_FEWEST_CORES:g} to {_MOST_CORES:g}. Give a"
                 " number above 0 in this range."
             )
 
@@ -81,7 +81,7 @@ class Machine:
 
     def by_device(self, cost: TaskCost) -> bool:
         """Return True if the device does the work of *cost* while its thread continues."""
-        return self.device_streams and cost.resource not in DONE_BY_THREAD
+        return self.device_streams and cost.resource not in THREAD_BLOCKING_RESOURCES
 
 
 class Load(NamedTuple):
@@ -91,8 +91,8 @@ class Load(NamedTuple):
     seconds: float
 
 
-def loads(cost: TaskCost, machine: Machine) -> list[Load]:
-    """All work of one run of a task. *cost* must come from :func:`checked_costs`."""
+def resource_loads(cost: TaskCost, machine: Machine) -> list[Load]:
+    """All work of one run of a task. *cost* must come from :func:`convert_costs_to_seconds`."""
     assert isinstance(cost.background, float | int)
     candidates = [Load(cost.resource, cost.seconds), Load(cost.background_resource, cost.background)]
     if machine.by_device(cost):
@@ -104,12 +104,12 @@ def used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, floa
     """Seconds per iteration for which each resource is in use, averaged over its lanes."""
     seconds: dict[Resource, float] = {}
     for cost in costs.values():
-        for load in loads(cost, machine):
+        for load in resource_loads(cost, machine):
             seconds[load.resource] = seconds.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
     return seconds
 
 
-def checked_costs(
+def convert_costs_to_seconds(
     tasks: Sequence[PipelineTask], costs: Mapping[str, TaskCost], machine: Machine
 ) -> dict[str, TaskCost]:
     """Costs in the order of *tasks*, with every message replaced by its seconds on the machine's network."""
@@ -136,14 +136,14 @@ def checked_costs(
                     f" (these tasks do: {', '.join(sorted(after[name])) or 'none'}). Set waited_by to a task that does,"
                     " or declare the field that passes the work on."
                 )
-        if isinstance(cost.background, Message):
+        if isinstance(cost.background, Collective):
             assert machine.network is not None
             cost = replace(cost, background=machine.network.seconds(cost.background))
         checked[name] = cost
     return checked
 
 
-def without(cost: TaskCost, resource: Resource) -> TaskCost:
+def zero_resource_cost(cost: TaskCost, resource: Resource) -> TaskCost:
     """Copy of *cost* in which the work on *resource* takes no time."""
     return replace(
         cost,

@@ -18,19 +18,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.common.errors import PlanError, SetupError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration, parse_size
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.engine.planning.costs import LONGEST, TaskCost
-from lightning_pipe.engine.planning.network import CollectiveKind, Message
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.engine.common.strict_yaml import check_keys, load_mapping
+from lightning_pipe.engine.planning.costs import MAX_TASK_SECONDS, TaskCost
+from lightning_pipe.engine.planning.network import Collective, CollectiveKind
 
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _KEYS = ("between_ms", "cores", "device_streams", "network", "tasks")
 _TASK_KEYS = ("ms", "resource", "launch_ms", *_KINDS, "background_ms", "background_resource", "waited_by")
 _NETWORK_KEYS = ("latency", "bandwidth")
-_MOST = 1e3 * LONGEST  # milliseconds
+_MOST = 1e3 * MAX_TASK_SECONDS  # milliseconds
 _EXAMPLE = "the example in docs/simulation.md"
 
 
@@ -48,7 +48,7 @@ class CostsFile:
     @property
     def has_messages(self) -> bool:
         """True if a task submits a collective, so that the costs depend on the number of ranks."""
-        return any(isinstance(cost.background, Message) for cost in self.tasks.values())
+        return any(isinstance(cost.background, Collective) for cost in self.tasks.values())
 
 
 def load_costs(text: str) -> CostsFile:
@@ -57,7 +57,7 @@ def load_costs(text: str) -> CostsFile:
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:
         raise PlanError(
-            f"'tasks' of the costs must be a mapping from tasks to costs, got {shown(tasks)}. See {_EXAMPLE}."
+            f"'tasks' of the costs must be a mapping from tasks to costs, got {short_repr(tasks)}. See {_EXAMPLE}."
         )
     network = check_keys("the network of the costs", content.get("network") or {}, _NETWORK_KEYS)
     latency, bandwidth = network.get("latency"), network.get("bandwidth")
@@ -86,12 +86,12 @@ def _cost(name: str, entry: Any) -> TaskCost:
             " work. Remove the others."
         )
     waited_by = None if entry.get("waited_by") is None else str(entry["waited_by"])
-    background: float | Message = 0.0
+    background: float | Collective = 0.0
     if kinds == ["background_ms"]:
         background = _number(f"background_ms of {where}", entry["background_ms"]) / 1e3
     elif kinds:
         kind = next(known_kind for known_kind in _KINDS if known_kind == kinds[0])
-        background = Message(kind, _parsed(where, parse_size, entry[kind]))
+        background = Collective(kind, _parsed(where, parse_size, entry[kind]))
     resource, background_resource = entry.get("resource", "compute"), entry.get("background_resource", "network")
     seconds = _number(f"ms of {where}", entry.get("ms", 0.0)) / 1e3
     launch = _number(f"launch_ms of {where}", entry.get("launch_ms", 0.0)) / 1e3
@@ -103,7 +103,7 @@ def _cost(name: str, entry: Any) -> TaskCost:
 
 def _number(subject: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise PlanError(f"{subject} must be a number from 0 to {_MOST:g}, got {shown(value)}. Correct the value.")
+        raise PlanError(f"{subject} must be a number from 0 to {_MOST:g}, got {short_repr(value)}. Correct the value.")
     return float(value)
 
 

@@ -67,7 +67,7 @@ class SharedResource:
         heapq.heappush(self._users, (self._virtual + seconds, next(self._count), process))
         self._go_on(now)
 
-    def done(self) -> Process:
+    def pop_finished(self) -> Process:
         """Remove and return the user that finishes at :attr:`due`."""
         self._virtual, _, process = heapq.heappop(self._users)
         self._go_on(self.due)
@@ -87,7 +87,7 @@ class SharedResource:
         self.due = now + max(0.0, self._users[0][0] - self._virtual) / self._speed
 
 
-class Clock:
+class EventLoop:
     """Runs processes in simulated time."""
 
     def __init__(self, resources: Iterable[SharedResource]) -> None:
@@ -114,7 +114,7 @@ class Clock:
             if resource.due == math.inf:
                 return
             self.now = resource.due
-            self._ready.append(resource.done())
+            self._ready.append(resource.pop_finished())
 
     def _step(self, process: Process) -> None:
         for request in process.body:

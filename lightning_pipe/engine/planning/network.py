@@ -14,7 +14,7 @@ CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
-class Message:
+class Collective:
     """Collective and its buffer size."""
 
     kind: CollectiveKind
@@ -34,7 +34,7 @@ class NetworkModel:
     bandwidth: float  # bytes per second of one rank's link in each direction
     ranks: int
 
-    def seconds(self, message: Message) -> float:
+    def seconds(self, message: Collective) -> float:
         """Duration of *message* in seconds on an otherwise idle network; 0 with one rank."""
         peers = self.ranks - 1
         if not peers:

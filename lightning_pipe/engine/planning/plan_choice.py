@@ -20,7 +20,7 @@ _CHANCE = 0.05
 _GAIN = 0.005
 
 
-def typical(seconds: Sequence[float]) -> float:
+def interquartile_mean(seconds: Sequence[float]) -> float:
     """Mean of the middle half of the values; the median of three values.
 
     Like a median, it ignores outliers. It has less variance than a median, because it uses more values.
@@ -29,28 +29,28 @@ def typical(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
+def choose_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """The best hand-written plan, or the fastest found plan if it is faster beyond noise.
 
     The best hand-written plan has the lowest typical time (see :func:`typical`). A found plan must meet two conditions.
     Its typical time is lower by at least half a percent. It also wins enough rounds against the best hand-written plan
     to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found plans (Bonferroni
-    correction). With few rounds no plan can pass it (see :func:`most_found`).
+    correction). With few rounds no plan can pass it (see :func:`max_generated_plans`).
     """
-    running, best = _running(measured), best_by_hand(measured, hand_written)
+    running, best = _running(measured), best_hand_written(measured, hand_written)
     to_beat = measured[best]
     needed = _wins_needed(len(to_beat), sum(name not in hand_written for name in measured))
 
     def is_faster(name: K) -> bool:
-        gain = typical(measured[name]) < (1 - _GAIN) * typical(to_beat)
+        gain = interquartile_mean(measured[name]) < (1 - _GAIN) * interquartile_mean(to_beat)
         return gain and _wins(measured[name], to_beat) >= needed
 
     generated = [name for name in running if name not in hand_written]
-    return min(filter(is_faster, generated), key=lambda name: typical(measured[name]), default=best)
+    return min(filter(is_faster, generated), key=lambda name: interquartile_mean(measured[name]), default=best)
 
 
-def contenders(
-    measured: Mapping[K, Sequence[float]], hand_written: Collection[K], hopeless: float = math.inf
+def select_survivors(
+    measured: Mapping[K, Sequence[float]], hand_written: Collection[K], drop_above: float = math.inf
 ) -> list[K]:
     """Plans to measure in another round. Empty if only the best hand-written plan and the current choice remain.
 
@@ -60,26 +60,29 @@ def contenders(
     running = _running(measured)
     rounds = len(measured[running[0]])
     needed = _wins_needed(rounds, 1)
-    first = min(running, key=lambda name: typical(measured[name]))
-    best = best_by_hand(measured, hand_written)
+    first = min(running, key=lambda name: interquartile_mean(measured[name]))
+    best = best_hand_written(measured, hand_written)
 
     def loses(name: K) -> bool:
         # The fastest found plan may still not be chosen, so hand-written plans do not drop out because of it.
         rivals = (best,) if name in hand_written else (best, first)
-        too_slow = typical(measured[name]) > hopeless * typical(measured[best])
+        too_slow = interquartile_mean(measured[name]) > drop_above * interquartile_mean(measured[best])
         return too_slow or any(_wins(measured[rival], measured[name]) >= needed for rival in rivals)
 
     left = [name for name in running if name == best or not loses(name)]
-    choice = fastest(measured, hand_written)
+    choice = choose_plan(measured, hand_written)
     return [] if {choice, best}.issuperset(left) else left
 
 
-def best_by_hand(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
+def best_hand_written(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """Hand-written plan with the lowest typical time, among those that have not dropped out."""
-    return min((name for name in _running(measured) if name in hand_written), key=lambda name: typical(measured[name]))
+    return min(
+        (name for name in _running(measured) if name in hand_written),
+        key=lambda name: interquartile_mean(measured[name]),
+    )
 
 
-def most_found(rounds: int) -> int:
+def max_generated_plans(rounds: int) -> int:
     """Maximum number of found plans for which :func:`fastest` can still choose one after *rounds* rounds.
 
     For example 0 in 4 rounds, 1 in 5, 3 in 6, and 6 in 7.

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.planning.costs import NO_COST, Machine, TaskCost
 from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.engine.plans.order import sorted_by_rank
+from lightning_pipe.engine.plans.order import topological_order
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 
@@ -20,7 +20,7 @@ from lightning_pipe.engine.plans.schedule import TaskSchedule
 _EXPANDED, _ITERATIONS = 6, 20
 
 
-def plan_variants(
+def propose_plan_variants(
     hand_written: Sequence[PipelinePlan],
     costs: Mapping[str, TaskCost],
     machine: Machine,
@@ -29,7 +29,7 @@ def plan_variants(
     on_workers: Collection[str] = (),
     submitted_before: Collection[tuple[str, str]] = (),
     max_in_flight: int = 3,
-    keep: int = 5,
+    max_variants: int = 5,
 ) -> list[PipelinePlan]:
     """Exact variants of *hand_written* with the shortest predicted iterations, best first.
 
@@ -43,7 +43,7 @@ def plan_variants(
     def predicted(plan: PipelinePlan, without: str | None = None) -> float:
         """Simulated seconds per iteration, to three digits: smaller differences have no meaning."""
         of_tasks = costs if without is None else {**costs, without: NO_COST}
-        return float(f"{simulate(plan, of_tasks, machine, at_most=_ITERATIONS).seconds_per_iteration:.3g}")
+        return float(f"{simulate(plan, of_tasks, machine, max_iterations=_ITERATIONS).seconds_per_iteration:.3g}")
 
     def placement(plan: PipelinePlan) -> tuple[Any, ...]:
         """Stage, thread and stream of each task, without the names of threads."""
@@ -81,7 +81,7 @@ def plan_variants(
     variants = sorted((plan for plan in best.values() if plan not in hand_written), key=ranks.__getitem__)
     return [
         PipelinePlan.from_spec(replace(plan.spec, name=f"auto_{number}"), plan.tasks.values())
-        for number, plan in enumerate(variants[:keep], start=1)
+        for number, plan in enumerate(variants[:max_variants], start=1)
     ]
 
 
@@ -109,7 +109,7 @@ def _moved(
             ]
             for place in range(len(other_tasks) + 1):
                 rank = {name: index for index, name in enumerate([*other_tasks[:place], task, *other_tasks[place:]])}
-                order = sorted_by_rank(plan.tasks, [*before, *submitted_before], rank.__getitem__)
+                order = topological_order(plan.tasks, [*before, *submitted_before], rank.__getitem__)
                 if order is None:
                     break
                 spec = replace(plan.spec, schedule=schedule, order=tuple(order), pipeline_depth=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, without
-from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, zero_resource_cost
+from lightning_pipe.engine.planning.network import Collective
 from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
@@ -22,13 +22,13 @@ class PlanPrediction:
     ranks: int | None  # None if the prediction does not depend on it
     seconds: float  # per iteration
     exposed: Mapping[Resource, float]  # seconds per iteration that are saved if all work on the resource takes no time
-    busy: Mapping[Resource, float]  # share of an iteration for which the resource is in use
-    over_serial: float  # the serial plan's seconds divided by this plan's
+    utilization: Mapping[Resource, float]  # share of an iteration for which the resource is in use
+    speedup_over_serial: float  # the serial plan's seconds divided by this plan's
 
     @property
     def busiest(self) -> Resource | None:
         """Resource that is in use for the largest share of the time; None if no task takes any time."""
-        return max(self.busy, key=lambda resource: self.busy[resource], default=None)
+        return max(self.utilization, key=lambda resource: self.utilization[resource], default=None)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
     run = simulate(plan, costs, machine)
 
     def saved(resource: Resource) -> float:
-        reduced_costs = {name: without(cost, resource) for name, cost in run.costs.items()}
+        reduced_costs = {name: zero_resource_cost(cost, resource) for name, cost in run.costs.items()}
         return run.seconds_per_iteration - simulate(plan, reduced_costs, machine).seconds_per_iteration
 
     serial = PipelinePlan([(task, TaskSchedule()) for task in plan.tasks.values()], name="serial")
@@ -58,13 +58,13 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
         plan.name,
         machine.network.ranks if machine.network else None,
         seconds,
-        {resource: saved(resource) for resource in RESOURCES if resource in run.busy},
-        run.busy,
+        {resource: saved(resource) for resource in RESOURCES if resource in run.utilization},
+        run.utilization,
         serial_seconds / seconds if seconds else 1.0,
     )
 
 
-def first_break(
+def find_scaling_break(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine, fewest: int, most: int
 ) -> ScalingBreak:
     """Find the number of ranks, between *fewest* and *most*, from which on *plan* is slower."""
@@ -83,7 +83,7 @@ def first_break(
             task = max(grown, key=lambda name: grown[name])
             message = costs[task].background
             latency = 0.0
-            if isinstance(message, Message):
+            if isinstance(message, Collective):
                 larger_network = replace(network, ranks=ranks)
                 latency = larger_network.seconds(replace(message, bytes=0.0)) / larger_network.seconds(message)
             return ScalingBreak(plan.name, ranks, later.seconds_per_iteration, task, grown[task], latency)

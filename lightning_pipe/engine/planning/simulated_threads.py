@@ -18,8 +18,8 @@ from collections.abc import Generator, Hashable, Mapping
 from typing import NamedTuple
 
 from lightning_pipe.engine.observe.timeline import BACKGROUND, DEVICE, TASK, Bar
-from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
-from lightning_pipe.engine.planning.discrete_events import Clock, Process, ResourceUse, SharedResource, Signal
+from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, resource_loads
+from lightning_pipe.engine.planning.discrete_events import EventLoop, Process, ResourceUse, SharedResource, Signal
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.executor import Operation, operations
@@ -66,12 +66,12 @@ class SimulatedThreads:
         for submitter, waiter in awaited(costs):
             self.waits_for[waiter].append(submitter)
 
-        work = [load for cost in costs.values() for load in loads(cost, machine)]
+        work = [load for cost in costs.values() for load in resource_loads(cost, machine)]
         # Sorted, because processes whose work ends at the same time continue in the order of resources.
         used = sorted({load.resource for load in work})
         self.resources = {name: SharedResource(name, machine.lanes_of(name)) for name in used}
         self.caller = SharedResource("caller", 1)
-        self.clock = Clock([*self.resources.values(), self.caller])
+        self.clock = EventLoop([*self.resources.values(), self.caller])
         self.signals: dict[Hashable, Signal] = defaultdict(Signal)
         self.queues: dict[Hashable, _Queue] = {}
         for group in plan.thread_groups:
@@ -83,7 +83,7 @@ class SimulatedThreads:
                 key = ("stream", name)
                 self.queues[key] = _Queue(sum(op.stream == name for op in ops) + (name is None))
                 self.clock.start(Process(key, self._stream(key)))
-        self.tickets = {op.turns: itertools.count() for op in ops if op.turns is not None}
+        self.tickets = {op.sequencer_index: itertools.count() for op in ops if op.sequencer_index is not None}
 
         self.work: list[Bar] = []  # in the order of their ends
         self.retired: list[float] = []  # time of the end of each iteration
@@ -91,9 +91,9 @@ class SimulatedThreads:
         self.resolution = _RESOLUTION * (sum(load.seconds for load in work) or 1.0)
         self.repeats_after = 0  # iterations after which the state repeats; 0 if no repetition was seen
 
-    def run(self, at_least: int, at_most: int) -> None:
+    def run(self, min_iterations: int, max_iterations: int) -> None:
         """Run until the state repeats, for *at_least* to *at_most* iterations."""
-        self.clock.start(Process(MAIN, self._main(at_least, at_most)))
+        self.clock.start(Process(MAIN, self._main(min_iterations, max_iterations)))
         self.clock.run()
 
     # ------------------------------------------------------------------ threads and streams
@@ -106,7 +106,9 @@ class SimulatedThreads:
                 iteration = period + op.stage
                 if iteration < 0:
                     continue
-                entry = _QueueEntry(op, iteration, None if op.turns is None else next(self.tickets[op.turns]))
+                entry = _QueueEntry(
+                    op, iteration, None if op.sequencer_index is None else next(self.tickets[op.sequencer_index])
+                )
                 if op.group == MAIN:
                     yield from self._run(entry, op)
                 else:
@@ -137,7 +139,7 @@ class SimulatedThreads:
             if entry.iteration >= distance:
                 yield from self._wait("done", upstream, entry.iteration - distance)
         if entry.ticket:
-            yield from self._wait("submitted", op.turns, entry.ticket - 1)
+            yield from self._wait("submitted", op.sequencer_index, entry.ticket - 1)
         cost = self.costs[op.name]
         if not self.machine.by_device(cost):
             yield from self._perform(entry, op, TASK, op.group)
@@ -147,7 +149,7 @@ class SimulatedThreads:
                 yield self._share("host", cost.launch)
             self._note(entry, op, TASK, op.group, start)
         if entry.ticket is not None:
-            self._set("submitted", op.turns, entry.ticket)
+            self._set("submitted", op.sequencer_index, entry.ticket)
         if self.machine.device_streams:
             self._put(("stream", op.stream), entry)
 
@@ -179,7 +181,9 @@ class SimulatedThreads:
             yield self._share(cost.resource, cost.seconds)
         waits = bool(cost.background) and cost.waited_by == op.name
         if waits and kind == TASK and entry.ticket is not None:
-            self._set("submitted", op.turns, entry.ticket)  # the turn passes to the next task before this wait
+            self._set(
+                "submitted", op.sequencer_index, entry.ticket
+            )  # the turn passes to the next task before this wait
         if cost.background:
             self.clock.start(Process((op.name, entry.iteration), self._background(entry, op)))
         if waits:

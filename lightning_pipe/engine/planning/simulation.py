@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, used
+from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, convert_costs_to_seconds, used
 from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
 from lightning_pipe.engine.plans.plan import PipelinePlan
 
@@ -21,11 +21,11 @@ class SimulatedRun:
     machine: Machine
     seconds_per_iteration: float  # in the steady state
     is_steady: bool  # True if the run repeats exactly; otherwise the seconds are a mean over the later half
-    retired: tuple[float, ...]  # end of each iteration, in seconds since the start of the first period
-    work: tuple[Bar, ...] = field(repr=False)  # in the order of their ends; background work is in its resource's lane
+    iteration_ends: tuple[float, ...]  # end of each iteration, in seconds since the start of the first period
+    bars: tuple[Bar, ...] = field(repr=False)  # in the order of their ends; background work is in its resource's lane
 
     @property
-    def busy(self) -> dict[Resource, float]:
+    def utilization(self) -> dict[Resource, float]:
         """Utilization of each resource in the steady state, averaged over its lanes, from 0 to 1."""
         in_use = used(self.costs, self.machine)
         return {resource: seconds / self.seconds_per_iteration for resource, seconds in in_use.items()}
@@ -47,14 +47,14 @@ def simulate(
     costs: Mapping[str, TaskCost],
     machine: Machine | None = None,
     *,
-    at_least: int = 2,
-    at_most: int = 200,
+    min_iterations: int = 2,
+    max_iterations: int = 200,
 ) -> SimulatedRun:
     """Run *plan* on a simulated *machine* with unlimited data until the run repeats."""
     machine = machine or Machine()
-    costs = checked_costs(list(plan.tasks.values()), costs, machine)
+    costs = convert_costs_to_seconds(list(plan.tasks.values()), costs, machine)
     threads = SimulatedThreads(plan, costs, machine)
-    threads.run(at_least, at_most)
+    threads.run(min_iterations, max_iterations)
     retired = threads.retired
     # Average over a full cycle if the run repeats. Otherwise skip the first half, in which the pipeline settles.
     count = threads.repeats_after or len(retired) // 2

@@ -68,7 +68,7 @@ class _View:
         self._task.check(name, writes=True)
         delattr(self._ctx, name)
 
-    def take(self, name: str) -> Any:
+    def pop(self, name: str) -> Any:
         self._task.check(name, writes=True)
         return self._ctx.take(name)
 

@@ -14,7 +14,7 @@ from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
 
-def check_one_order(
+def check_collective_order(
     plan: str, tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
 ) -> None:
     """Refuse a plan whose collectives could be submitted in different orders on two ranks."""
@@ -33,7 +33,7 @@ def check_one_order(
             )
 
 
-def turns_of(
+def assign_sequencers(
     tasks: Collection[PipelineTask], schedule: Mapping[str, TaskSchedule], *, has_streams: bool
 ) -> dict[str, int]:
     """Number of the sequence in which each task takes turns; tasks that need no turn are left out."""

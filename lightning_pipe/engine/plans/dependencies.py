@@ -43,7 +43,7 @@ class _Access:
 
 
 def required_dependencies(
-    tasks: Sequence[PipelineTask], abandoned: Iterable[Dependency] = ()
+    tasks: Sequence[PipelineTask], stale_dependencies: Iterable[Dependency] = ()
 ) -> tuple[Dependency, ...]:
     """Dependencies that make every schedule of *tasks* equivalent to serial execution.
 
@@ -59,7 +59,7 @@ def required_dependencies(
         keep in order.
     """
     names = dict.fromkeys(name for task in tasks for name in (*task.reads, *task.writes))
-    without = frozenset(abandoned)
+    without = frozenset(stale_dependencies)
     # All iterations make the same accesses, so the previous iteration stands for all earlier ones.
     iterations = 2 + max((dependency.distance for dependency in without), default=0)
     dependencies: dict[Dependency, None] = {}

@@ -41,21 +41,23 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
 def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: Iterable[Dependency]) -> tuple[str, ...]:
     """Derive an order that satisfies *same_period*, preferring higher stages, then program order."""
     rank = {task: (-stages[task], index) for index, task in enumerate(tasks)}
-    order = sorted_by_rank(
+    order = topological_order(
         tasks, ((dependency.upstream, dependency.downstream) for dependency in same_period), rank.__getitem__
     )
     assert order is not None
     return tuple(order)
 
 
-def sorted_by_rank(tasks: Iterable[T], before: Iterable[tuple[T, T]], rank: Callable[[T], Any]) -> list[T] | None:
+def topological_order(
+    tasks: Iterable[T], before: Iterable[tuple[T, T]], priority: Callable[[T], Any]
+) -> list[T] | None:
     """Tasks in topological order, with the lowest rank first among those that are ready; None if there is a cycle."""
     missing = dict.fromkeys(tasks, 0)
     after: dict[T, list[T]] = {task: [] for task in missing}
     for up, down in before:
         after[up].append(down)
         missing[down] += 1
-    ready = [(rank(task), task) for task, count in missing.items() if not count]
+    ready = [(priority(task), task) for task, count in missing.items() if not count]
     heapq.heapify(ready)
     order = []
     while ready:
@@ -64,7 +66,7 @@ def sorted_by_rank(tasks: Iterable[T], before: Iterable[tuple[T, T]], rank: Call
         for follower in after[task]:
             missing[follower] -= 1
             if not missing[follower]:
-                heapq.heappush(ready, (rank(follower), follower))
+                heapq.heappush(ready, (priority(follower), follower))
     return order if len(order) == len(missing) else None
 
 

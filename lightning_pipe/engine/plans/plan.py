@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.engine.plans.collectives import check_one_order
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.engine.plans.collectives import check_collective_order
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.order import check_order, derive_order, find_cycle
 from lightning_pipe.engine.plans.render import plan_table, plan_timeline
@@ -72,7 +72,7 @@ class PipelinePlan:
         self.required = required_dependencies(list(self.tasks.values()))
         self.stale: tuple[Dependency, ...] = ()
         for edge in spec.stale:
-            self._abandon(edge)
+            self._omit_stale(edge)
         if self.stale and not any(word in name for word in ("stale", "semi_sync")):
             raise PlanError(
                 f"plan {name!r} omits {'; '.join(map(str, self.stale))}, so its results are not exact; put 'stale' or"
@@ -83,7 +83,7 @@ class PipelinePlan:
         )
         self._check_cycle()
         self._check_stages()
-        check_one_order(name, self.tasks.values(), self.schedule, has_streams=False)
+        check_collective_order(name, self.tasks.values(), self.schedule, has_streams=False)
         self.max_stage = spec.max_stage
         self.pipeline_depth = self.max_stage + 1 if spec.pipeline_depth is None else spec.pipeline_depth
         if self.pipeline_depth < self.max_stage + 1:
@@ -155,7 +155,7 @@ class PipelinePlan:
         unknown = [task for task in spec.schedule if task not in tasks_by_name]
         if unknown:
             raise PlanError(
-                f"the plan schedules the unknown task {shown(unknown[0])}; the tasks are {', '.join(tasks_by_name)}."
+                f"the plan schedules the unknown task {short_repr(unknown[0])}; the tasks are {', '.join(tasks_by_name)}."
                 " Correct the name or, if the task is your own, pass it as extra_tasks. Commands only know the built-in"
                 " tasks."
             )
@@ -197,7 +197,7 @@ class PipelinePlan:
     def _check_known(self, task: str, where: str) -> None:
         if task not in self.tasks:
             raise PlanError(
-                f"plan {self.name!r}: {where} names the unknown task {shown(task)}; its tasks are"
+                f"plan {self.name!r}: {where} names the unknown task {short_repr(task)}; its tasks are"
                 f" {', '.join(self.tasks)}"
             )
 
@@ -206,7 +206,7 @@ class PipelinePlan:
         self._check_known(edge[1], where)
         return Dependency(edge[0], edge[1], edge[2] if len(edge) == 3 else distance, f"listed in {where}")
 
-    def _abandon(self, edge: Edge) -> None:
+    def _omit_stale(self, edge: Edge) -> None:
         upstream, downstream, *distance = edge
         self._check_known(upstream, "stale")
         self._check_known(downstream, "stale")

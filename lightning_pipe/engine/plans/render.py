@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 
-from lightning_pipe.engine.common.fitted_table import FittedTable
+from lightning_pipe.engine.common.report_table import ReportTable
 from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.spec import PlanSpec
 
@@ -69,11 +69,11 @@ def plan_timeline(plan: PlanSpec, iterations: int) -> str:
     return _text(10_000, title, table)
 
 
-def _table() -> FittedTable:
-    return FittedTable(box=box.SIMPLE, padding=(0, 1))
+def _table() -> ReportTable:
+    return ReportTable(box=box.SIMPLE, padding=(0, 1))
 
 
-def _text(width: int, *parts: str | FittedTable) -> str:
+def _text(width: int, *parts: str | ReportTable) -> str:
     # Names may contain square brackets, so markup is disabled.
     console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for part in parts:

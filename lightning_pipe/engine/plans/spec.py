@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.engine.common.strict_yaml import check_keys, load_mapping
 from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
@@ -106,7 +106,7 @@ class PlanSpec:
         return self.order.index(name)
 
     def insert(
-        self, name: str, where: TaskSchedule, *, after: str | None = None, before: str | None = None
+        self, name: str, task_schedule: TaskSchedule, *, after: str | None = None, before: str | None = None
     ) -> PlanSpec:
         """Add a task, by default at the end of the order.
 
@@ -119,7 +119,7 @@ class PlanSpec:
         Raises:
             PlanError: the order does not name *after* or *before*.
         """
-        added = replace(self, schedule={**self.schedule, name: where})
+        added = replace(self, schedule={**self.schedule, name: task_schedule})
         return added._placed(name, after, before) if self.order else added
 
     def move(self, name: str, *, after: str | None = None) -> PlanSpec:
@@ -181,7 +181,7 @@ class PlanSpec:
 
 def _expect(valid: bool, subject: str, value: object, expected: str) -> None:
     if not valid:
-        raise PlanError(f"{subject} {shown(value)}; expected {expected}")
+        raise PlanError(f"{subject} {short_repr(value)}; expected {expected}")
 
 
 def _is_name(value: object) -> bool:
@@ -220,4 +220,4 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _schedule(task: object, options: object) -> TaskSchedule:
-    return TaskSchedule(**check_keys(f"task {shown(task)} of the plan", options, tuple(_DEFAULTS)))
+    return TaskSchedule(**check_keys(f"task {short_repr(task)} of the plan", options, tuple(_DEFAULTS)))

@@ -25,7 +25,7 @@ class State(str):
         return f"State({str(self)!r})"
 
 
-def fields(names: Iterable[str]) -> frozenset[str]:
+def context_fields(names: Iterable[str]) -> frozenset[str]:
     """Select the context fields from *names*, leaving out :class:`State`."""
     return frozenset(name for name in names if not isinstance(name, State))
 
@@ -50,7 +50,7 @@ class IterContext:
         # Type checkers must know that tasks may add fields; at run time object.__setattr__ is faster.
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def take(self, name: str) -> Any:
+    def pop(self, name: str) -> Any:
         """Remove the field *name* and return its value; None if the field does not exist."""
         return self.__dict__.pop(name, None)
 
@@ -154,7 +154,9 @@ class PipelineTask:
         self.writes = tuple(writes)
         self.collectives = tuple(collectives)
         self.context = context
-        self.fn = CheckedTask(fn, name, fields(self.reads), fields(self.writes)) if checks_contexts() else fn
+        self.fn = (
+            CheckedTask(fn, name, context_fields(self.reads), context_fields(self.writes)) if checks_contexts() else fn
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PipelineTask) and self.name == other.name

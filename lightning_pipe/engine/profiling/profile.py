@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
-from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.report_table import ReportTable, print_report
+from lightning_pipe.engine.common.safe_text import escape_unprintable
 
 # Share of a task's own time. The hidden share is shown if its interval extends at most this far to each side.
 _KNOWN = 0.25
@@ -29,35 +29,35 @@ class TaskProfile:
         exposed: time by which an iteration is shorter without the task; None if it was not or cannot be measured.
         low: lower end of the 95 % confidence interval of *exposed*.
         high: upper end of the interval.
-        with_it: tasks that have little work left when this one is replayed, such as the backward of a forward.
+        included_tasks: tasks that have little work left when this one is replayed, such as the backward of a forward.
             *exposed* includes them.
-        not_measured: reason why *exposed* is None.
+        unmeasured_reason: reason why *exposed* is None.
     """
 
-    own: float
+    seconds: float
     exposed: float | None = None
     low: float | None = None
     high: float | None = None
-    with_it: tuple[str, ...] = ()
-    not_measured: str = ""
+    included_tasks: tuple[str, ...] = ()
+    unmeasured_reason: str = ""
 
     @property
-    def is_told_from_zero(self) -> bool:
+    def is_significantly_exposed(self) -> bool:
         """True if the whole interval is above 0: the task makes an iteration longer."""
         return self.low is not None and self.low > 0
 
     @property
-    def hidden(self) -> float | None:
+    def overlapped_fraction(self) -> float | None:
         """Share of the own time that is overlapped with other work, from 0 to 1; None if unknown.
 
         The share is known to a quarter of the own time: the interval must be at most half the own time wide and overlap
         the range from 0 to the own time.
         """
-        if self.exposed is None or self.low is None or self.high is None or not self.own:
+        if self.exposed is None or self.low is None or self.high is None or not self.seconds:
             return None
-        if self.high - self.low > 2 * _KNOWN * self.own or self.high < 0 or self.low > self.own:
+        if self.high - self.low > 2 * _KNOWN * self.seconds or self.high < 0 or self.low > self.seconds:
             return None
-        return min(1.0, max(0.0, 1 - self.exposed / self.own))
+        return min(1.0, max(0.0, 1 - self.exposed / self.seconds))
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,23 @@ class ProfileResult:
         return {name: max(0.0, profile.exposed) for name, profile in self.tasks.items() if profile.exposed is not None}
 
     @property
-    def own(self) -> dict[str, float]:
+    def task_seconds(self) -> dict[str, float]:
         """Time of each task in its thread, in seconds per iteration."""
-        return {name: profile.own for name, profile in self.tasks.items()}
+        return {name: profile.seconds for name, profile in self.tasks.items()}
 
     @property
-    def ranked(self) -> list[str]:
+    def exposed_tasks(self) -> list[str]:
         """Tasks whose interval is above 0, ordered by its lower end, largest first."""
-        sure = [name for name, profile in self.tasks.items() if profile.is_told_from_zero]
+        sure = [name for name, profile in self.tasks.items() if profile.is_significantly_exposed]
         return sorted(sure, key=lambda name: -(self.tasks[name].low or 0.0))
 
     @property
-    def in_noise(self) -> str:
+    def noise_warning(self) -> str:
         """Warning line if the measurements of most tasks are inconclusive; otherwise empty."""
         measured = [profile for profile in self.tasks.values() if profile.exposed is not None]
-        doubtful = sum(not profile.is_told_from_zero and profile.hidden is None for profile in measured)
+        doubtful = sum(
+            not profile.is_significantly_exposed and profile.overlapped_fraction is None for profile in measured
+        )
         if doubtful <= len(measured) / 2:
             return ""
         return (
@@ -123,26 +125,26 @@ class ProfileResult:
             rounds, iterations = (int(content.get(name, 0)) for name in ("rounds", "iterations"))
             return cls(str(content["plan"]), float(content["seconds"]), tasks, rounds, iterations)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            problem = printable(f"{type(error).__name__}: {error}"[:500])
+            problem = escape_unprintable(f"{type(error).__name__}: {error}"[:500])
             raise PlanError(f"this is not a profile ({problem}); expected output of ProfileResult.to_json()") from error
 
     def report(self) -> Group:
         """Table of the tasks, for a Rich console."""
         columns = ("task", "own", "exposed", "95 %", "share", "hidden")
-        table = FittedTable.of_figures(*columns, collapse_padding=True, pad_edge=False)
+        table = ReportTable.with_number_columns(*columns, collapse_padding=True, pad_edge=False)
         notes = []
         for name, profile in self.tasks.items():
-            table.add_row(name, _ms(profile.own), *self._exposed_cells(profile))
-            if profile.with_it:
-                notes.append(f"{name}: exposed time includes {', '.join(profile.with_it)}")
-            if profile.not_measured:
-                notes.append(f"{name}: {profile.not_measured}")
+            table.add_row(name, _ms(profile.seconds), *self._exposed_cells(profile))
+            if profile.included_tasks:
+                notes.append(f"{name}: exposed time includes {', '.join(profile.included_tasks)}")
+            if profile.unmeasured_reason:
+                notes.append(f"{name}: {profile.unmeasured_reason}")
         title = (
             f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
             f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
         )
-        if self.in_noise:
-            notes.append(self.in_noise)
+        if self.noise_warning:
+            notes.append(self.noise_warning)
         notes.append("own: time in its thread, with waits. exposed: time an iteration would save without the task.")
         return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in notes))
 
@@ -156,19 +158,19 @@ class ProfileResult:
         assert profile.low is not None and profile.high is not None
         return _ms(profile.exposed), f"{_ms(profile.low)} .. {_ms(profile.high)}", *self.cells(profile)
 
-    def cells(self, one: TaskProfile) -> tuple[str, str]:
+    def cells(self, profile: TaskProfile) -> tuple[str, str]:
         """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.
 
         Args:
             one: profile of the task.
         """
         share, hidden = "-", "-"
-        if one.exposed is not None and one.low is not None and one.high is not None and self.seconds:
-            is_small = max(-one.low, one.high) <= _SMALL * self.seconds
-            if one.is_told_from_zero or is_small:
-                share = f"{100 * max(0.0, one.exposed) / self.seconds:.1f} %"
-        if one.hidden is not None:
-            hidden = f"{100 * one.hidden:.0f} %"
+        if profile.exposed is not None and profile.low is not None and profile.high is not None and self.seconds:
+            is_small = max(-profile.low, profile.high) <= _SMALL * self.seconds
+            if profile.is_significantly_exposed or is_small:
+                share = f"{100 * max(0.0, profile.exposed) / self.seconds:.1f} %"
+        if profile.overlapped_fraction is not None:
+            hidden = f"{100 * profile.overlapped_fraction:.0f} %"
         return share, hidden
 
 
@@ -176,8 +178,8 @@ def _task_profile(values: Mapping[str, Any]) -> TaskProfile:
     exposed, low, high = (
         None if values.get(name) is None else float(values[name]) for name in ("exposed", "low", "high")
     )
-    names = tuple(map(str, values.get("with_it", ())))
-    return TaskProfile(float(values["own"]), exposed, low, high, names, str(values.get("not_measured", "")))
+    names = tuple(map(str, values.get("included_tasks", ())))
+    return TaskProfile(float(values["own"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
 
 
 def _ms(seconds: float) -> str:

@@ -23,7 +23,7 @@ from lightning_pipe.engine.common.errors import PlanError, SetupError
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
-from lightning_pipe.engine.runtime.captured import Captured, capture
+from lightning_pipe.engine.runtime.captured import Snapshot, take_snapshot
 from lightning_pipe.engine.runtime.pipeline import SWPipeline
 
 _RESAMPLES = 2000
@@ -31,7 +31,7 @@ _RESAMPLES = 2000
 _LEFT = 0.5
 
 
-class Keeper(Protocol):
+class Snapshottable(Protocol):
     """Protocol for snapshots of training state: parameters, optimizer states, buffers, random generators."""
 
     def snapshot(self) -> Any:
@@ -66,7 +66,7 @@ class TaskProfiler:
         self,
         pipeline: SWPipeline,
         batches: Sequence[Any],
-        keeper: Keeper | None = None,
+        training_state: Snapshottable | None = None,
         *,
         rounds: int = 7,
         iterations: int = 10,
@@ -78,8 +78,8 @@ class TaskProfiler:
             )
         self._pipeline = pipeline
         # Snapshots, so that in-place changes of a batch do not reach later iterations.
-        self._batches = [capture(batch) for batch in batches]
-        self._keeper = keeper
+        self._batches = [take_snapshot(batch) for batch in batches]
+        self._keeper = training_state
         self._rounds = rounds
         self._iterations = iterations
         self._source = _Cycle(self._batches)
@@ -179,7 +179,7 @@ class TaskProfiler:
                 tasks[name] = TaskProfile(medians.get(name, 0.0), exposed, low, high, along)
             else:
                 reason = f"not replayed: {pipeline.plan.tasks[name].not_replayable}"
-                tasks[name] = TaskProfile(medians.get(name, 0.0), not_measured=reason)
+                tasks[name] = TaskProfile(medians.get(name, 0.0), unmeasured_reason=reason)
         seconds = statistics.median(all_run)
         return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
 
@@ -203,7 +203,7 @@ class TaskProfiler:
     def _key(self) -> Callable[[IterContext], int]:
         """Key function that maps an iteration to the index of its batch."""
         # Iterations are numbered in the order of their start, and batches are supplied cyclically.
-        offset = (self._source.yielded - self._pipeline.started) % len(self._batches)
+        offset = (self._source.yielded - self._pipeline.num_started) % len(self._batches)
         return lambda ctx: (ctx.iter_idx + offset) % len(self._batches)
 
     def _synchronize(self) -> None:
@@ -237,8 +237,8 @@ class TaskProfiler:
         written = []
         try:
             for _ in range(2):
-                with pipeline.watched(later, _written(pipeline.plan.tasks)) as seen:
-                    pipeline.run_one_serial_iter(self._batches[0].give())
+                with pipeline.observe_task_contexts(later, _written(pipeline.plan.tasks)) as seen:
+                    pipeline.run_one_serial_iter(self._batches[0].make_copy())
                 written.append(seen)
                 if self._keeper is not None:
                     self._keeper.restore(snapshot)
@@ -257,7 +257,7 @@ def _written(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], 
         # Fields of declared effects may hold pending communication, whose buffers are not yet filled.
         owned = {field for io in tasks[name].io for field in io.fields}
         fields = [field for field in tasks[name].writes if field in vars(ctx) and field not in owned]
-        return {(name, field): capture(getattr(ctx, field)).tensors() for field in fields}
+        return {(name, field): take_snapshot(getattr(ctx, field)).tensors() for field in fields}
 
     return read
 
@@ -301,11 +301,11 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 class _Cycle(Iterator[Any]):
     """Endless iterator over the same batches."""
 
-    def __init__(self, batches: Sequence[Captured]) -> None:
+    def __init__(self, batches: Sequence[Snapshot]) -> None:
         self._batches = batches
         self.yielded = 0
 
     def __next__(self) -> Any:
         batch = self._batches[self.yielded % len(self._batches)]
         self.yielded += 1
-        return batch.give()
+        return batch.make_copy()

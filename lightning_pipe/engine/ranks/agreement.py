@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import PipelineError, PlanError
-from lightning_pipe.engine.ranks.together import communicating_device, gather, is_alone
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, collective_device, is_alone
 
 Entry = tuple[str, str]
 
@@ -21,21 +21,19 @@ def check_agreement(
     what: str,
     group: dist.ProcessGroup | None,
     *,
-    error: type[PipelineError] = PlanError,
+    error_class: type[PipelineError] = PlanError,
     advice: str = "",
 ) -> None:
     """Raise an error on every rank if descriptions differ, at the cost of 32 bytes per rank if they do not."""
     if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
-    local_digest = torch.tensor(
-        list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu"))
-    )
+    local_digest = torch.tensor(list(digest), dtype=torch.uint8, device=collective_device(group, torch.device("cpu")))
     digests = [torch.empty_like(local_digest) for _ in range(group.size())]
     dist.all_gather(digests, local_digest, group=group)
     if bool((torch.stack(digests) == local_digest).all()):
         return
-    raise error(_first_difference(gather(list(description), group), what) + advice)
+    raise error_class(_first_difference(all_gather_objects(list(description), group), what) + advice)
 
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.engine.ranks.together import communicating_device
+from lightning_pipe.engine.ranks.object_collectives import collective_device
 
 
 def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if the loss of any rank is NaN or infinite. Every rank of the group calls it."""
     device = torch.device("cpu") if loss is None else loss.device
     if group is not None:
-        device = communicating_device(group, device)
+        device = collective_device(group, device)
     bad = torch.zeros(group.size() if group is not None else 1, device=device)
     rank = group.rank() if group is not None else 0
     if loss is not None:

@@ -34,13 +34,13 @@ class ByReference:
         self.value = value
 
 
-class Captured(ABC):
+class Snapshot(ABC):
     """Snapshot of a value, created by :func:`capture`: a tree with a node for each part of the value."""
 
-    parts: Iterable[Captured] = ()
+    parts: Iterable[Snapshot] = ()
     holds_tensor = False
 
-    def give(self, graft: Grafts | None = None, copies: dict[int, Any] | None = None) -> Any:
+    def make_copy(self, graft: Grafts | None = None, copies: dict[int, Any] | None = None) -> Any:
         """Return a fresh copy of the value. *copies* maps the ids of nodes to the copies already made for this one."""
         copies = {} if copies is None else copies
         if id(self) not in copies:
@@ -63,7 +63,7 @@ class Captured(ABC):
                 part._collect(tensors, seen)
 
 
-class _AsItIs(Captured):
+class _AsItIs(Snapshot):
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -71,7 +71,7 @@ class _AsItIs(Captured):
         return self._value
 
 
-class _Tensor(Captured):
+class _Tensor(Snapshot):
     """Captured tensor. It is copied again only if the last copy was changed in place."""
 
     holds_tensor = True
@@ -95,34 +95,34 @@ class _Tensor(Captured):
         tensors[id(self)] = self._saved
 
 
-class _Built(Captured):
+class _Built(Snapshot):
     """Collection that is built from its parts."""
 
-    def __init__(self, parts: list[Captured], build: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, parts: list[Snapshot], build: Callable[[list[Any]], Any]) -> None:
         self.parts = parts
         self.holds_tensor = any(part.holds_tensor for part in parts)
         self._build = build
 
     def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
-        return self._build([part.give(graft, copies) for part in self.parts])
+        return self._build([part.make_copy(graft, copies) for part in self.parts])
 
 
-class _Object(Captured):
+class _Object(Snapshot):
     """Object with attributes, which may refer back to the object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self.attributes: dict[str, Captured] = {}
+        self.attributes: dict[str, Snapshot] = {}
         self.parts = self.attributes.values()
 
     def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         copied = copies[id(self)] = copy.copy(self._value)
         for name, part in self.attributes.items():
-            object.__setattr__(copied, name, part.give(graft, copies))
+            object.__setattr__(copied, name, part.make_copy(graft, copies))
         return copied
 
 
-def capture(value: Any) -> Captured:
+def take_snapshot(value: Any) -> Snapshot:
     """Take a snapshot of *value*.
 
     Tensors are detached and cloned. Lists, tuples, sets and mappings are rebuilt, and so are objects that hold tensors.
@@ -132,7 +132,7 @@ def capture(value: Any) -> Captured:
     return _capture(value, {})
 
 
-def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
+def _capture(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
     """Create the node of *value*. *seen* also holds the values, so that their ids are not reused."""
     if isinstance(value, ByReference):
         return _AsItIs(value.value)
@@ -141,7 +141,7 @@ def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
     if id(value) in seen:
         return seen[id(value)][1]
     if isinstance(value, Tensor):
-        node: Captured = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
+        node: Snapshot = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         node = _Built([_capture(item, seen) for item in value], _builder(value))
     elif isinstance(value, MutableMapping):
@@ -153,7 +153,7 @@ def _capture(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
     return node
 
 
-def _capture_object(value: Any, seen: dict[int, tuple[Any, Captured]]) -> Captured:
+def _capture_object(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
     attributes = _attributes(value)
     node = _Object(value)
     seen[id(value)] = value, node

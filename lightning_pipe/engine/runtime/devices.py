@@ -45,11 +45,11 @@ class DeviceStreams:
         """Record *event* on the current stream."""
         event.record(self.current())
 
-    def current_waits_for(self, event: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """Make the current stream wait for *event*."""
         self.current().wait_event(event)
 
-    def join(self) -> None:
+    def fence(self) -> None:
         """Make all later work on any stream, including the current one, wait for all work submitted so far."""
         for stream in self._named.values():
             self.current().wait_stream(stream)

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import is_profiler_at_work
+from lightning_pipe._compat.torch import is_profiler_enabled
 from lightning_pipe.engine.common.errors import TaskError
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.observe.ranges import task_range
+from lightning_pipe.engine.observe.ranges import profiler_range
 from lightning_pipe.engine.observe.trace import Begun, Trace
-from lightning_pipe.engine.plans.collectives import check_one_order, turns_of
+from lightning_pipe.engine.plans.collectives import assign_sequencers, check_collective_order
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.ranks.current_tasks import current_tasks
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket
-from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
-from lightning_pipe.engine.runtime.worker import Worker, on_worker
+from lightning_pipe.engine.runtime.thread_state import ThreadState, get_thread_state, use_thread_state
+from lightning_pipe.engine.runtime.worker import Worker, is_worker_thread
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Operation:
         self.stage = where.stage
         self.group = where.thread_group
         self.stream = where.stream if has_streams else None
-        self.turns = turns.get(name)  # the sequence in which the task submits its collectives
+        self.sequencer_index = turns.get(name)  # the sequence in which the task submits its collectives
         positions = {task: position for position, task in enumerate(plan.tasks)}
         upstream = [
             ((positions[d.upstream], d.distance), plan.schedule[d.upstream])
@@ -75,21 +75,21 @@ class Operation:
             dict.fromkeys(access for access, up in upstream if up.thread_group not in (MAIN, where.thread_group))
         )
         self.device_waits: tuple[tuple[int, int], ...] = ()
-        self.records = False
+        self.records_event = False
         if has_streams:
             self.device_waits = tuple(dict.fromkeys(access for access, up in upstream if up.stream != where.stream))
             # retire() also waits for tasks on named streams.
-            self.records = where.stream is not None or any(
+            self.records_event = where.stream is not None or any(
                 d.upstream == name and plan.schedule[d.downstream].stream is not None for d in plan.dependencies
             )
-        self.waits = bool(self.cpu_waits or self.device_waits or self.turns is not None)
+        self.waits = bool(self.cpu_waits or self.device_waits or self.sequencer_index is not None)
 
 
 def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
     """Operations of the plan's tasks, in serial order."""
     tasks = plan.tasks.values()
-    check_one_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
-    turns = turns_of(tasks, plan.schedule, has_streams=has_streams)
+    check_collective_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
+    turns = assign_sequencers(tasks, plan.schedule, has_streams=has_streams)
     return [Operation(plan, name, index, has_streams, turns) for index, name in enumerate(plan.tasks)]
 
 
@@ -102,7 +102,7 @@ class Slot:
         self.iteration = -1
         self.ctx: IterContext | None = None
         self.done = {op.index: threading.Event() for op in operations if op.group != MAIN}
-        self.events = {op.index: streams.event() for op in operations if op.records}
+        self.events = {op.index: streams.event() for op in operations if op.records_event}
         self.lost: set[int] = set()  # tasks on workers that failed or were skipped
         for signal in self.done.values():
             signal.set()
@@ -136,7 +136,7 @@ class Executor:
         longest = max((d.distance for d in plan.dependencies), default=0)
         self._slots = [Slot(self.operations, self.streams) for _ in range(plan.pipeline_depth + longest)]
         self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
-        self._sequencers = [SubmissionSequencer() for _ in {op.turns for op in self.operations} - {None}]
+        self._sequencers = [SubmissionSequencer() for _ in {op.sequencer_index for op in self.operations} - {None}]
         self._base = 0
         self.trace: Trace | None = None
         self.meter: Meter | None = None
@@ -149,10 +149,10 @@ class Executor:
 
     # ------------------------------------------------------------------ compilation
 
-    def look_for_profiler(self) -> None:
+    def update_profiler_ranges(self) -> None:
         """Compile the tasks with profiler ranges if a profiler has started, and without them if it has ended."""
         # Checked for the whole process: PyTorch's own check is per thread and returns False in workers.
-        profiled = is_profiler_at_work()
+        profiled = is_profiler_enabled()
         if profiled != self._profiled:
             self._profiled = profiled
             self.compile()
@@ -162,13 +162,13 @@ class Executor:
         self._observed = self._profiled or self.trace is not None or self.meter is not None
         self.calls[:] = [(op.stage, self._runs(op), op) for op in self._ordered]
         self.serial_calls[:] = [
-            (0, Executor._run_alone if self._observed or op.records else None, op) for op in self.operations
+            (0, Executor._run_alone if self._observed or op.records_event else None, op) for op in self.operations
         ]
 
     def _runs(self, op: Operation) -> Callable[[Executor, Operation, Slot], None] | None:
         if op.group != MAIN:
             return Executor._submit
-        bare = not op.waits and not op.records and op.stream is None and not self._observed
+        bare = not op.waits and not op.records_event and op.stream is None and not self._observed
         return None if bare else Executor._run_here
 
     # ------------------------------------------------------------------ iterations
@@ -176,7 +176,7 @@ class Executor:
     def restart(self, base: int) -> None:
         """Restart at iteration *base* while none is in flight: later tasks do not wait for earlier iterations."""
         self._base = base
-        self.streams.join()
+        self.streams.fence()
 
     def open(self, ctx: IterContext) -> Slot:
         """Assign a slot to the iteration of *ctx*."""
@@ -198,7 +198,7 @@ class Executor:
         if self.streams.available:
             for op in self.operations:
                 if op.stream is not None:
-                    self.streams.current_waits_for(slot.events[op.index])
+                    self.streams.wait_event(slot.events[op.index])
         assert slot.ctx is not None
         ctx, slot.ctx = slot.ctx, None
         return ctx
@@ -222,7 +222,7 @@ class Executor:
         current_tasks[MAIN] = op.name, slot.iteration, False
         if not self._observed:
             return None, None, 0.0, ticket
-        shown = task_range(op.name, self.trace is not None)
+        shown = profiler_range(op.name, self.trace is not None)
         shown.__enter__()
         return shown, self.trace.begin() if self.trace else None, time.perf_counter(), ticket
 
@@ -232,7 +232,7 @@ class Executor:
         current_tasks[MAIN] = op.name, slot.iteration, True
         if ticket is not None:
             ticket.end()
-        if op.records:
+        if op.records_event:
             self.streams.record(slot.events[op.index])
         if self.trace and begun:
             self.trace.end(op.name, slot.iteration, MAIN, None, begun)
@@ -256,7 +256,7 @@ class Executor:
             self.meter.waited(begun)
         self.raise_failure()
         if op.stream is not None:
-            self.streams.current_waits_for(slot.events[op.index])
+            self.streams.wait_event(slot.events[op.index])
 
     def _run_alone(self, op: Operation, slot: Slot) -> None:
         """Run a task of an iteration that runs alone, and record its event."""
@@ -279,8 +279,8 @@ class Executor:
                     self.raise_failure()
                 self._call(op, slot, MAIN, op.stream)
             except BaseException:
-                if op.turns is not None:
-                    self._broken.add(op.turns)
+                if op.sequencer_index is not None:
+                    self._broken.add(op.sequencer_index)
                 raise
             if self.meter is not None:
                 self.meter.ran(op.name, begun)
@@ -294,12 +294,12 @@ class Executor:
         try:
             slot.done[op.index].clear()
             submitted = time.perf_counter() if self.trace else None
-            work = partial(self._work, op, slot, capture(), self.streams.current(), ticket, submitted)
+            work = partial(self._work, op, slot, get_thread_state(), self.streams.current(), ticket, submitted)
             self._workers[op.group].submit(work)
         except BaseException as error:
             if ticket is not None:
                 ticket.end()
-            self.failed(error, op.name, slot.iteration, op.stage)
+            self.record_failure(error, op.name, slot.iteration, op.stage)
             # Set after the failure is recorded, so that waiting tasks see it.
             slot.done[op.index].set()
             raise
@@ -319,7 +319,7 @@ class Executor:
         other ranks have submitted their collectives too, and wait for them.
         """
         try:
-            with entered(state), self.streams.using(stream):
+            with use_thread_state(state), self.streams.using(stream):
                 self._wait(op, slot)
                 if ticket is not None:
                     ticket.begin()
@@ -330,9 +330,9 @@ class Executor:
         except BaseException as error:
             slot.lost.add(op.index)
             self._broken.add(op.group)
-            if op.turns is not None:
-                self._broken.add(op.turns)
-            self.failed(error, op.name, slot.iteration, op.stage)
+            if op.sequencer_index is not None:
+                self._broken.add(op.sequencer_index)
+            self.record_failure(error, op.name, slot.iteration, op.stage)
         finally:
             if ticket is not None:
                 ticket.end()
@@ -341,12 +341,12 @@ class Executor:
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
         trace = self.trace
-        with task_range(op.name, trace is not None), self.streams.named(stream):
+        with profiler_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None
             current_tasks[group] = op.name, slot.iteration, False
             op.fn(slot.ctx)
             current_tasks[group] = op.name, slot.iteration, True
-            if op.records:
+            if op.records_event:
                 self.streams.record(slot.events[op.index])
             if trace and begun:
                 trace.end(op.name, slot.iteration, group, stream, begun, submitted)
@@ -354,7 +354,7 @@ class Executor:
     # ------------------------------------------------------------------ waits
 
     def _ticket(self, op: Operation) -> SubmissionTicket | None:
-        return None if op.turns is None else self._sequencers[op.turns].issue()
+        return None if op.sequencer_index is None else self._sequencers[op.sequencer_index].issue()
 
     def _wait(self, op: Operation, slot: Slot) -> None:
         for upstream, distance in op.cpu_waits:
@@ -364,7 +364,7 @@ class Executor:
             with self.streams.named(op.stream):
                 for upstream, distance in op.device_waits:
                     if slot.iteration - distance >= self._base:
-                        self.streams.current_waits_for(self._slot(slot.iteration - distance).events[upstream])
+                        self.streams.wait_event(self._slot(slot.iteration - distance).events[upstream])
 
     def _wait_here(self, op: Operation, slot: Slot) -> None:
         """Wait in the calling thread, and add the time to the meter if there is one."""
@@ -378,12 +378,12 @@ class Executor:
 
     # ------------------------------------------------------------------ failures and end
 
-    def failed(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
+    def record_failure(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
         """Record that *task* failed. Only the first failure is kept."""
         if self.failure is None:
             failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
             failure.__cause__ = error
-            failure.on_worker = on_worker()
+            failure.on_worker = is_worker_thread()
             self.failure = failure
         return self.failure if isinstance(error, Exception) else error
 
@@ -394,15 +394,15 @@ class Executor:
 
     def _depends_on_failure(self, op: Operation, slot: Slot) -> bool:
         """Return True if a task failed that *op* depends on, that its thread ran, or that had its turn before it."""
-        if not self._broken.isdisjoint((op.group, op.turns)):
+        if not self._broken.isdisjoint((op.group, op.sequencer_index)):
             return True
         reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
         return any(upstream in upstream_slot.lost for upstream_slot, upstream in reads)
 
-    def settle(self) -> None:
+    def wait_for_workers(self) -> None:
         """Wait for the workers to finish all submitted tasks: after an interrupt, signals of slots are not reliable."""
         for worker in self._workers.values():
-            worker.settle()
+            worker.wait_until_idle()
 
     def close(self) -> None:
         """End the workers after they have finished all submitted tasks. Can be called again after an interrupt."""

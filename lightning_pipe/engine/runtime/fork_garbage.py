@@ -14,7 +14,7 @@ from functools import cache
 
 
 @cache
-def keep_garbage_from_forks() -> None:
+def freeze_gc_in_forks() -> None:
     """Exclude the parent's objects from garbage collection in all processes forked later: they call ``gc.freeze``."""
     if hasattr(os, "register_at_fork"):
         forks = _Forks()

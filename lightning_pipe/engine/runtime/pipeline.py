@@ -120,7 +120,7 @@ class SWPipeline:
         return self._device
 
     @property
-    def started(self) -> int:
+    def num_started(self) -> int:
         """Number of iterations started so far, which is the index of the next one."""
         return self._fetched
 
@@ -163,7 +163,7 @@ class SWPipeline:
             The number of abandoned batches, including the batch of an open period.
         """
         self._drop_begun()
-        self.settle()
+        self.wait_for_workers()
         for slot in self._in_flight.values():
             slot.ctx = None
         abandoned = len(self._in_flight)
@@ -171,10 +171,10 @@ class SWPipeline:
         self._open = False
         return abandoned
 
-    def settle(self) -> None:
+    def wait_for_workers(self) -> None:
         """Wait until the workers have finished all submitted tasks."""
         if self._in_flight:
-            self._executor.settle()
+            self._executor.wait_for_workers()
 
     @ends_on_interrupt
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
@@ -266,7 +266,7 @@ class SWPipeline:
             where = ("between tasks", self._trained, 0)
             if op is not None and slot is not None:
                 where = (op.name, slot.iteration, op.stage)
-            failure = executor.failed(error, *where)
+            failure = executor.record_failure(error, *where)
             raise failure from failure.__cause__
 
     @ends_on_interrupt
@@ -387,7 +387,9 @@ class SWPipeline:
                 op.fn = self.plan.tasks[op.name].fn
 
     @contextmanager
-    def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
+    def observe_task_contexts(
+        self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]
+    ) -> Iterator[dict[K, V]]:
         """Read the context after each run of some tasks. Enter and leave between periods.
 
         Args:
@@ -430,7 +432,7 @@ class SWPipeline:
             if name not in self.plan.tasks:
                 self._refuse_unknown(name)
         # Submitted tasks finish with their current functions, so that all ranks change functions at the same point.
-        self.settle()
+        self.wait_for_workers()
         return names
 
     # ------------------------------------------------------------------ trace and end
@@ -450,14 +452,14 @@ class SWPipeline:
         """Trace that is being recorded; None if recording is off."""
         return self._executor.trace
 
-    def start_trace(self, keep: int | None = None) -> None:
+    def start_trace(self, max_spans: int | None = None) -> None:
         """Start to record a :class:`TaskSpan` for every task.
 
         Args:
             keep: number of latest spans to keep (default None, all).
         """
         has_streams = self._executor.streams.available
-        self._executor.trace = Trace(keep, DeviceClock(self._device) if has_streams else None)
+        self._executor.trace = Trace(max_spans, DeviceClock(self._device) if has_streams else None)
         self._executor.compile()
 
     def stop_trace(self) -> list[TaskSpan]:
@@ -519,7 +521,7 @@ class SWPipeline:
             self._exhausted = True
             return False
         except BaseException as error:
-            failure = self._executor.failed(error, "data iterator", self._fetched, self.plan.max_stage)
+            failure = self._executor.record_failure(error, "data iterator", self._fetched, self.plan.max_stage)
             raise failure from failure.__cause__
         if self._executor.meter is not None:
             self._executor.meter.fetched(begun)
@@ -531,7 +533,7 @@ class SWPipeline:
         self._fetched += 1
 
     def _begin_period(self, serial: bool) -> IterContext:
-        self._executor.look_for_profiler()
+        self._executor.update_profiler_ranges()
         self._calls = self._executor.serial_calls if serial else self._executor.calls
         self._serial, self._cursor, self._open = serial, 0, True
         ctx = self._in_flight[self._trained].ctx
@@ -579,7 +581,7 @@ class SWPipeline:
     def _end_on_interrupt(self, error: BaseException) -> None:
         """Record an interrupt as the failure that ends the pipeline."""
         if not isinstance(error, Exception):
-            self._executor.failed(error, "between tasks", self._trained, 0)
+            self._executor.record_failure(error, "between tasks", self._trained, 0)
 
     def _drop_begun(self) -> None:
         """Forget a task that the caller has begun, so that workers do not wait for its turn to end."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask
-from lightning_pipe.engine.runtime.captured import Captured, capture
+from lightning_pipe.engine.runtime.captured import Snapshot, take_snapshot
 
 Key = Callable[[IterContext], Hashable]
 
@@ -27,9 +27,9 @@ Key = Callable[[IterContext], Hashable]
 class _TaskRun:
     """Captured effects of one run of a task."""
 
-    produced: Captured
+    produced: Snapshot
     deleted: tuple[str, ...]
-    effects: list[tuple[DeclaredIO, Captured]]
+    effects: list[tuple[DeclaredIO, Snapshot]]
 
 
 class Shortcut:
@@ -71,15 +71,17 @@ class Shortcut:
             and (name not in before or value is not before[name] or name in self._task.writes)
         }
         deleted = tuple(name for name in before if name not in after and name not in self._owned)
-        return _TaskRun(capture(produced), deleted, [(io, capture(io.capture(ctx))) for io in self._task.io])
+        return _TaskRun(
+            take_snapshot(produced), deleted, [(io, take_snapshot(io.capture(ctx))) for io in self._task.io]
+        )
 
     def _replay(self, ctx: IterContext, run: _TaskRun) -> None:
         upstream = self._upstream(ctx) if torch.is_grad_enabled() else None
-        give = None if upstream is None else partial(graft, upstream=upstream)
+        give = None if upstream is None else partial(attach_with_zero_grads, upstream=upstream)
         # Fields are set first and deleted last, because restore() may use fields that the task sets or deletes.
-        vars(ctx).update(run.produced.give(give))
+        vars(ctx).update(run.produced.make_copy(give))
         for io, effect in run.effects:
-            io.restore(ctx, effect.give(give))
+            io.restore(ctx, effect.make_copy(give))
         for name in run.deleted:
             vars(ctx).pop(name, None)
 
@@ -96,7 +98,7 @@ class Shortcut:
         return list(tensors.values())
 
 
-def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
+def attach_with_zero_grads(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
     """Attach *value* to a graph whose backward gives *upstream* zeros, so that hooks that wait for gradients run."""
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     result: Tensor = _Graft.apply(value, anchor, *upstream)

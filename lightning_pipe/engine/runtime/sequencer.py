@@ -64,7 +64,7 @@ class SubmissionTicket:
         self._sequencer.end(self._number)
 
 
-def submitted() -> None:
+def end_submission_turn() -> None:
     """End the turn of the calling task, which has submitted all its collectives and will only wait from here.
 
     Does nothing outside a globally ordered task.

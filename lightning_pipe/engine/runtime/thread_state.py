@@ -40,7 +40,7 @@ class ThreadState(NamedTuple):
     cuda_device: int | None
 
 
-def capture() -> ThreadState:
+def get_thread_state() -> ThreadState:
     """Take a snapshot of the calling thread's settings."""
     return ThreadState(
         torch.is_grad_enabled(),
@@ -55,9 +55,9 @@ def capture() -> ThreadState:
     )
 
 
-def entered(state: ThreadState) -> AbstractContextManager[None]:
+def use_thread_state(state: ThreadState) -> AbstractContextManager[None]:
     """Run the body of the context under *state*, and restore the thread's own settings afterwards."""
-    current = capture()
+    current = get_thread_state()
     return _UNCHANGED if current == state else _entered(state, current)
 
 

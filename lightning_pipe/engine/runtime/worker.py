@@ -37,7 +37,7 @@ class Worker:
         """Queue *call*."""
         self._queue.put(call)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until all functions queued so far have run, or the thread has ended."""
         done = threading.Event()
         self._queue.put(done.set)
@@ -51,7 +51,7 @@ class Worker:
         return not self._thread.is_alive()
 
 
-def on_worker() -> bool:
+def is_worker_thread() -> bool:
     """Return True if the calling thread is a worker's."""
     return getattr(_this_thread, "serves", False)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.batches.padding import PadValues
 
 # These describe a whole packed row, so they cannot be cut by rows, whatever their size.
 _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -31,12 +31,12 @@ class MicroBatches:
     rows: int
     padded_rows: int
 
-    def trim(self, outputs: Sequence[Any]) -> Any:
+    def merge_outputs(self, outputs: Sequence[Any]) -> Any:
         """Join the outputs of the micro-batches, with one row for each row of the loader's batch."""
         if any(isinstance(output, (tuple, list, dict)) for output in outputs):
             flat, structures = zip(*map(tree_flatten, outputs), strict=True)
             if len(set(map(len, flat))) == 1:
-                return tree_unflatten([self.trim(leaves) for leaves in zip(*flat, strict=True)], structures[0])
+                return tree_unflatten([self.merge_outputs(leaves) for leaves in zip(*flat, strict=True)], structures[0])
         if all(output is None for output in outputs):
             return None
         shapes = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
@@ -58,35 +58,35 @@ def count_tokens(labels: Tensor, ignore_index: int = -100) -> int:
 
 
 def split_batch(
-    batch: Any, num_microbatches: int, keys: SequenceKeys | None = None, *, strict: bool = False
+    batch: Any, num_microbatches: int, padding: PadValues | None = None, *, strict: bool = False
 ) -> MicroBatches:
     """Cut a batch into micro-batches with the same number of rows."""
     if isinstance(batch, Mapping):
-        return _cut(batch, num_microbatches, keys or SequenceKeys(), strict)
+        return _cut(batch, num_microbatches, padding or PadValues(), strict)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
-        return _take(batch, num_microbatches, keys or SequenceKeys(), strict)
+        return _take(batch, num_microbatches, padding or PadValues(), strict)
     raise InputError(
         f"the batch is {_describe(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
         " mappings, one for each micro-batch. Return one of them from the collate function"
     )
 
 
-def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, keys: SequenceKeys) -> dict[str, Any]:
+def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, padding: PadValues) -> dict[str, Any]:
     """Take ``count`` of a batch's ``rows``, from ``start``; values without as many rows are unchanged."""
     return {
         key: value.narrow(dim, start, count) if dim is not None and value.shape[dim] == rows else value
-        for key, value, dim in _with_dims(batch, keys)
+        for key, value, dim in _with_dims(batch, padding)
     }
 
 
-def _with_dims(batch: Mapping[str, Any], keys: SequenceKeys) -> Iterator[tuple[str, Any, int | None]]:
+def _with_dims(batch: Mapping[str, Any], keys: PadValues) -> Iterator[tuple[str, Any, int | None]]:
     """Keys and values of a batch with the dimension of their rows; None for a value that has no such dimension."""
     for key, value in batch.items():
         dim = keys.chunk_dims.get(key, 0)
         yield key, value, dim if isinstance(value, Tensor) and dim is not None and value.ndim > dim else None
 
 
-def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: SequenceKeys, strict: bool) -> MicroBatches:
+def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: PadValues, strict: bool) -> MicroBatches:
     """Use a list as micro-batches, which must have the same number of rows and not exceed the schedule's number."""
     items = [dict(item) for item in batch]
     rows = [_rows(item, keys) for item in items]
@@ -107,7 +107,7 @@ def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: Seque
     return MicroBatches(items + [dict(filler) for _ in range(missing)], sum(rows), missing * rows[-1])
 
 
-def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: SequenceKeys, strict: bool) -> MicroBatches:
+def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, strict: bool) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
     rows = _rows(batch, keys)
     if num_microbatches == 1:
@@ -132,7 +132,7 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: SequenceKeys, st
     return MicroBatches(items, rows, missing)
 
 
-def _rows(batch: Mapping[str, Any], keys: SequenceKeys) -> int:
+def _rows(batch: Mapping[str, Any], keys: PadValues) -> int:
     sizes = {key: value.shape[dim] for key, value, dim in _with_dims(batch, keys) if dim is not None}
     rows = sizes.get("input_ids", next(iter(sizes.values()), 0))
     if not rows:
@@ -141,7 +141,7 @@ def _rows(batch: Mapping[str, Any], keys: SequenceKeys) -> int:
     return rows
 
 
-def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: SequenceKeys) -> None:
+def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: PadValues) -> None:
     for key, value, dim in _with_dims(batch, keys):
         if keys.chunk_dims.get(key, 0) is None:
             continue

@@ -67,19 +67,26 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         long_documents: str = "cut",
         seed: int | None = None,
         rank: int = 0,
-        ranks: int = 1,
+        num_replicas: int = 1,
     ) -> None:
-        for name, value in {"length": length, "batch_size": batch_size, "window": window, "ranks": ranks}.items():
+        for name, value in {
+            "length": length,
+            "batch_size": batch_size,
+            "window": window,
+            "ranks": num_replicas,
+        }.items():
             check_whole_number(name, value, 1)
         check_whole_number("rank", rank, 0)
         check_whole_number("seed", seed, 0, optional=True)
         check_choice("method", method, ("best_fit", "sequential"))
         check_choice("long_documents", long_documents, ("cut", "refuse"))
-        if rank >= ranks:
-            raise SetupError(f"rank is {rank} with ranks={ranks}; expected a number from 0 to {ranks - 1}")
+        if rank >= num_replicas:
+            raise SetupError(
+                f"rank is {rank} with ranks={num_replicas}; expected a number from 0 to {num_replicas - 1}"
+            )
         self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
         self.method, self.long_documents, self.seed = method, long_documents, seed
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks = rank, num_replicas
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -128,7 +135,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             order = torch.randperm(total, generator=generator).tolist()
         for start in range(position["window"] * self.window, total, self.window):
             pieces = [piece for index in order[start : start + self.window] for piece in self._pieces(index)]
-            rows = pack([piece.end - piece.begin for piece in pieces], self.length, self.method)
+            rows = assign_documents_to_rows([piece.end - piece.begin for piece in pieces], self.length, self.method)
             for row in rows[position["row"] :]:
                 position["row"] += 1
                 yield [pieces[number] for number in row]
@@ -180,7 +187,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def pack(lengths: Sequence[int], length: int, method: str = "best_fit") -> list[list[int]]:
+def assign_documents_to_rows(lengths: Sequence[int], length: int, method: str = "best_fit") -> list[list[int]]:
     """Numbers of the documents of each row, ascending; rows are in the order of their first documents.
 
     - ``sequential``: a document goes to the current row, or starts a new row if it does not fit there.
@@ -216,7 +223,7 @@ def pack(lengths: Sequence[int], length: int, method: str = "best_fit") -> list[
     return sorted(map(sorted, best)) if len(best) <= len(rows) else rows
 
 
-def split_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def split_into_packed_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Make a micro-batch of each row of a :class:`PackedDocuments` batch, with the boundaries of its documents.
 
     Use it as the loader's ``collate_fn`` if the model takes ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (int).

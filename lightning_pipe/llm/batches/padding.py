@@ -24,7 +24,7 @@ _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 
 
 @dataclass(frozen=True)
-class SequenceKeys:
+class PadValues:
     """Pad values of the entries of a micro-batch with the shape (rows, length, ...).
 
     Attributes:
@@ -41,20 +41,22 @@ class SequenceKeys:
     labels: int = -100
     attention_mask: int = 0
     position_ids: int = 0
-    others: Mapping[str, float] = field(default_factory=dict)
+    extra_pad_values: Mapping[str, float] = field(default_factory=dict)
     chunk_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def rows_dim(self, key: str) -> int:
         """Dimension of the rows; the next one is the length."""
         return self.chunk_dims.get(key, 0) or 0
 
-    def size(self, micro_batch: Mapping[str, Any]) -> tuple[int, int]:
+    def rows_and_length(self, micro_batch: Mapping[str, Any]) -> tuple[int, int]:
         """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
-        sequences = {key: micro_batch[key] for key in self.values() if isinstance(micro_batch.get(key), Tensor)}
+        sequences = {
+            key: micro_batch[key] for key in self.pad_value_by_key() if isinstance(micro_batch.get(key), Tensor)
+        }
         shape = next((tuple(value.shape[self.rows_dim(key) :]) for key, value in sequences.items()), ())
         return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
-    def values(self) -> dict[str, float]:
+    def pad_value_by_key(self) -> dict[str, float]:
         """Pad value of each key."""
         defaults: dict[str, float] = {
             "input_ids": self.input_ids,
@@ -63,10 +65,10 @@ class SequenceKeys:
             "position_ids": self.position_ids,
             "routed_experts": 0,
         }
-        return defaults | dict(self.others)
+        return defaults | dict(self.extra_pad_values)
 
 
-def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKeys | None = None) -> dict[str, Any]:
+def pad_microbatch(micro_batch: Mapping[str, Any], length: int, padding: PadValues | None = None) -> dict[str, Any]:
     """Pad one micro-batch at the end of its sequences. Tensors that already fit are returned without a copy.
 
     - An ``attention_mask`` of (..., length, length) is padded on both dimensions: no real token attends to padding,
@@ -76,19 +78,19 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, keys: SequenceKe
     - Missing entries are not added: a causal model without a mask does not attend to later positions.
     """
     padded = dict(micro_batch)
-    keys = keys or SequenceKeys()
-    values = keys.values()
+    padding = padding or PadValues()
+    values = padding.pad_value_by_key()
     sequences = {key: padded[key] for key in values if isinstance(padded.get(key), Tensor)}
-    present = _length(sequences, keys)
+    present = _length(sequences, padding)
     if present is not None and present < length:
         for key, value in sequences.items():
             if key == _MASK and value.ndim > 2:
                 padded[key] = _pad_square(value, length)
             else:
                 # F.pad counts dimensions from the last one, two numbers each.
-                after = value.ndim - 2 - keys.rows_dim(key)
+                after = value.ndim - 2 - padding.rows_dim(key)
                 padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
-    rows = max((value.shape[keys.rows_dim(key)] for key, value in sequences.items()), default=1)
+    rows = max((value.shape[padding.rows_dim(key)] for key, value in sequences.items()), default=1)
     _extend_last_document(padded, length, rows)
     for key, mask in padded.items():
         if isinstance(mask, BlockMask) and (mask.shape[-2:] != (length, length) or mask.shape[0] not in (1, rows)):
@@ -107,7 +109,7 @@ def _as_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:
     return attends.to(dtype)
 
 
-def _length(sequences: Mapping[str, Tensor], keys: SequenceKeys) -> int | None:
+def _length(sequences: Mapping[str, Tensor], keys: PadValues) -> int | None:
     """Current length of all sequences; None if the micro-batch has no sequences."""
     shapes = {key: tuple(value.shape) for key, value in sequences.items()}
     dims = {key: keys.rows_dim(key) + 1 for key in shapes}

@@ -17,18 +17,18 @@ from functools import cached_property
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.plan_choice import typical
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.engine.planning.plan_choice import interquartile_mean
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_costs import memory_costs, time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.links import Link
-from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing, estimate_memory, pieces_of_stage
+from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts, estimate_memory, pieces_of_stage
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
-from lightning_pipe.llm.schedules.named import SCHEDULES, ScheduleSpec, count_stages
-from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, actions_of, simulate
+from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, list_compute_actions, simulate
+from lightning_pipe.llm.schedules.specs import SCHEDULES, ScheduleSpec, count_stages_per_rank
 from lightning_pipe.llm.schedules.timed_stage import median_durations
-from lightning_pipe.llm.split.by_name import split_by_cost, split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_by_cost, split_evenly
 
 # Micro-batches per rank: with fewer, most ranks are idle; with more, each is small and the bubble negligible.
 _LEAST, _MOST = 1, 8
@@ -51,11 +51,11 @@ class ScheduleCandidate:
 class Measurements:
     """Measurements of a model by number of micro-batches; without links, messages take no time."""
 
-    work: Mapping[int, Pieces[LayerWork]]
-    footprints: Mapping[int, Pieces[Footprint]]
-    optimizer_bytes: Pieces[int]
+    work: Mapping[int, PieceResults[LayerWork]]
+    footprints: Mapping[int, PieceResults[Footprint]]
+    optimizer_bytes: PieceResults[int]
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    sharing: Sharing = field(default_factory=Sharing)
+    sharing: ShardCounts = field(default_factory=ShardCounts)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Calibration:
     # slowdown of each kind of work in a real step, relative to pieces measured separately
     scales: Mapping[Kind, float] = field(default_factory=dict)
     overhead: float = 0.0  # seconds between two actions of a rank
-    fixed: float = 0.0  # seconds of a step outside its schedule
+    step_overhead: float = 0.0  # seconds of a step outside its schedule
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class SchedulePrediction:
     seconds: float
     bubble: float
     memory: tuple[RankMemory, ...]
-    times: tuple[float, ...] = ()
+    measured_round_seconds: tuple[float, ...] = ()
 
     @property
-    def measured(self) -> float | None:
+    def measured_seconds(self) -> float | None:
         """Seconds of a typical real step; None if no real step was run."""
-        return typical(self.times) if self.times else None
+        return interquartile_mean(self.measured_round_seconds) if self.measured_round_seconds else None
 
     @cached_property
     def peak(self) -> int:
@@ -137,7 +137,7 @@ def list_candidates(
 def _stage_counts(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
     for count in range(1, _MOST_STAGES + 1):
         try:
-            count_stages(spec, pp_size, count)
+            count_stages_per_rank(spec, pp_size, count)
         except SetupError:
             continue
         if count * pp_size <= num_layers:
@@ -156,7 +156,9 @@ def _splits(
     if by_memory:
         # Micro-batches that a stage in the middle of 1F1B keeps.
         live_microbatches = min(count, 1 + num_stages // 2)
-        splits.append(layers_by_memory(config, num_stages, footprints, measured.optimizer_bytes, live_microbatches))
+        splits.append(
+            split_layers_by_memory(config, num_stages, footprints, measured.optimizer_bytes, live_microbatches)
+        )
     yield from dict.fromkeys(splits)
 
 
@@ -166,11 +168,11 @@ def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple
     return tuple(sum(name in layers for name in stage) for stage in stages)
 
 
-def layers_by_memory(
+def split_layers_by_memory(
     config: ModuleConfig,
     num_stages: int,
-    footprints: Pieces[Footprint],
-    optimizer_bytes: Pieces[int],
+    footprints: PieceResults[Footprint],
+    optimizer_bytes: PieceResults[int],
     live_microbatches: int,
 ) -> tuple[int, ...]:
     """Number of layers of each stage that minimizes the memory of the stage that needs most."""
@@ -179,7 +181,7 @@ def layers_by_memory(
 
 
 def stage_durations(
-    pieces: Pieces[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
+    pieces: PieceResults[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
 ) -> dict[tuple[int, Kind], float]:
     """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once."""
     factors = scales or {}
@@ -198,18 +200,20 @@ def stage_durations(
     return durations
 
 
-def predict(
+def predict_schedule(
     candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
 ) -> SchedulePrediction:
     """Predict the duration, bubble and memory of a candidate's step."""
     corrections = calibration or Calibration()
-    actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
+    actions = list_compute_actions(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
     timeline = _timeline(candidate, actions, measured, corrections)
     footprints = measured.footprints[candidate.num_microbatches]
     memory = estimate_memory(
         actions, candidate.layers_per_stage, footprints, measured.optimizer_bytes, sharing=measured.sharing
     )
-    return SchedulePrediction(candidate, timeline.makespan + corrections.fixed, timeline.bubble_fraction, tuple(memory))
+    return SchedulePrediction(
+        candidate, timeline.makespan + corrections.step_overhead, timeline.bubble_fraction, tuple(memory)
+    )
 
 
 def _timeline(
@@ -245,7 +249,7 @@ def calibrate(
                     busiest[work_kind] = actual + duration, predicted + expected[stage, work_kind]
         for work_kind, (actual, predicted) in busiest.items():
             scales.setdefault(work_kind, []).append(actual / predicted)
-        actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
+        actions = list_compute_actions(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
         for rank, row in enumerate(events):
             busy = sum(bar.end - bar.start for bar in row)
             overheads.append((row[-1].end - row[0].start - busy) / len(actions[rank]))
@@ -261,20 +265,22 @@ def calibrate(
     )
 
 
-def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedule: int = 2) -> list[SchedulePrediction]:
+def select_finalists(
+    predictions: Sequence[SchedulePrediction], max_candidates: int, of_a_schedule: int = 2
+) -> list[SchedulePrediction]:
     """Fastest candidates, at most ``of_a_schedule`` of each schedule, since their prediction errors are similar."""
     selected: list[SchedulePrediction] = []
     for prediction in sorted(predictions, key=lambda prediction: prediction.seconds):
         same_schedule = [earlier for earlier in selected if earlier.candidate.spec == prediction.candidate.spec]
-        if len(selected) < most and len(same_schedule) < of_a_schedule:
+        if len(selected) < max_candidates and len(same_schedule) < of_a_schedule:
             selected.append(prediction)
     return selected
 
 
-def median_pieces(measurements: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
+def merge_measurements_by_median(measurements: Sequence[PieceResults[LayerWork]]) -> PieceResults[LayerWork]:
     """Medians of measurements of the same pieces by several ranks."""
 
     def median(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))
 
-    return Pieces.of(median, *measurements)
+    return PieceResults.map(median, *measurements)

@@ -34,7 +34,7 @@ class BalanceLoss:
     experts: int
 
     @staticmethod
-    def of(model: nn.Module) -> BalanceLoss | None:
+    def from_model(model: nn.Module) -> BalanceLoss | None:
         """Loss of a Hugging Face causal LM, or of a part of it; None if its config does not enable it."""
         coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", None)
         if not getattr(model.config, "output_router_logits", False) or not coefficient:
@@ -45,7 +45,7 @@ class BalanceLoss:
                 f"the config has output_router_logits=True and a coefficient of {coefficient}, but the router loss of"
                 f" {type(model).__name__} is not transformers' load_balancing_loss_func({', '.join(_ARGUMENTS)}), which"
                 " is the only one that stages compute. Set output_router_logits=False, and call"
-                " lightning_pipe.llm.model.hf_experts.tap_routers in build_model, which adds losses to each router"
+                " lightning_pipe.llm.model.hf_experts.add_router_losses in build_model, which adds losses to each router"
             )
         return BalanceLoss(coefficient, model.num_experts_per_tok, model.num_experts)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ class BalanceLoss:
             total = total + torch.cat([sums, weights.to(total).sum(0)])
         return total
 
-    def of_sums(self, sums: Tensor) -> Tensor:
+    def compute_from_sums(self, sums: Tensor) -> Tensor:
         """Loss of the sums of all layers, including the coefficient."""
         choices, probabilities, tokens = sums.split([self.experts, self.experts, 1])
         tokens = tokens.detach().clamp(min=1)
@@ -72,7 +72,7 @@ class BalanceLoss:
 
     @staticmethod
     @contextmanager
-    def taking_logits(base: nn.Module) -> Generator[list[Tensor], None, None]:
+    def capture_router_logits(base: nn.Module) -> Generator[list[Tensor], None, None]:
         """Context that moves the router logits from the results of a base model into a list."""
         captured: list[Tensor] = []
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe._compat.torch import is_node_needed
+from lightning_pipe._compat.torch import will_execute_node
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
 
@@ -196,7 +196,7 @@ def _is_wanted(ctx: Any, index: int) -> bool:
     in the forward, so without this check each of the two runs would compute both.
     """
     node = ctx.next_functions[index][0]
-    return node is not None and is_node_needed(node)
+    return node is not None and will_execute_node(node)
 
 
 def _accumulator(parameter: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
         )
 
 
-def check_sum(
+def check_loss_is_sum(
     summed_loss: Callable[[Any, Any], Tensor], loss: Tensor, output: Any, micro_batch: Mapping[str, Any]
 ) -> None:
     """Check that a loss is a sum over tokens: it must double if the rows are doubled."""

@@ -42,9 +42,9 @@ class RouterLosses:
             it.
     """
 
-    def __init__(self, tokens: int, *, counted: Tensor | None = None, scale: float | Tensor = 1.0) -> None:
+    def __init__(self, tokens: int, *, token_mask: Tensor | None = None, scale: float | Tensor = 1.0) -> None:
         self.tokens = tokens
-        self.counted = counted
+        self.token_mask = token_mask
         self.scale = scale
         self._recorded: list[Tensor] = []
         self._token: Token[RouterLosses | None] | None = None
@@ -57,19 +57,19 @@ class RouterLosses:
         assert self._token is not None
         _active.reset(self._token)
 
-    def follow(self, loss: Tensor) -> Tensor:
+    def scale_with_loss(self, loss: Tensor) -> Tensor:
         """Return the main loss unchanged, and set the scale of the routers' losses in its backward, which runs first.
 
         Use it for a main loss on the same device that is divided or scaled later.
         """
-        followed: Tensor = _Followed.apply(loss, self)
+        followed: Tensor = _ScaleWithLoss.apply(loss, self)
         return followed
 
 
 _active: ContextVar[RouterLosses | None] = ContextVar("router losses", default=None)
 
 
-def active_router_losses() -> RouterLosses | None:
+def current_router_losses() -> RouterLosses | None:
     """The context of the running forward; None outside of one."""
     return _active.get()
 
@@ -86,14 +86,14 @@ def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
 
 # Compiled code could not depend on the active context.
 @torch.compiler.disable
-def pass_router_logits(
+def attach_router_losses(
     logits: Tensor,
     top_k: int,
     *,
     balance_coefficient: float = 0.0,
     z_coefficient: float = 0.0,
     weights: Tensor | None = None,
-    chosen: Tensor | None = None,
+    selected_experts: Tensor | None = None,
 ) -> Tensor:
     """Return a router's logits or weights unchanged, and add the gradients of its losses in the backward.
 
@@ -117,15 +117,15 @@ def pass_router_logits(
     """
     losses = _active.get()
     # Without a context, too: when a layer is recomputed, it must choose as often and save the same tensors as before.
-    experts = logits.detach().topk(top_k, -1).indices if chosen is None else chosen
+    experts = logits.detach().topk(top_k, -1).indices if selected_experts is None else selected_experts
     passage = None
     if losses is not None:
-        passage = _Passage(losses, logits, experts, balance_coefficient, z_coefficient)
-    passed: Tensor = _Passed.apply(logits, weights, passage)
+        passage = _RouterLossState(losses, logits, experts, balance_coefficient, z_coefficient)
+    passed: Tensor = _AttachRouterLosses.apply(logits, weights, passage)
     return passed
 
 
-class _Passage:
+class _RouterLossState:
     """Data for the backward of a router's losses other than the logits, which may be recomputed."""
 
     def __init__(
@@ -134,7 +134,11 @@ class _Passage:
         self._losses = losses
         self._coefficients = balance_coefficient, z_coefficient
         flat = _flat(logits.detach())
-        weights = flat.new_ones(len(flat)) if losses.counted is None else _as_many(losses.counted, len(flat)).to(flat)
+        weights = (
+            flat.new_ones(len(flat))
+            if losses.token_mask is None
+            else _flat_token_mask(losses.token_mask, len(flat)).to(flat)
+        )
         self._weights = weights[:, None] / weights.sum().clamp(min=1.0)
         shares = torch.zeros_like(flat).scatter_(-1, chosen.flatten(0, -2), 1 / chosen.shape[-1])
         self._shares = (self._weights * shares).sum(0)
@@ -158,7 +162,7 @@ def _flat(logits: Tensor) -> Tensor:
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _as_many(counted: Tensor, tokens: int) -> Tensor:
+def _flat_token_mask(counted: Tensor, tokens: int) -> Tensor:
     if counted.numel() != tokens:
         raise InputError(
             f"the tokens counted in routers' losses have the shape {tuple(counted.shape)}, and a router got {tokens}"
@@ -167,9 +171,9 @@ def _as_many(counted: Tensor, tokens: int) -> Tensor:
     return counted.flatten()
 
 
-class _Passed(torch.autograd.Function):
+class _AttachRouterLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, weights: Tensor | None, passage: _Passage | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, weights: Tensor | None, passage: _RouterLossState | None) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.passage, ctx.has_weights = passage, weights is not None
         passed = logits if weights is None else weights
@@ -185,7 +189,7 @@ class _Passed(torch.autograd.Function):
         return gradient if grad_losses is None else gradient + grad_losses, None, None
 
 
-class _Followed(torch.autograd.Function):
+class _ScaleWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, losses: RouterLosses) -> Tensor:
         ctx.losses = losses

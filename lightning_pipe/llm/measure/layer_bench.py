@@ -36,7 +36,7 @@ class LayerPiece:
 
 
 @dataclass(frozen=True)
-class Pieces(Generic[T]):
+class PieceResults(Generic[T]):
     """Results for the pieces of a model."""
 
     empty: T  # result for a stage without modules
@@ -45,9 +45,9 @@ class Pieces(Generic[T]):
     output: T  # result for all modules after the layers, and the loss
 
     @staticmethod
-    def of(function: Callable[..., R], *results: Pieces[Any]) -> Pieces[R]:
+    def map(function: Callable[..., R], *results: PieceResults[Any]) -> PieceResults[R]:
         """Apply a function, piece by piece, to one or more results for the same model."""
-        return Pieces(
+        return PieceResults(
             function(*(result.empty for result in results)),
             None if results[0].input is None else function(*(result.input for result in results)),
             tuple(
@@ -67,10 +67,10 @@ class LayerBench:
     kwargs: Mapping[str, Any]
     device: torch.device
     prepare: Callable[[StageModule], object] = lambda stage: None
-    varies: Callable[[int], Any] = lambda index: None
+    layer_key: Callable[[int], Any] = lambda index: None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
+    def measure(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> PieceResults[T]:
         """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once."""
         config = self.config
         inputs, first = self.args, None
@@ -81,13 +81,13 @@ class LayerBench:
         measured: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
         described = _described([self.model.get_submodule(name) for name in config.layers])
         for index, (name, description) in enumerate(zip(config.layers, described, strict=True)):
-            key = (description, tuple(map(signature, inputs)), self.varies(index))
+            key = (description, tuple(map(signature, inputs)), self.layer_key(index))
             if key not in measured:
                 measured[key] = self._ask(self._piece((name,), 1, inputs), question)
             result, inputs = measured[key]
             layers.append(result)
         last, _ = self._ask(self._piece(config.output_fqns, 2, inputs, loss_of), question)
-        return Pieces(empty, first, tuple(layers), last)
+        return PieceResults(empty, first, tuple(layers), last)
 
     def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, tuple[Tensor, ...]]:
         """Measurement of a piece, and placeholders of its outputs."""

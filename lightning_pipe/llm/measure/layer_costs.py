@@ -13,20 +13,22 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.engine.ranks.together import from_rank
-from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
+from lightning_pipe.engine.ranks.object_collectives import run_on_rank
+from lightning_pipe.llm.measure.layer_bench import LossOf, PieceResults
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
 CostUnit = Literal["time", "memory"]
 
 
-def time_costs(work: Pieces[LayerWork]) -> Pieces[float]:
+def time_costs(work: PieceResults[LayerWork]) -> PieceResults[float]:
     """Time of forward and backward of each piece."""
-    return _beyond_empty(Pieces.of(lambda piece: piece.forward + piece.backward, work))
+    return _beyond_empty(PieceResults.map(lambda piece: piece.forward + piece.backward, work))
 
 
-def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], live_microbatches: int) -> Pieces[float]:
+def memory_costs(
+    footprints: PieceResults[Footprint], states: PieceResults[int], live_microbatches: int
+) -> PieceResults[float]:
     """Memory of each piece: parameters, gradients, buffers, optimizer states, and activations kept for backward.
 
     A piece's output counts for the piece itself, not for the next one.
@@ -41,11 +43,11 @@ def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], live_microb
             + live_microbatches * footprint.after_forward
         )
 
-    return _beyond_empty(Pieces.of(cost, footprints, states))
+    return _beyond_empty(PieceResults.map(cost, footprints, states))
 
 
-def _beyond_empty(costs: Pieces[float]) -> Pieces[float]:
-    return Pieces.of(lambda cost: max(cost - costs.empty, 0.0), costs)
+def _beyond_empty(costs: PieceResults[float]) -> PieceResults[float]:
+    return PieceResults.map(lambda cost: max(cost - costs.empty, 0.0), costs)
 
 
 def measure_costs(
@@ -60,15 +62,15 @@ def measure_costs(
     optimizer_states: int = 2,
     group: dist.ProcessGroup | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Pieces[float]:
+) -> PieceResults[float]:
     """Measure the cost of the input modules, of each layer and of the output modules, with one micro-batch."""
 
-    def measured() -> Pieces[float]:
+    def measured() -> PieceResults[float]:
         if unit == "time":
-            return time_costs(measure_work(model, config, args, kwargs, loss_of, parts=False, clock=clock))
+            return time_costs(measure_layer_times(model, config, args, kwargs, loss_of, parts=False, clock=clock))
         footprints = measure_footprints(model, config, args, kwargs, loss_of)
-        states = Pieces.of(lambda footprint: optimizer_states * footprint.gradients, footprints)
+        states = PieceResults.map(lambda footprint: optimizer_states * footprint.gradients, footprints)
         return memory_costs(footprints, states, microbatches)
 
     failed = "the first rank could not measure what layers cost"
-    return measured() if group is None else from_rank(measured, failed, group)
+    return measured() if group is None else run_on_rank(measured, failed, group)

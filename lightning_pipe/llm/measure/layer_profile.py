@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe._compat.attention import SAME_OPERATIONS
+from lightning_pipe._compat.attention import SAME_FLOPS_OPERATORS
 from lightning_pipe._compat.pipelining import stage_backward_input, stage_backward_weight
 from lightning_pipe._compat.torch import (
     GROUPED_MM,
@@ -32,9 +32,9 @@ from lightning_pipe._compat.torch import (
     tree_leaves,
     tree_map_only,
 )
-from lightning_pipe._compat.transformers import rows_of_one_document
+from lightning_pipe._compat.transformers import disable_packed_sequence_detection
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
+from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, PieceResults
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.hf_experts import experts_of
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -74,7 +74,7 @@ class Footprint:
     experts: int = 0  # bytes of those parameters that expert parallelism shares
 
 
-def measure_work(
+def measure_layer_times(
     model: nn.Module,
     config: ModuleConfig,
     args: tuple[Any, ...],
@@ -86,7 +86,7 @@ def measure_work(
     varies: Callable[[int], Any] = lambda index: None,
     parts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
-) -> Pieces[LayerWork]:
+) -> PieceResults[LayerWork]:
     """Measure the seconds of each piece for one micro-batch: medians of five runs, after two warm-up runs.
 
     It runs under the autocast mode of the caller. Random states are preserved.
@@ -94,7 +94,7 @@ def measure_work(
     watch = _LayerWatch(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
-        return bench.ask(loss_of, watch.work)
+        return bench.measure(loss_of, watch.work)
 
 
 class _LayerWatch:
@@ -137,7 +137,7 @@ def measure_footprints(
     *,
     prepare: Callable[[StageModule], object] = lambda stage: None,
     varies: Callable[[int], Any] = lambda index: None,
-) -> Pieces[Footprint]:
+) -> PieceResults[Footprint]:
     """Find the bytes and operations of each piece for one micro-batch, by running it on tensors without memory.
 
     Temporary memory within an operation is not seen. A model that reads the values of its tensors is run with values,
@@ -147,17 +147,17 @@ def measure_footprints(
 
     @contextmanager
     def without_memory() -> Iterator[None]:
-        with mode, NoConditions(), _PaddedAttention(), _GroupedProducts(), rows_of_one_document():
+        with mode, NoConditions(), _PaddedAttention(), _GroupedProducts(), disable_packed_sequence_detection():
             yield
 
     def weighed(
         convert: Callable[[Tensor], Tensor], context: Callable[[], AbstractContextManager[None]]
-    ) -> Pieces[Footprint]:
+    ) -> PieceResults[Footprint]:
         with context():
             converted_args, converted_kwargs = tree_map_only(Tensor, convert, (args, dict(kwargs)))
         bench = LayerBench(model, config, converted_args, converted_kwargs, _CPU, prepare, varies, context)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return bench.ask(loss_of, _weigh)
+            return bench.measure(loss_of, _measure_footprint)
 
     try:
         return weighed(_without_memory, without_memory)
@@ -172,7 +172,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _weigh(piece: LayerPiece) -> Footprint:
+def _measure_footprint(piece: LayerPiece) -> Footprint:
     parameters = {id(parameter): parameter for module in piece.modules for parameter in module.parameters()}.values()
     buffers = {id(buffer): buffer for module in piece.modules for buffer in module.buffers()}.values()
     for parameter in piece.stage.parameters():
@@ -244,7 +244,7 @@ class _Operations(TorchDispatchMode):
         if func is GROUPED_MM:
             rows, width = args[0].shape[-2:]
             self.total += 2 * rows * width * args[1].shape[-1]
-        elif (count_flops := flop_registry.get(SAME_OPERATIONS.get(packet, packet))) is not None:
+        elif (count_flops := flop_registry.get(SAME_FLOPS_OPERATORS.get(packet, packet))) is not None:
             flops = count_flops(*args, **(kwargs or {}), out_val=output)
             names = [argument.name for argument in schema_of(func).arguments]
             arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}

@@ -28,7 +28,7 @@ class Link:
         return self.latency + size * self.seconds_per_byte
 
 
-def neighbors(pp_size: int) -> list[tuple[int, int]]:
+def neighbor_pairs(pp_size: int) -> list[tuple[int, int]]:
     """Pairs of ranks that exchange messages: a ring, since looped schedules send from the last rank to the first."""
     ring = [(rank, (rank + 1) % pp_size) for rank in range(pp_size)]
     return ring if pp_size > 2 else ring[: pp_size - 1]
@@ -44,7 +44,7 @@ def measure_links(
     """
     rank, links = dist.get_rank(group), {}
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (_SMALL, _LARGE))
-    for first, second in neighbors(dist.get_world_size(group)):
+    for first, second in neighbor_pairs(dist.get_world_size(group)):
         if rank in (first, second):
             small_seconds, large_seconds = (
                 _one_way(group, data, rank == first, first + second - rank, clock) for data in (small, large)

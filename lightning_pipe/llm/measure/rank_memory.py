@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from lightning_pipe._compat.pipelining import Action
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
 
@@ -21,16 +21,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ShardCounts:
     """Numbers of ranks that share a stage."""
 
     shard: int = 1  # ranks that share its parameters, gradients and optimizer states with FSDP2
     tensor: int = 1  # ranks that share the matrices of its layers
     context: int = 1  # ranks that share the sequences
     expert: int = 1  # ranks that share the experts of its layers
-    unreduced: float = 1.0  # bytes of a gradient before its reduction, for each byte of the reduced gradient
+    unreduced_to_reduced_bytes: float = (
+        1.0  # bytes of a gradient before its reduction, for each byte of the reduced gradient
+    )
     # True if the gathered parameters of a whole stage exist at the same time; False if only those of one piece do
-    gathered: bool = True
+    gathers_whole_stage: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class RankMemory:
     buffers: int  # buffers of the model
     messages: int  # receive buffers, and sent tensors that are kept until the end of the step
     activations: int  # peak of the activations kept for backward, and of temporary memory of computations
-    live: int  # maximum number of micro-batches with kept activations; a micro-batch counts once for each stage
+    live_microbatches: (
+        int  # maximum number of micro-batches with kept activations; a micro-batch counts once for each stage
+    )
 
     @property
     def total(self) -> int:
@@ -72,7 +76,7 @@ class _Shared(NamedTuple):
     gathered: int
 
     @classmethod
-    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: Sharing) -> _Shared:
+    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: ShardCounts) -> _Shared:
         common, experts = _divide(size - experts, tensor), _divide(experts, tensor)
         local = _divide(common, sharing.shard) + _divide(experts, max(sharing.shard, sharing.expert))
         # FSDP2 shards experts over the ranks that hold the same ones.
@@ -87,7 +91,7 @@ class _PieceMemory(NamedTuple):
     buffers: int
 
     @classmethod
-    def from_footprint(cls, sharing: Sharing, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
+    def from_footprint(cls, sharing: ShardCounts, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
         """Memory of a piece on one rank; experts have the same share of gradients and states as of parameters."""
 
         def shared(size: int) -> _Shared:
@@ -96,7 +100,7 @@ class _PieceMemory(NamedTuple):
         return cls(shared(piece.parameters), shared(piece.gradients), shared(states), piece.buffers)
 
 
-def pieces_of_stage(pieces: Pieces[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
+def pieces_of_stage(pieces: PieceResults[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
     """Pieces of a stage, in the order of its forward."""
     first = sum(layers_per_stage[:stage])
     layers = list(pieces.layers[first : first + layers_per_stage[stage]])
@@ -107,21 +111,24 @@ def pieces_of_stage(pieces: Pieces[T], layers_per_stage: Sequence[int], stage: i
 def estimate_memory(
     actions: Actions,
     layers_per_stage: Sequence[int],
-    pieces: Pieces[Footprint],
-    optimizer_bytes: Pieces[int],
+    pieces: PieceResults[Footprint],
+    optimizer_bytes: PieceResults[int],
     *,
-    sharing: Sharing | None = None,
+    sharing: ShardCounts | None = None,
     keeps_messages: bool = True,
 ) -> list[RankMemory]:
     """Estimate the memory of each rank."""
-    shared = sharing or Sharing()
+    shared = sharing or ShardCounts()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     numbers = range(len(layers_per_stage))
     stages = [_stage_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers]
-    sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)  # ranks that share the matrices of a piece
-    owned = Pieces.of(partial(_PieceMemory.from_footprint, shared), pieces, optimizer_bytes, sharers)
+    sharers = PieceResults(1, 1, (shared.tensor,) * len(pieces.layers), 1)  # ranks that share the matrices of a piece
+    owned = PieceResults.map(partial(_PieceMemory.from_footprint, shared), pieces, optimizer_bytes, sharers)
     stage_pieces = [pieces_of_stage(owned, layers_per_stage, stage) for stage in numbers]
-    unreduced = [round(shared.unreduced * sum(piece.gradients.gathered for piece in parts)) for parts in stage_pieces]
+    unreduced = [
+        round(shared.unreduced_to_reduced_bytes * sum(piece.gradients.gathered for piece in parts))
+        for parts in stage_pieces
+    ]
     ranks = []
     for row in actions.values():
         rank_stages = sorted({action.stage_index for action in row})
@@ -131,7 +138,7 @@ def estimate_memory(
         ranks.append(
             RankMemory(
                 parameters=sum(piece.parameters.local for piece in parts)
-                + (sum(gathered) if shared.gathered else max(gathered, default=0)),
+                + (sum(gathered) if shared.gathers_whole_stage else max(gathered, default=0)),
                 gradients=sum(piece.gradients.local for piece in parts) + in_step,
                 optimizer=sum(piece.optimizer.local for piece in parts),
                 buffers=pieces.empty.buffers * len(rank_stages) + sum(piece.buffers for piece in parts),
@@ -139,14 +146,18 @@ def estimate_memory(
                     _messages(stages, stage, len(rank_stages), microbatches, keeps_messages) for stage in rank_stages
                 ),
                 activations=activations,
-                live=live,
+                live_microbatches=live,
             )
         )
     return ranks
 
 
 def _stage_memory(
-    pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int, sharing: Sharing, keeps_messages: bool
+    pieces: PieceResults[Footprint],
+    layers_per_stage: Sequence[int],
+    stage: int,
+    sharing: ShardCounts,
+    keeps_messages: bool,
 ) -> _StageMemory:
     parts = pieces_of_stage(pieces, layers_per_stage, stage)
     after_forward, after_input_backward = pieces.empty.after_forward, pieces.empty.after_forward
@@ -180,7 +191,7 @@ def _stage_memory(
     return _StageMemory(*(_divide(max(number, 0), sharing.context) for number in numbers))
 
 
-def _hidden(pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int) -> int:
+def _hidden(pieces: PieceResults[Footprint], layers_per_stage: Sequence[int], stage: int) -> int:
     """Bytes of the hidden states that a stage after the first receives."""
     previous = pieces_of_stage(pieces, layers_per_stage, stage - 1)
     return previous[-1].output if previous else pieces.empty.output

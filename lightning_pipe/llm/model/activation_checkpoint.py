@@ -81,14 +81,16 @@ class ActivationCheckpoint:
     """
 
     mode: Mode = "full"
-    every: int = 1
+    every_n_layers: int = 1
 
     def __post_init__(self) -> None:
         check_choice("activation_checkpoint.mode", self.mode, get_args(Mode))
-        check_whole_number("activation_checkpoint.every", self.every, 1)
+        check_whole_number("activation_checkpoint.every", self.every_n_layers, 1)
 
 
-def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "full", every: int = 1) -> None:
+def apply_activation_checkpoint(
+    stage: StageModule, layers: Sequence[str], mode: Mode = "full", every_n_layers: int = 1
+) -> None:
     """Make a stage's layers recompute their activations in the backward, in place.
 
     Gradients stay the same, bit for bit on one device: random numbers, choices of experts, autocast and function modes
@@ -101,7 +103,7 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
     same two modes (``torch.utils.checkpoint`` inside a graph). If function modes are active, as with context
     parallelism, checkpointed layers run uncompiled.
     """
-    for name in layers[::every]:
+    for name in layers[::every_n_layers]:
         layer: Any = stage.module.get_submodule(name)
         if not isinstance(layer, PassThrough):
             # A partial of a bound method is copied with the layer, so that a copy runs its own forward.

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, PipelineStage
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.model.lora import unwrapped
+from lightning_pipe.llm.model.lora import unwrap_peft_model
 from lightning_pipe.llm.model.stage_module import PassThrough
 
 
@@ -46,9 +46,9 @@ class BuiltStages(nn.Sequential):
         return args[0] if len(args) == 1 else args
 
     @staticmethod
-    def of(built: Any) -> Any:
+    def as_model(built: Any) -> Any:
         """Convert a list of stages or a ``Pipe``, and unwrap a ``PeftModel``; return any other model unchanged."""
-        return BuiltStages(built) if isinstance(built, list | tuple | Pipe) else unwrapped(built)
+        return BuiltStages(built) if isinstance(built, list | tuple | Pipe) else unwrap_peft_model(built)
 
 
 def _check_chain(pipe: Pipe) -> None:

@@ -14,7 +14,7 @@ from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
     """Compile a stage's own layers in place, without changing modules or names.
 
-    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers` and before ``fully_shard``,
+    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.apply_activation_checkpoint` and before ``fully_shard``,
     whose hooks stay outside of the graphs. Layers of one class share their graphs, also across the stages of a rank, if
     shapes and the settings that their forward reads are the same. Training, evaluation and each way of calling a layer
     have separate graphs. Beyond ``recompile_limit`` (8) graphs, layers run uncompiled.
@@ -26,7 +26,7 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
 
     *Backward in two parts.* A compiled layer's backward is one node of the graph, which computes the gradients of
     inputs and weights together. Zero-bubble schedules and DualPipeV therefore run all of it twice, and need
-    :func:`keep_backward_buffers` before the first step. Prefer 1F1B or interleaved 1F1B with compiled layers.
+    :func:`disable_donated_buffers` before the first step. Prefer 1F1B or interleaved 1F1B with compiled layers.
 
     *Random numbers.* Inductor draws other random numbers than eager mode, unless
     ``torch._inductor.config.fallback_random`` is set.
@@ -37,7 +37,7 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
             layer.compile(**options)
 
 
-def keep_backward_buffers() -> Callable[[], None]:
+def disable_donated_buffers() -> Callable[[], None]:
     """Make later compiled graphs support more than one backward, as schedules with two-part backwards need.
 
     Without this setting such a backward raises, since compiled code may overwrite its saved tensors ("donated"

@@ -24,9 +24,9 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, TrialRun, is_inside
-from lightning_pipe.llm.model.shapes import block_of
+from lightning_pipe.llm.model.shapes import find_failing_module
 from lightning_pipe.llm.model.slots import InputSlot, is_causal_lm, token_width
-from lightning_pipe.llm.model.stage_module import base_model, replace_tensors, takes_cache, telltale, tensor_of
+from lightning_pipe.llm.model.stage_module import base_model, output_tensor, replace_tensors, sentinel_like, takes_cache
 
 _ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
 _MOST_RESULTS = 4
@@ -53,7 +53,7 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     return config
 
 
-def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
+def refine_config_by_trial(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
     """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config."""
     if not is_causal_lm(model) or config.trial is not None:
         return config
@@ -88,7 +88,7 @@ def tried_config(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
 def returns_head_results(model: nn.Module) -> bool:
     """Return True if a Hugging Face causal LM is known to return the results of its head unchanged, as its logits."""
     try:
-        trial = tried_config(model, derive_config(model)).trial
+        trial = refine_config_by_trial(model, derive_config(model)).trial
     except SetupError:  # the model may still be trained on one device
         return False
     return trial is not None and trial.logits_plain
@@ -110,20 +110,20 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
 
     failures: list[SetupError] = []
     for name in sorted(outermost, key=preference, reverse=True):
-        beside = dict(_beside(model, name))
+        beside = dict(_modules_outside_layers(model, name))
         buffers = [key for key, module in beside.items() if [*module.buffers()] and not [*module.parameters()]]
         outer_fqns = tuple(key for key in beside if key not in buffers)
         config = ModuleConfig(len(outermost[name]), name, outer_fqns, (), tuple(buffers))
         try:
             config.check(model)
-            return tried_config(model, config)
+            return refine_config_by_trial(model, config)
         except SetupError as error:
             failures.append(error)
     text = str(failures[0])
     raise SetupError(text if _BY_HAND in text else f"{text}. {_BY_HAND}")
 
 
-def _beside(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_outside_layers(model: nn.Module, layer_prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules that contain no layer and that no module without layers contains. Lists are replaced by their items."""
     pending = list(model.named_children())[::-1]
     while pending:
@@ -154,11 +154,11 @@ def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[st
                     for with_head in (True, False)
                 ]
             except Exception as error:
-                fails = f"{block_of(error, shell.model) or 'it'} fails with {type(error).__name__}: {error}"
+                fails = f"{find_failing_module(error, shell.model) or 'it'} fails with {type(error).__name__}: {error}"
                 failures.append((len(shell.calls), f"with its modules replaced, {fails}"))
                 continue
         first, later = runs[0], runs[-1]
-        problems = [next(_wrong(layers, first, run), None) for run in runs]
+        problems = [next(_find_problems(layers, first, run), None) for run in runs]
         if not any(problems) and first.last != runs[2].last:
             used = ", ".join(sorted(first.last ^ runs[2].last))
             problems = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
@@ -221,7 +221,7 @@ class _Shell:
             values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
             memo |= {id(value): value for value in values if isinstance(value, Tensor)}
         self.model: Any = copy.deepcopy(model, memo).train()
-        replace_tensors(self.model, telltale)  # tensors may have no memory
+        replace_tensors(self.model, sentinel_like)  # tensors may have no memory
 
     def run(self, *, tokens: bool, with_head: bool) -> _Run:
         """Run the model on token ids or on embeddings, with or without what follows its base model."""
@@ -235,8 +235,8 @@ class _Shell:
         embeddings = self._values((_ROWS, _LENGTH, self._width), torch.float32)
         inputs: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
         inputs |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
-        with BalanceLoss.taking_logits(base):
-            return _Run(self.calls, embeddings, tensor_of(model(**inputs)))
+        with BalanceLoss.capture_router_logits(base):
+            return _Run(self.calls, embeddings, output_tensor(model(**inputs)))
 
     def _note(
         self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, hidden: Any
@@ -256,7 +256,7 @@ class _Shell:
         return (values.view(shape) + len(self.calls)).to(dtype)
 
 
-def _wrong(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[str]:
+def _find_problems(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[str]:
     """Reasons why stages cannot run the layers. A layer may be left out."""
     expected = "; expected only the hidden states, since stages exchange nothing else"
     called = [call.name for call in run.layers]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.losses.router_losses import pass_router_logits
-from lightning_pipe.llm.model.moe import MoE, Run, weighted_sum
+from lightning_pipe.llm.losses.router_losses import attach_router_losses
+from lightning_pipe.llm.model.moe import ExpertsFn, MoE, dispatch_and_combine
 
 
-def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
-    """Give a model's routers the losses of :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`.
+def add_router_losses(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
+    """Give a model's routers the losses of :func:`~lightning_pipe.llm.losses.router_losses.attach_router_losses`.
 
     Call it on the model before it is split, or trained: each block's router gets a forward hook.
 
@@ -37,10 +37,10 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
             raise InputError(
                 f"{type(router).__name__} returned {type(results).__name__}; expected a tuple of its logits, and of the"
                 " weights and numbers of the experts of each token, as from transformers' routers. Call"
-                " pass_router_logits in the router instead"
+                " attach_router_losses in the router instead"
             )
         logits, weights, chosen = results
-        weights = pass_router_logits(
+        weights = attach_router_losses(
             logits,
             chosen.shape[-1],
             balance_coefficient=balance_coefficient,
@@ -77,7 +77,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if id(module) in expert_ids}
 
 
-def takes_all_rows(experts: nn.Module) -> bool:
+def gets_all_tokens(experts: nn.Module) -> bool:
     """Return True for experts such as Llama 4's, which get a row for each expert and token, zeros where not chosen."""
     weight = next(experts.parameters(recurse=False), None)  # which lists of experts have not
     return weight is not None and list(signature(type(experts).forward).parameters) == ["self", "hidden_states"]
@@ -85,7 +85,7 @@ def takes_all_rows(experts: nn.Module) -> bool:
 
 def run_local_experts(
     experts: nn.Module,
-    exchange: Callable[[Run, Tensor, Tensor], Tensor],
+    exchange: Callable[[ExpertsFn, Tensor, Tensor], Tensor],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -102,13 +102,13 @@ def run_local_experts(
         return results[:rows]
 
     number = len(next(experts.parameters()))  # of all ranks: a DTensor has the whole shape
-    return weighted_sum(partial(exchange, run), hidden_states, top_k_index, top_k_weights, number)
+    return dispatch_and_combine(partial(exchange, run), hidden_states, top_k_index, top_k_weights, number)
 
 
-def run_all_rows(
-    experts: nn.Module, exchange: Callable[[Run, Tensor, Tensor], Tensor], hidden_states: Tensor
+def run_batched_local_experts(
+    experts: nn.Module, exchange: Callable[[ExpertsFn, Tensor, Tensor], Tensor], hidden_states: Tensor
 ) -> Tensor:
-    """As :func:`run_local_experts`, for experts of :func:`takes_all_rows`; rows of zeros are not sent."""
+    """As :func:`run_local_experts`, for experts of :func:`gets_all_tokens`; rows of zeros are not sent."""
     twin = _with_local_weights(experts)
 
     def run(tokens: Tensor, counts: Tensor) -> Tensor:

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from lightning_pipe._compat.transformers import (
     Conversion,
     conversions_of,
+    filter_ignored_keys,
     is_pretrained_model,
-    no_initializers,
-    not_ignored,
+    skip_weight_init,
 )
-from lightning_pipe.checkpoints.named_optimizer import listed
+from lightning_pipe.checkpoints.optimizer_state import describe_names
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.llm.model.stage_module import registered_tensors
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
 
 _LATER = ContextVar("later", default=False)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -124,7 +124,7 @@ class PretrainedWeights:
                 listed by the model's names.
         """
         conversions, unexpected = _conversions(model, self.tensors)
-        saved, tensors = model.state_dict().keys(), dict(registered_tensors(model))
+        saved, tensors = model.state_dict().keys(), dict(named_parameters_and_buffers(model))
         results: dict[str, StoredTensor] = {}
         matched: list[tuple[Conversion, list[str]]] = []
         failed: dict[str, str] = {}
@@ -148,11 +148,13 @@ class PretrainedWeights:
         if is_pretrained_model(model):
             # A parameter must not be missing, since no initializer has run.
             needed = [name for name in missing if isinstance(tensors[name], nn.Parameter)]
-            buffers, unexpected = not_ignored(model, [name for name in missing if name not in needed], unexpected)
+            buffers, unexpected = filter_ignored_keys(
+                model, [name for name in missing if name not in needed], unexpected
+            )
             missing = needed + buffers
-        problems = listed("missing in it", missing) + listed("unexpected in it", unexpected)
+        problems = describe_names("missing in it", missing) + describe_names("unexpected in it", unexpected)
         problems += _differences(results, tensors)
-        problems += listed("not convertible", [f"{name} (from {why})" for name, why in failed.items()])
+        problems += describe_names("not convertible", [f"{name} (from {why})" for name, why in failed.items()])
         if problems:
             raise SetupError(
                 f"the folder {str(self.folder)!r} does not fit the {type(model).__name__}: {'; '.join(problems)}. Build"
@@ -206,7 +208,7 @@ def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
             sizes.append(f"{name} ({list(stored.shape)}, expected {list(tensor.shape)})")
         elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
             kinds.append(f"{name} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
-    return listed("of another size", sizes) + listed("of another kind", kinds)
+    return describe_names("of another size", sizes) + describe_names("of another kind", kinds)
 
 
 def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
@@ -217,7 +219,7 @@ def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        with no_initializers():
+        with skip_weight_init():
             model: Any = AutoModelForCausalLM.from_config(
                 # A copy, since transformers sets its dtype: an export has that of the files.
                 copy.deepcopy(config),
@@ -274,7 +276,7 @@ def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str]
     matched = weights.match(model)
     if _LATER.get():
         return
-    tensors = dict(registered_tensors(model))
+    tensors = dict(named_parameters_and_buffers(model))
     needed_ids = {id(tensor) for name, tensor in tensors.items() if keep(name)}
     selected = [
         (conversion, needed)
@@ -325,7 +327,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
         return {_SINGLE: None}
     index = folder / _INDEX
     if not index.is_file():
-        contents = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
+        contents = describe_names("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
         raise SetupError(
             f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX} ({contents[0]}). Convert other weights to"
             " safetensors with transformers: from_pretrained(...).save_pretrained(...)"
@@ -348,7 +350,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from error
     if foreign:
         raise SetupError(
-            f"{str(index)!r} cannot be used: expected files in its folder as weight_map, got {shown(foreign[0])}. Copy"
+            f"{str(index)!r} cannot be used: expected files in its folder as weight_map, got {short_repr(foreign[0])}. Copy"
             " or download the folder again"
         )
     return files

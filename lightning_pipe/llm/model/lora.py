@@ -41,7 +41,7 @@ def add_adapters(model: nn.Module, lora: Any) -> nn.Module:
         named = json.loads(lora) if isinstance(lora, str) else {"default": lora}
         ((name, settings),) = named.items()
         config = peft.LoraConfig(**settings) if isinstance(settings, Mapping) else settings
-        return unwrapped(peft.get_peft_model(model, config, adapter_name=name))
+        return unwrap_peft_model(peft.get_peft_model(model, config, adapter_name=name))
     except (AttributeError, TypeError, ValueError) as error:
         raise SetupError(
             f"peft cannot add adapters to the {type(model).__name__}: {error}. Check the fields of `lora`; adapters of"
@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, lora: Any) -> nn.Module:
         ) from error
 
 
-def unwrapped(built: Any) -> Any:
+def unwrap_peft_model(built: Any) -> Any:
     """Return the model inside a ``PeftModel``; any other model unchanged."""
     peft = sys.modules.get("peft")
     model = built.get_base_model() if peft is not None and isinstance(built, peft.PeftModel) else built

@@ -20,7 +20,7 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class TrialRun:
-    """Result of a trial run of a Hugging Face causal LM, made by ``derived_config.tried_config``.
+    """Result of a trial run of a Hugging Face causal LM, made by ``derived_config.refine_config_by_trial``.
 
     Attributes:
         called: names of the modules that were called on token ids, in order, once for each call.
@@ -52,7 +52,7 @@ class ModuleConfig:
         layer_outputs: number of tensors that each listed module takes as its first positional arguments and returns as
             a tuple (default 1). Layers that take and return one tuple need no number.
         trial: what a trial run of a Hugging Face model has found out. Set by
-            ``derived_config.tried_config``.
+            ``derived_config.refine_config_by_trial``.
     """
 
     num_layers: int

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.engine.common.options import check_whole_number
-from lightning_pipe.llm.losses.router_losses import pass_router_logits
+from lightning_pipe.llm.losses.router_losses import attach_router_losses
 
 # Results of experts, from tokens sorted by expert and the number of tokens of each expert.
-Run = Callable[[Tensor, Tensor], Tensor]
+ExpertsFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
@@ -42,11 +42,13 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
             tokens, *weights = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (tokens, *weights))
         if _can_group(tokens, weights):
-            multiply = partial(_in_one_call, ends=counts.cumsum(0).to(torch.int32))
+            multiply = partial(_grouped_linear, ends=counts.cumsum(0).to(torch.int32))
         else:
             # A run without data finds shapes, which are the same whoever gets the tokens.
             fake = isinstance(counts, FakeTensor)
-            multiply = partial(_in_turn, sizes=[len(tokens)] + [0] * (len(counts) - 1) if fake else counts.tolist())
+            multiply = partial(
+                _linear_per_expert, sizes=[len(tokens)] + [0] * (len(counts) - 1) if fake else counts.tolist()
+            )
         gate, up, down = weights
         return multiply(F.silu(multiply(tokens, gate)) * multiply(tokens, up), down)
 
@@ -58,7 +60,7 @@ class MoE(nn.Module):
     ``top_k=1`` they stay what they are, as in Switch Transformer, or the router would not learn from the result).
 
     The router's losses, and what its coefficients mean, are those of
-    :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`; they have an effect inside a
+    :func:`~lightning_pipe.llm.losses.router_losses.attach_router_losses`; they have an effect inside a
     :class:`~lightning_pipe.llm.losses.router_losses.RouterLosses` only, which the pipeline's stages and
     ``PipelineModule`` enter. The router works in its weight's own type, also under autocast, as Switch Transformer
     found necessary.
@@ -73,7 +75,7 @@ class MoE(nn.Module):
 
     Attributes:
         exchange: function that runs experts on several ranks; None if all experts are on this rank. See
-            :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelize_experts`.
+            :func:`~lightning_pipe.llm.parallel.expert_parallel.apply_expert_parallel`.
     """
 
     def __init__(
@@ -94,19 +96,19 @@ class MoE(nn.Module):
         self.z_coefficient = z_coefficient
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = Experts(dim, hidden_dim, num_experts)
-        self.exchange: Callable[[Run, Tensor, Tensor], Tensor] | None = None
+        self.exchange: Callable[[ExpertsFn, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token's sum over its experts, in the shape and type of ``x``: (..., dim)."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self._route(tokens)
-        run: Run = self.experts if self.exchange is None else partial(self.exchange, self.experts)
-        return weighted_sum(run, tokens, chosen, weights, self.num_experts).view_as(x)
+        run: ExpertsFn = self.experts if self.exchange is None else partial(self.exchange, self.experts)
+        return dispatch_and_combine(run, tokens, chosen, weights, self.num_experts).view_as(x)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, and what their results are multiplied by: (tokens, top_k)."""
         with torch.autocast(tokens.device.type, enabled=False):
-            logits = pass_router_logits(
+            logits = attach_router_losses(
                 self.router(tokens.to(self.router.weight.dtype)),
                 self.top_k,
                 balance_coefficient=self.balance_coefficient,
@@ -120,7 +122,7 @@ class MoE(nn.Module):
         return f"num_experts={self.num_experts}, top_k={self.top_k}"
 
 
-def weighted_sum(run: Run, tokens: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+def dispatch_and_combine(run: ExpertsFn, tokens: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
     """Sum of the results of each token's experts, in the type of the tokens."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -142,7 +144,7 @@ def _can_group(tokens: Tensor, weights: Sequence[Tensor]) -> bool:
     return tokens.device.type in ("cpu", "cuda") and tokens.dtype in types and aligned
 
 
-def _in_one_call(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _grouped_linear(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     results = F.grouped_mm(tokens, matrices.mT, offs=ends)
     if results.requires_grad:
         # Its backward refuses expanded gradients, such as those of a sum.
@@ -150,7 +152,7 @@ def _in_one_call(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return results
 
 
-def _in_turn(tokens: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
+def _linear_per_expert(tokens: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
     # Also experts without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
     parts = zip(tokens.split(sizes), matrices.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])

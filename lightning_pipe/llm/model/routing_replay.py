@@ -31,7 +31,7 @@ ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoEBlockInfo:
     """A mixture of experts in a layer.
 
     Attributes:
@@ -61,7 +61,7 @@ class RoutingReplay(TorchFunctionMode):
         super().__init__()
         self._choices = choices
         self._recorded: dict[int, Tensor] = {}
-        self._block: Mixture | None = None
+        self._block: MoEBlockInfo | None = None
         self._used = False
         # Layers of the current forward. None in a recomputation, which restores modes without entering them.
         self._seen: set[int] | None = None
@@ -80,7 +80,7 @@ class RoutingReplay(TorchFunctionMode):
         return self._recorded
 
     @contextmanager
-    def within(self, block: Mixture) -> Iterator[None]:
+    def within(self, block: MoEBlockInfo) -> Iterator[None]:
         """Take a ``topk`` over the block's experts for its choice."""
         if self._seen is not None:
             if block.layer in self._seen:
@@ -108,7 +108,7 @@ class RoutingReplay(TorchFunctionMode):
             return func(*args, **keywords)
         return self._choose(block, *(args or (keywords.pop("input"),)), **keywords)
 
-    def _choose(self, block: Mixture, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+    def _choose(self, block: MoEBlockInfo, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
             return torch.topk(self._group_scores(block, scores), k, dim, *args, **kwargs)
         self._used = True
@@ -129,7 +129,7 @@ class RoutingReplay(TorchFunctionMode):
         chosen = chosen.reshape(-1, k).to(torch.long, copy=True)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
-    def _group_scores(self, block: Mixture, scores: Tensor) -> Tensor:
+    def _group_scores(self, block: MoEBlockInfo, scores: Tensor) -> Tensor:
         """Scores by which a router that limits its choice to groups of experts takes those of the replayed experts.
 
         DeepSeek-V2's gives experts of other groups the weight 0.
@@ -140,7 +140,7 @@ class RoutingReplay(TorchFunctionMode):
         groups = choices.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
         return torch.zeros_like(scores).scatter_add(1, groups, torch.ones_like(groups, dtype=scores.dtype))
 
-    def _key(self, block: Mixture) -> int:
+    def _key(self, block: MoEBlockInfo) -> int:
         return block.layer
 
 
@@ -158,19 +158,19 @@ class LayerRouting(RoutingReplay):
         return super().__enter__()
 
     @contextmanager
-    def within(self, block: Mixture) -> Iterator[None]:
+    def within(self, block: MoEBlockInfo) -> Iterator[None]:
         self._block = replace(block, tokens=())
         try:
             yield
         finally:
             self._block = None
 
-    def _key(self, block: Mixture) -> int:
+    def _key(self, block: MoEBlockInfo) -> int:
         self._count += 1
         return self._count
 
 
-def mixtures_of(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
+def find_moe_blocks(model: nn.Module, layers: Sequence[str]) -> list[MoEBlockInfo]:
     """Mixtures of a model, or of a stage's module, in the whole model's layers of these names."""
     mixtures = []
     for name, experts in experts_of(model).items():
@@ -180,16 +180,16 @@ def mixtures_of(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
         sizes = [getattr(module, "top_k", None) for module in (block, *block.children())]
         top_k = next((size for size in sizes if isinstance(size, int)), None)
         places = [layer for layer, prefix in enumerate(layers) if f"{path}.".startswith(f"{prefix}.")]
-        mixtures += [Mixture(path, layer, number, top_k) for layer in places]
+        mixtures += [MoEBlockInfo(path, layer, number, top_k) for layer in places]
     return mixtures
 
 
-def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
-    """Let :class:`RoutingReplay` know which mixture runs, and return the mixtures as :func:`mixtures_of`.
+def install_moe_block_tracking(model: nn.Module, layers: Sequence[str]) -> list[MoEBlockInfo]:
+    """Let :class:`RoutingReplay` know which mixture runs, and return the mixtures as :func:`find_moe_blocks`.
 
     Call it before layers are checkpointed.
     """
-    mixtures = mixtures_of(model, layers)
+    mixtures = find_moe_blocks(model, layers)
     for mixture in mixtures:
         block: Any = model.get_submodule(mixture.name)
         # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
@@ -197,7 +197,7 @@ def watch_routers(model: nn.Module, layers: Sequence[str]) -> list[Mixture]:
     return mixtures
 
 
-def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[Mixture], size: tuple[int, int]) -> None:
+def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[MoEBlockInfo], size: tuple[int, int]) -> None:
     """Check that a model can replay a micro-batch's choices of experts, if it has any."""
     choices = micro_batch.get(ROUTED_EXPERTS)
     if choices is None:
@@ -224,7 +224,7 @@ def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[Mixture], s
     )
 
 
-def _check_numbers(choices: Tensor, mixtures: Sequence[Mixture]) -> None:
+def _check_numbers(choices: Tensor, mixtures: Sequence[MoEBlockInfo]) -> None:
     used = choices[:, :, [mixture.layer for mixture in mixtures]].long()
     for mixture, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):
         if low < 0 or high >= mixture.experts:
@@ -239,7 +239,9 @@ def current_routing() -> RoutingReplay | None:
     return next((mode for mode in reversed(function_mode_stack()) if isinstance(mode, RoutingReplay)), None)
 
 
-def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
+def pop_routed_experts(
+    micro_batch: Mapping[str, Any],
+) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
     """A micro-batch without its choices of experts, and factories of the context that replays them, if it has any."""
     inputs = dict(micro_batch)
     choices = inputs.pop(ROUTED_EXPERTS, None)
@@ -249,7 +251,7 @@ def take_routing(micro_batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[
     return inputs, (lambda: replay,)
 
 
-def _watched(forward: Callable[..., Any], block: Mixture, layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _watched(forward: Callable[..., Any], block: MoEBlockInfo, layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     replay = current_routing()
     if replay is None:
         return forward(*args, **kwargs)

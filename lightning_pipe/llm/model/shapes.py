@@ -67,7 +67,7 @@ class StageShapes:
         self._cache: OrderedDict[Any, list[StageShape]] = OrderedDict()
         self._training_checked = False
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
+    def infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
         """Shapes of all stages for one micro-batch."""
         leaves = tree_leaves((args, dict(kwargs)))
         key = (*map(signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
@@ -116,7 +116,7 @@ class StageShapes:
                 self._call(stage, inputs, kwargs)
         except _ReentrantError as error:
             raise SetupError(
-                f"{block_of(error, _model_of(stage)) or 'the model'} of stage {index} calls torch.utils.checkpoint with"
+                f"{find_failing_module(error, _model_of(stage)) or 'the model'} of stage {index} calls torch.utils.checkpoint with"
                 f" use_reentrant=True, which schedule {schedule} cannot run, since its backwards run in two parts."
                 " Use use_reentrant=False, the strategy's activation_checkpoint, or schedule 1f1b or interleaved_1f1b"
             ) from None
@@ -144,7 +144,7 @@ class StageShapes:
         except (InputError, SetupError):
             raise
         except Exception as error:
-            block = block_of(error, stage)
+            block = find_failing_module(error, stage)
             unknown = isinstance(error, TypeError) and "keyword argument" in str(error)
             fix = "Leave the loss to summed_loss; compute what depends on the values of a batch where it is made"
             if unknown:
@@ -224,7 +224,7 @@ class _Reentrant:
         raise _ReentrantError
 
 
-def block_of(error: Exception, model: nn.Module) -> str | None:
+def find_failing_module(error: Exception, model: nn.Module) -> str | None:
     """Name of the innermost module whose forward raised an error."""
     names = {id(module): name for name, module in model.named_modules()}
     name, trace = None, error.__traceback__

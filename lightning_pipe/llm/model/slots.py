@@ -70,7 +70,7 @@ class InputSlot(PassThrough):
 
 
 @dataclass
-class Passage:
+class StageHiddenStates:
     """Hidden states that a stage of a causal LM receives from the previous stage, and those that it leaves.
 
     The forward's own operations before the first layer (a sum with position embeddings, a scale) and after the last
@@ -86,7 +86,9 @@ class Passage:
 class LayerSlot(PassThrough):
     """Replacement of a layer of another stage of a causal LM."""
 
-    def __init__(self, replaced: nn.Module, results: int, passage: Passage, enters: bool, leaves: bool) -> None:
+    def __init__(
+        self, replaced: nn.Module, results: int, passage: StageHiddenStates, enters: bool, leaves: bool
+    ) -> None:
         super().__init__(replaced)
         self.passage, self.enters, self.leaves, self._results = passage, enters, leaves, results
 
@@ -105,7 +107,11 @@ def slots_of(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str
     foreign = {name: model.get_submodule(name) for name in config.modules if name not in local_fqns}
     if not is_causal_lm(model):
         return {name: PassThrough(module, config.layer_outputs) for name, module in foreign.items()}
-    passage, trial, place = Passage(token_width(model)), config.trial, {name: i for i, name in enumerate(config.layers)}
+    passage, trial, place = (
+        StageHiddenStates(token_width(model)),
+        config.trial,
+        {name: i for i, name in enumerate(config.layers)},
+    )
     results, called = (0, config.modules) if trial is None else (trial.layer_results, trial.called)
     local_layers = [index for name, index in place.items() if name in local_fqns]
     # Without a layer of its own, the first stage leaves at the first layer, and the last stage enters at the last one.

@@ -18,8 +18,8 @@ from torch import nn
 from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
-from lightning_pipe.llm.losses.router_losses import active_router_losses
-from lightning_pipe.llm.model.slots import LayerSlot, Passage, PassThrough, is_causal_lm, slots_of
+from lightning_pipe.llm.losses.router_losses import current_router_losses
+from lightning_pipe.llm.model.slots import LayerSlot, PassThrough, StageHiddenStates, is_causal_lm, slots_of
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -28,17 +28,17 @@ __all__ = [
     "PassThrough",
     "StageModule",
     "base_model",
+    "check_passes_through",
     "is_causal_lm",
     "like_tensor",
     "make_stage",
-    "prune",
-    "registered_tensors",
+    "named_parameters_and_buffers",
+    "output_tensor",
+    "replace_other_modules",
     "replace_tensors",
-    "run_empty",
+    "sentinel_like",
     "shallow_copy",
     "takes_cache",
-    "telltale",
-    "tensor_of",
     "tied_parameters",
 ]
 
@@ -63,10 +63,10 @@ class StageModule(nn.Module):
         self._causal_lm = is_causal_lm(module)
         self._has_cache = self._causal_lm and takes_cache(self._called())
         slots = [submodule for submodule in module.modules() if isinstance(submodule, LayerSlot)]
-        self._passage = slots[0].passage if slots else Passage()
+        self._passage = slots[0].passage if slots else StageHiddenStates()
         self._enters = stage_index > 0 and any(slot.enters for slot in slots)
         self._leaves = any(slot.leaves for slot in slots)
-        self.balance = BalanceLoss.of(module) if self._causal_lm else None
+        self.balance = BalanceLoss.from_model(module) if self._causal_lm else None
 
     def _called(self) -> nn.Module:
         # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
@@ -83,7 +83,7 @@ class StageModule(nn.Module):
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
-            losses = active_router_losses()
+            losses = current_router_losses()
             if not self._causal_lm:
                 packed = (args,) if self._packs and len(args) > 1 else args
                 output = self.module(*packed, **kwargs)
@@ -91,16 +91,16 @@ class StageModule(nn.Module):
                 output = self._run(*args, **kwargs)
             else:
                 first, *sums = args
-                with self.balance.taking_logits(base_model(self.module)) as logits:
+                with self.balance.capture_router_logits(base_model(self.module)) as logits:
                     output = self._run(first, **kwargs)
-                counted = None if losses is None else losses.counted
+                counted = None if losses is None else losses.token_mask
                 total = self.balance.add(sums[0] if sums else self.balance.zeros(first.device), logits, counted)
         if self.stage_index < self.num_stages - 1:
             return output if self.balance is None else (output, total)
         result = output if result_of is None else result_of(output)
         if self.balance is None or losses is None:
             return result
-        return result + losses.scale * losses.tokens * self.balance.of_sums(total)
+        return result + losses.scale * losses.tokens * self.balance.compute_from_sums(total)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
@@ -121,7 +121,7 @@ class StageModule(nn.Module):
                 raise self._no_layer("before its own, where its hidden states enter it", "previous")
             if self._leaves and self._passage.left is None:
                 raise self._no_layer("after its own, where its hidden states leave it", "next")
-            return tensor_of(output) if self._passage.left is None else self._passage.left
+            return output_tensor(output) if self._passage.left is None else self._passage.left
         finally:
             self._passage.received, self._passage.entered, self._passage.left = None, False, None
 
@@ -139,11 +139,11 @@ def make_stage(
     model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
 ) -> StageModule:
     """Make a model into the stage that holds the given modules."""
-    prune(model, config, fqns_of_stage)
+    replace_other_modules(model, config, fqns_of_stage)
     return StageModule(model, stage_index, num_stages, packs=True)
 
 
-def prune(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> None:
+def replace_other_modules(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> None:
     """Replace, in place, every input, layer and output module that is not the stage's by a :class:`PassThrough`.
 
     List indices, dictionary keys and state-dict keys of the stage's modules do not change.
@@ -152,17 +152,17 @@ def prune(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) 
         model.set_submodule(name, slot)
 
 
-def run_empty(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: Any) -> None:
+def check_passes_through(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: Any) -> None:
     """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
     Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
     run detects them, on a copy without the model's parameters. Hugging Face causal LMs do not need it
-    (``derived_config.tried_config``).
+    (``derived_config.refine_config_by_trial``).
     """
     shell, failure = shallow_copy(model).train(), None
-    prune(shell, config, ())
+    replace_other_modules(shell, config, ())
     # Tensors of the shell, such as rotary frequencies, may have no memory yet.
-    replace_tensors(shell, telltale)
+    replace_tensors(shell, sentinel_like)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             result = shell(hidden, **kwargs)
@@ -221,7 +221,7 @@ def takes_cache(model: nn.Module) -> bool:
     )
 
 
-def tensor_of(output: Any) -> Any:
+def output_tensor(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -255,12 +255,12 @@ def like_tensor(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def telltale(tensor: torch.Tensor) -> torch.Tensor:
+def sentinel_like(tensor: torch.Tensor) -> torch.Tensor:
     """Tensor on the CPU with values that change what they are added to or multiplied by."""
     return torch.full(tensor.shape, 1.5, device="cpu").to(tensor.dtype)
 
 
-def registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers, under all their names, in the order of the model."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

@@ -9,17 +9,17 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, checkpoint_layers
+from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from lightning_pipe.llm.model.compiled_layers import compile_layers
 from lightning_pipe.llm.model.lora import is_adapted
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.routing_replay import watch_routers
+from lightning_pipe.llm.model.routing_replay import install_moe_block_tracking
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
-from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
-from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelize_experts
-from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
-from lightning_pipe.llm.parallel.tensor_parallel import parallelize_tensors
+from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
+from lightning_pipe.llm.parallel.expert_parallel import apply_expert_parallel, check_experts
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, StageMeshes
+from lightning_pipe.llm.parallel.sequence_parallel import check_sequence_parallel
+from lightning_pipe.llm.parallel.tensor_parallel import apply_tensor_parallel
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 
 
@@ -63,32 +63,34 @@ class StageParallelism:
         plan = derive_tensor_plan(model, config)
         styles = resolve_tensor_plan(model, config, plan, sizes.tp)
         if sizes.sequence_parallel:
-            check_sequences(model, config, plan, styles)
+            check_sequence_parallel(model, config, plan, styles)
         return plan
 
     def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:
         """Apply all dimensions to a stage, in place."""
         meshes = self.meshes
         if self.can_replay_routing:
-            watch_routers(stage.module, config.layers)
+            install_moe_block_tracking(stage.module, config.layers)
         if meshes is not None and meshes.tensor is not None:
-            parallelize_tensors(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
+            apply_tensor_parallel(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
         if meshes is not None and meshes.expert is not None:
-            parallelize_experts(
+            apply_expert_parallel(
                 stage, meshes.expert, meshes.expert_data, reshard_after_forward=self.dimensions.reshard_after_forward
             )
-        self.checkpoint(stage, config.layers)
+        self.apply_activation_checkpoint(stage, config.layers)
         if self.compile_options is not None:
             compile_layers(stage, config.layers, **self.compile_options)
         if meshes is not None and meshes.data is not None:
             reshard = self.dimensions.reshard_after_forward
-            parallelize_stage(stage, config.layers, meshes.data, reshard_after_forward=reshard)
+            apply_data_parallel(stage, config.layers, meshes.data, reshard_after_forward=reshard)
 
-    def checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
+    def apply_activation_checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
         """Enable activation checkpointing for the selected layers."""
         if self.activation_checkpoint is not None:
-            checkpoint_layers(stage, layers, self.activation_checkpoint.mode, self.activation_checkpoint.every)
+            apply_activation_checkpoint(
+                stage, layers, self.activation_checkpoint.mode, self.activation_checkpoint.every_n_layers
+            )
 
     def is_checkpointed(self, index: int) -> bool:
         """Return True if the layer at this index of the whole model is checkpointed."""
-        return self.activation_checkpoint is not None and index % self.activation_checkpoint.every == 0
+        return self.activation_checkpoint is not None and index % self.activation_checkpoint.every_n_layers == 0

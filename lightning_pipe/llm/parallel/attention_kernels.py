@@ -14,12 +14,12 @@ from lightning_pipe.llm.model.stage_module import is_causal_lm
 VARLEN = "varlen_attn"
 
 
-def takes_boundaries(implementation: str) -> bool:
+def reads_cu_seqlens(implementation: str) -> bool:
     """Return True if an attention implementation reads ``cu_seq_lens_q/k``."""
     return "flash" in implementation or implementation == VARLEN
 
 
-def check_family(model: Any) -> None:
+def check_attention_family(model: Any) -> None:
     """Check that a Hugging Face causal LM computes with an attention kernel what it computes without."""
     name, family = attention_implementation(model.config), model.config.model_type
     if (name == VARLEN and not supports_flash(model)) or (name == "flex_attention" and family == "doge"):
@@ -30,10 +30,10 @@ def check_family(model: Any) -> None:
         )
 
 
-def check_device(model: nn.Module, device: torch.device) -> None:
+def check_attention_device(model: nn.Module, device: torch.device) -> None:
     """Check that the attention of a Hugging Face causal LM can be trained on a device."""
     name = attention_implementation(model.config) if is_causal_lm(model) else ""
-    if device.type in ("cpu", "mps") and (name == "flex_attention" or takes_boundaries(name)):
+    if device.type in ("cpu", "mps") and (name == "flex_attention" or reads_cu_seqlens(name)):
         raise SetupError(
             f"attention={name!r} cannot be trained on {device.type}, where its kernel has no backward; expected a GPU."
             " Set attention='sdpa', or accelerator='gpu'"

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_pipe._compat.collectives import replicate
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
-from lightning_pipe.llm.parallel.expert_parallel import spread_parameters
+from lightning_pipe.llm.parallel.expert_parallel import expert_parallel_parameters
 from lightning_pipe.llm.parallel.gradients import force_sum_reduction
 
 
-def parallelize_stage(
+def apply_data_parallel(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False
 ) -> None:
     """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks."""
     stage_layers = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
-    expert_parameters = spread_parameters(stage)
+    expert_parameters = expert_parallel_parameters(stage)
     # Half-precision gradients are reduced in float32.
     half_precision = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in stage.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half_precision else None)

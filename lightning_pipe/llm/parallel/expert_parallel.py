@@ -21,9 +21,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pipe._compat.collectives import all_to_all_single, replicate, wait_tensor
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.hf_experts import experts_of, run_all_rows, run_local_experts, takes_all_rows
+from lightning_pipe.llm.model.hf_experts import (
+    experts_of,
+    gets_all_tokens,
+    run_batched_local_experts,
+    run_local_experts,
+)
 from lightning_pipe.llm.model.moe import Experts, MoE
-from lightning_pipe.llm.parallel.turns import pass_turn
+from lightning_pipe.llm.parallel.overlap import yield_to_overlapped
 
 
 def check_experts(model: nn.Module, size: int) -> None:
@@ -37,7 +42,7 @@ def check_experts(model: nn.Module, size: int) -> None:
         )
     for name, experts in layers.items():
         numbers = {len(parameter) for parameter in experts.parameters()}
-        is_supported = hasattr(experts, "has_gate") or type(experts) is Experts or takes_all_rows(experts)
+        is_supported = hasattr(experts, "has_gate") or type(experts) is Experts or gets_all_tokens(experts)
         if len(numbers) != 1 or not is_supported:
             raise SetupError(
                 f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
@@ -53,14 +58,14 @@ def check_experts(model: nn.Module, size: int) -> None:
             )
 
 
-def parallelize_experts(
+def apply_expert_parallel(
     stage: nn.Module, mesh: DeviceMesh, data_mesh: DeviceMesh | None = None, *, reshard_after_forward: bool = False
 ) -> None:
     """Keep only this rank's experts of each layer of a stage, in place. Call it before data parallelism of the stage.
 
     The experts' parameters become DTensors, sharded by expert over ``mesh``, and also over ``data_mesh`` if it has a
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
-    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelize_stage`` does
+    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``apply_data_parallel`` does
     at its end.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
@@ -68,7 +73,7 @@ def parallelize_experts(
     if layers:
         check_experts(stage, mesh.size())
     for experts in layers.values():
-        _keep_own(experts, mesh)
+        _shard_experts(experts, mesh)
         if data_mesh is not None and sharded:
             _check_widths(experts, data_mesh["shard"].size())
             # Sharded by width: the first dimension is already sharded over `mesh`.
@@ -85,12 +90,12 @@ def parallelize_experts(
         if isinstance(module, MoE):
             module.exchange = exchange
         elif module in layers.values() and not isinstance(module, Experts):
-            run = run_all_rows if takes_all_rows(module) else run_local_experts
+            run = run_batched_local_experts if gets_all_tokens(module) else run_local_experts
             module.forward = partial(run, module, exchange)
 
 
-def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
-    """Parameters sharded by :func:`parallelize_experts`, which data parallelism of the stage must ignore."""
+def expert_parallel_parameters(stage: nn.Module) -> set[nn.Parameter]:
+    """Parameters sharded by :func:`apply_expert_parallel`, which data parallelism of the stage must ignore."""
     layers: list[nn.Module] = [
         module.experts for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None
     ]
@@ -98,7 +103,7 @@ def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
     return {parameter for experts in layers for parameter in experts.parameters()}
 
 
-def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
         local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -151,7 +156,7 @@ class _Travel(torch.autograd.Function):
 @torch.compiler.disable
 def _all_to_all(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     pending = all_to_all_single(rows, received, sent, group)
-    pass_turn()
+    yield_to_overlapped()
     arrived: Tensor = wait_tensor(pending)
     return arrived
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_pipe._compat.torch import multiply_all, norms_of
-from lightning_pipe.engine.ranks.together import communicating_device
+from lightning_pipe._compat.torch import foreach_mul_, foreach_norms
+from lightning_pipe.engine.ranks.object_collectives import collective_device
 
 _CPU = torch.device("cpu")
 # Types of gradients, sent to other stages as 1 + index. 0 means no gradient.
@@ -41,7 +41,7 @@ class GradientNorm:
     ) -> None:
         self._group = group
         self._count = len(order)
-        self._device = _CPU if group is None else communicating_device(group, _CPU)
+        self._device = _CPU if group is None else collective_device(group, _CPU)
         positions = {name: position for position, name in enumerate(order)}
         self._parameters = {positions[name]: parameter for name, parameter in parameters.items()}
 
@@ -68,27 +68,27 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
+def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
     """Scale gradients down, in place, to a total norm of at most ``max_norm``.
 
     The factor is that of ``torch.nn.utils.clip_grads_with_norm_``, and the gradients are bitwise the same. They are
     multiplied even if the factor is 1, which avoids synchronizing with the device.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for gradients in alike(_local(parameters)):
-        multiply_all(gradients, factor.to(gradients[0].device))
+    for gradients in group_by_device_and_dtype(_local(parameters)):
+        foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place, once each; bitwise equal to ``grad.mul_(factor)``."""
-    for gradients in alike(_local(parameters)):
+    for gradients in group_by_device_and_dtype(_local(parameters)):
         if gradients[0].device.type == "cpu":
             # The CPU's foreach kernel is also a loop, and in addition rounds the factor to half precision first.
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
-            multiply_all(gradients, factor)
+            foreach_mul_(gradients, factor)
 
 
 def force_sum_reduction(module: nn.Module) -> None:
@@ -108,7 +108,7 @@ def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
     gradients = {
         position: _reduced(parameter.grad) for position, parameter in parameters.items() if parameter.grad is not None
     }
-    norms = dict(zip(gradients, _part_norms([local_part(gradient) for gradient in gradients.values()]), strict=True))
+    norms = dict(zip(gradients, _part_norms([local_tensor(gradient) for gradient in gradients.values()]), strict=True))
     sharded: defaultdict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for position, gradient in gradients.items():
         if isinstance(gradient, DTensor):
@@ -125,8 +125,8 @@ def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
 def _part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
-    for group in alike([part for part in parts if part.numel()]):
-        norms |= zip(map(id, group), norms_of(group), strict=True)
+    for group in group_by_device_and_dtype([part for part in parts if part.numel()]):
+        norms |= zip(map(id, group), foreach_norms(group), strict=True)
     return [norms[id(part)] for part in parts]
 
 
@@ -142,17 +142,17 @@ def _reduced(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def local_part(gradient: Tensor) -> Tensor:
+def local_tensor(gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, sharing its memory."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's parts of the existing gradients."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def group_by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Groups of one device and dtype, each of which a foreach operation handles in one kernel."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -19,21 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_pipe._compat.attention import attend, attend_backward, balanced_ring, function_modes_disabled
+from lightning_pipe._compat.attention import (
+    attend,
+    attend_backward,
+    function_modes_disabled,
+    use_balanced_ring_attention,
+)
 from lightning_pipe._compat.collectives import all_gather_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
-from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
+from lightning_pipe.llm.parallel.sdpa_intercept import ModelMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, chunk_positions
 
 _LENGTH = 2  # of (rows, heads, length, width)
 
 
-class RingAttention(AttentionMode):
+class RingAttention(SDPAInterceptMode):
     """While entered, computes ``scaled_dot_product_attention`` of balanced chunks over the whole sequences.
 
     Every rank of the group enters it around the same forward. It has any number of heads, and no attention dropout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, attention: AttentionPattern | None = None) -> None:
         super().__init__()
         self._group = group
         mask = None if attention is None else attention.as_mask()
@@ -42,7 +47,7 @@ class RingAttention(AttentionMode):
         if mask is not None:
             positions = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
             self._mask = mask.index_select(-2, positions.to(mask.device))
-        self._mask_check = OwnMasks(mask, group.rank(), group.size(), balanced=True, square=self._square)
+        self._mask_check = ModelMaskCheck(mask, group.rank(), group.size(), balanced=True, square=self._square)
 
     def attend(
         self,
@@ -65,7 +70,9 @@ class RingAttention(AttentionMode):
             query, key, value = (tensor.to(half) for tensor in (query, key, value))
         with function_modes_disabled():  # an outer context may be in the same mode
             if self._mask is None:
-                return _round(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group)
+                return _ring_attention(
+                    query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group
+                )
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
             key, value = _gathered(key, value, self._group)
             return F.scaled_dot_product_attention(
@@ -74,7 +81,7 @@ class RingAttention(AttentionMode):
 
 
 @torch.compiler.disable
-def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+def _ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
     """Ring attention; not compiled: its kernel is compiled already, and Dynamo (2.13) cannot trace the merge."""
     widths = [tensor.shape[-1] for tensor in (query, key, value)]
     # Kernels need one width, CUDA's a multiple of 8; scaled_dot_product_attention pads in the same way.
@@ -107,7 +114,7 @@ class _Ring(torch.autograd.Function):
         def attend_repeated(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
             return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
-        with balanced_ring(query.dtype) as (ring, _):
+        with use_balanced_ring_attention(query.dtype) as (ring, _):
             out, sums, *kernel_outputs = ring(
                 group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True
             )
@@ -130,7 +137,7 @@ class _Ring(torch.autograd.Function):
             )
             return grad_query, _add_up(grad_key, repeats), _add_up(grad_value, repeats)
 
-        with balanced_ring(query.dtype) as (_, ring_backward):
+        with use_balanced_ring_attention(query.dtype) as (_, ring_backward):
             gradients = ring_backward(
                 ctx.group,
                 _LENGTH,

@@ -6,7 +6,7 @@ the ranks' partial sums are added and divided in one exchange. Norms, dropout an
     stage's input ──► part ──► norm ──► gather ──► block ──► reduce-scatter ──► part ──► gather ──► stage's output
     (all tokens)              (part)            (all tokens)                                     (all tokens)
 
-Parameters outside blocks get partial gradients, which ``TensorGradients`` sums.
+Parameters outside blocks get partial gradients, which ``TensorParallelGradients`` sums.
 
 Source: Megatron-LM (arXiv 2205.05198).
 """
@@ -25,15 +25,15 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.slots import PassThrough
-from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, blocks_of
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, find_tensor_parallel_blocks
 
-TOKENS = Shard(1)  # dimension of the tokens in hidden states
+TOKEN_SHARD = Shard(1)  # dimension of the tokens in hidden states
 _WHOLE = Replicate()
 
 Styles = Mapping[str, str | ParallelStyle]
 
 
-def check_sequences(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
+def check_sequence_parallel(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
     """Check that a model works on parts of the tokens outside its blocks."""
     reason, style_objects = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
     blocks = _blocks(model, config, styles)
@@ -73,7 +73,7 @@ def outside_blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> di
     }
 
 
-def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
+def apply_sequence_parallel(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
     """Let the layers of a stage work on this rank's part of the tokens, in place; the stage takes and returns all.
 
     Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKENS`` cut.
@@ -92,10 +92,10 @@ def split_sequences(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, st
 
     stage_layers = [layer for layer in map(model.get_submodule, config.layers) if not isinstance(layer, PassThrough)]
     if stage_layers:
-        _change_input(stage_layers[0], moved(_WHOLE, TOKENS, TOKENS))
-        _change_output(stage_layers[-1], moved(TOKENS, _WHOLE, _WHOLE))
+        _change_input(stage_layers[0], moved(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
+        _change_output(stage_layers[-1], moved(TOKEN_SHARD, _WHOLE, _WHOLE))
     for name in _blocks(model, config, styles):
-        _change_input(model.get_submodule(name), moved(TOKENS, _WHOLE, Partial()))
+        _change_input(model.get_submodule(name), moved(TOKEN_SHARD, _WHOLE, Partial()))
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel):
             model.get_submodule(name).register_forward_pre_hook(without_sum)
@@ -106,7 +106,7 @@ def _blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> set[str]:
         [name for name, style in styles.items() if isinstance(style, style_class)]
         for style_class in (ColwiseParallel, RowwiseParallel)
     )
-    return blocks_of(config, columns, rows)
+    return find_tensor_parallel_blocks(config, columns, rows)
 
 
 def _is_norm(name: str, module: nn.Module, config: ModuleConfig) -> bool:

@@ -7,7 +7,7 @@ rows, and an all-reduce adds the ranks' partial sums::
      (all ranks)                 (those of each rank)                                  (all ranks)
 
 Between the two, a rank sees a part of the activations. Whole parameters that are used there (Qwen3's norms of queries
-and keys, whose width is one head) get a partial gradient on each rank, which :class:`TensorGradients` sums. All other
+and keys, whose width is one head) get a partial gradient on each rank, which :class:`TensorParallelGradients` sums. All other
 parameters get the same gradient on every rank, since the gradient of the hidden states is reduced where it leaves a
 matrix.
 
@@ -29,15 +29,15 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.gradients import alike, local_part
-from lightning_pipe.llm.parallel.sequence_parallel import TOKENS, outside_blocks, split_sequences
+from lightning_pipe.llm.parallel.gradients import group_by_device_and_dtype, local_tensor
+from lightning_pipe.llm.parallel.sequence_parallel import TOKEN_SHARD, apply_sequence_parallel, outside_blocks
 from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
 
 _MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters see a part of the activations
 _NORM_TOLERANCE = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 
 
-def parallelize_tensors(
+def apply_tensor_parallel(
     stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan, *, sequences: bool = False
 ) -> None:
     """Keep this rank's part of each matrix of a stage's layers, in place, without communication.
@@ -64,13 +64,13 @@ def parallelize_tensors(
     model = stage.module
     styles = resolve_tensor_plan(model, config, plan, mesh.size())
     if sequences:
-        split_sequences(model, config, mesh, styles)
+        apply_sequence_parallel(model, config, mesh, styles)
         for module in outside_blocks(model, config, styles).values():
             setattr(module, _MARK, True)
     for name, style in styles.items():
         module = model.get_submodule(name)
         if sequences and isinstance(style, RowwiseParallel):
-            style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=TOKENS)
+            style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=TOKEN_SHARD)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
             if isinstance(style, RowwiseParallel):
@@ -80,7 +80,7 @@ def parallelize_tensors(
             setattr(module, _MARK, True)
 
 
-class TensorGradients:
+class TensorParallelGradients:
     """Completes the gradients of whole parameters after a step's last backward, in one all-reduce."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -91,7 +91,7 @@ class TensorGradients:
         self._checked = False
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def all_reduce(self) -> None:
         """Sum the partial gradients over the mesh. Call it once each optimizer step, before scaling and clipping.
 
         Call it after the data-parallel reduction and after all accumulated batches; otherwise gradients would be summed
@@ -107,10 +107,10 @@ class TensorGradients:
                 # A user's own ParallelStyle may leave a partial sum.
                 gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
                 parameter.grad = gradient
-            (incomplete if is_partial else complete)[name] = local_part(gradient)
+            (incomplete if is_partial else complete)[name] = local_tensor(gradient)
         if not self._checked:
             self._checked = self._compare(complete, incomplete)
-        for gradients in alike(incomplete.values()):
+        for gradients in group_by_device_and_dtype(incomplete.values()):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self._group)
             for gradient, summed in zip(

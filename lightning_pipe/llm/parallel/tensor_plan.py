@@ -78,7 +78,7 @@ def _plan_of_config(model: nn.Module, config: ModuleConfig) -> dict[str, str | P
         for pattern, word in words.items()
         if any(_is_in_layer(name, config) for name in _matches(prefix + pattern, model))
     }
-    for name in _between(model, config, plan):
+    for name in _modules_between_shards(model, config, plan):
         plan.setdefault(_of_any_layer(name, config), PARTIAL_GRADIENT)
     return plan
 
@@ -165,14 +165,14 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                     )
 
 
-def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[str]:
+def _modules_between_shards(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[str]:
     """Modules with parameters between a ``colwise`` and a ``rowwise`` module, which see a part of the activations.
 
     They are the remaining modules of the smallest module that contains both.
     """
     styles = {name: word for pattern, word in plan.items() for name in _matches(pattern, model)}
     columns, rows = ([name for name, word in styles.items() if word == kind] for kind in ("colwise", "rowwise"))
-    blocks = blocks_of(config, columns, rows)
+    blocks = find_tensor_parallel_blocks(config, columns, rows)
     return [
         name
         for name, module in model.named_modules()
@@ -182,7 +182,7 @@ def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[s
     ]
 
 
-def blocks_of(config: ModuleConfig, columns: Collection[str], rows: Collection[str]) -> set[str]:
+def find_tensor_parallel_blocks(config: ModuleConfig, columns: Collection[str], rows: Collection[str]) -> set[str]:
     """The smallest modules of layers that contain matrices cut by columns and by rows, such as attention."""
     blocks = set()
     for name in columns:

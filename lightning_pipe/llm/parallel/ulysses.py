@@ -22,11 +22,11 @@ from torch import Tensor
 
 from lightning_pipe._compat.attention import function_modes_disabled
 from lightning_pipe._compat.collectives import all_to_all_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
-from lightning_pipe.llm.parallel.context_parallel import FullAttention
+from lightning_pipe.llm.parallel.sdpa_intercept import ModelMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern
 
 
-class Ulysses(AttentionMode):
+class UlyssesAttention(SDPAInterceptMode):
     """While entered, computes ``scaled_dot_product_attention`` of chunks over the whole sequences.
 
     Every rank of the group enters it around the same forward. It keeps no state between calls, so it may be nested, or
@@ -37,13 +37,13 @@ class Ulysses(AttentionMode):
     drawn by each rank for its own heads: equally random as on one device, but with other numbers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, attention: AttentionPattern | None = None) -> None:
         super().__init__()
         self._group = group
         # Built once and shared by all layers, since autograd keeps each layer's mask until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
-        self._mask_check = OwnMasks(self._mask, group.rank(), group.size(), square=self._square)
+        self._mask_check = ModelMaskCheck(self._mask, group.rank(), group.size(), square=self._square)
 
     def attend(
         self,
@@ -63,12 +63,12 @@ class Ulysses(AttentionMode):
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
         query, key, value = _heads_to_ranks([query, key, value], self._group)
-        mask = self._of_own_heads(query)
+        mask = self._local_head_mask(query)
         with function_modes_disabled():  # an outer context may be in the same mode
             attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, mask is None, **options)
         return _chunks_to_ranks(attended, self._group)
 
-    def _of_own_heads(self, query: Tensor) -> Tensor | None:
+    def _local_head_mask(self, query: Tensor) -> Tensor | None:
         mask = self._mask
         if mask is None:
             return None

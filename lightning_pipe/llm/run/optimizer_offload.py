@@ -24,10 +24,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.parallel.gradients import local_part
+from lightning_pipe.llm.parallel.gradients import local_tensor
 
 
-class OffloadedState:
+class OptimizerStateOffload:
     """Keeps an optimizer's state on the host, from construction until :meth:`close`.
 
     While a bucket is stepped, only its state is on the device. Optimizers of ``torch.optim`` step each parameter
@@ -49,11 +49,11 @@ class OffloadedState:
             optimizer.register_step_pre_hook(self._step),
             optimizer.register_step_post_hook(lambda *_: self._show_all()),
             optimizer.register_state_dict_pre_hook(lambda *_: self._show_all()),
-            optimizer.register_load_state_dict_post_hook(lambda *_: self.rest()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self.move_to_host()),
         ]
-        self.rest()
+        self.move_to_host()
 
-    def rest(self) -> None:
+    def move_to_host(self) -> None:
         """Move all state to the host, after other code than a step has put it on the device."""
         self._move(list(self._optimizer.state), self._to_host)
         self._finish_copies()
@@ -82,14 +82,14 @@ class OffloadedState:
         try:
             for bucket in list(self._buckets()):
                 with ExitStack() as stack:
-                    self._show(bucket)
+                    self._restrict_groups(bucket)
                     stack.callback(self._show_all)
                     self._move(bucket, self._to_device)
                     stack.callback(self._move, bucket, self._to_host)
                     step(optimizer)
         finally:
             self._finish_copies()
-        self._show([])
+        self._restrict_groups([])
         return (optimizer, None if closure is None else lambda: loss), {}
 
     def _buckets(self) -> Iterator[list[Tensor]]:
@@ -99,7 +99,7 @@ class OffloadedState:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                size = local_part(parameter).nbytes
+                size = local_tensor(parameter).nbytes
                 if bucket and bucket_size + size > self._bucket_bytes:
                     yield bucket
                     bucket, bucket_size = [], 0
@@ -108,7 +108,7 @@ class OffloadedState:
         if bucket:
             yield bucket
 
-    def _show(self, parameters: Sequence[Tensor]) -> None:
+    def _restrict_groups(self, parameters: Sequence[Tensor]) -> None:
         """Restrict the optimizer's groups to these parameters."""
         groups = self._optimizer.param_groups
         self._all = [group["params"] for group in groups]
@@ -142,7 +142,9 @@ class OffloadedState:
     def _to_host(self, parameter: Tensor, values: list[Any]) -> list[Any]:
         previous = self._host_copies.get(id(parameter), [])
         previous = previous if len(previous) == len(values) else [None] * len(values)
-        host_copies = self._host_copies[id(parameter)] = [_home(*pair) for pair in zip(values, previous, strict=True)]
+        host_copies = self._host_copies[id(parameter)] = [
+            _host_copy(*pair) for pair in zip(values, previous, strict=True)
+        ]
         return [value if host_copy is None else host_copy for value, host_copy in zip(values, host_copies, strict=True)]
 
     def _finish_copies(self) -> None:
@@ -151,7 +153,7 @@ class OffloadedState:
             torch.accelerator.synchronize()
 
 
-def _home(value: Any, previous: Tensor | None) -> Tensor | None:
+def _host_copy(value: Any, previous: Tensor | None) -> Tensor | None:
     """Host copy of a tensor on a device; None for a value that belongs on the host."""
     if not isinstance(value, Tensor) or value.device.type == "cpu":
         return previous if value is previous else None

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number, option_group
-from lightning_pipe.llm.batches.batching import Batching
+from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.stage_parts import StagePlan, StageSettings
-from lightning_pipe.llm.schedules.checks import Sharding, check_combination
-from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, find_schedule
+from lightning_pipe.llm.schedules.checks import Sharding, check_schedule_sharding
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, count_stages_per_rank, find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
 
 _GROUPS: dict[str, type[Any]] = {
@@ -56,7 +56,7 @@ class LLMOptions:
                 f" {self.compile_layers!r}. Pass one of these."
             )
         self.batching.length_multiple(self.parallel.length_multiple)
-        moved = [key for key in self.batching.sequence_keys(0).values() if self.batching.chunk_dims.get(key)]
+        moved = [key for key in self.batching.padding_spec(0).pad_value_by_key() if self.batching.chunk_dims.get(key)]
         if moved and self.parallel.cp > 1:
             raise SetupError(
                 f"batching.chunk_dims moves the rows of {', '.join(moved)}, and parallel.cp={self.parallel.cp} cuts"
@@ -77,7 +77,7 @@ class LLMOptions:
 
     def plan(self, sizes: ParallelDims) -> StagePlan:
         """Default plan for cutting and scheduling models, which does not depend on the model."""
-        per_rank = count_stages(self.schedule, sizes.pp, self.stages_per_rank)
+        per_rank = count_stages_per_rank(self.schedule, sizes.pp, self.stages_per_rank)
         return StagePlan(self.schedule, sizes.pp, per_rank, self.num_microbatches or 2 * sizes.pp, self.split)
 
     def check_schedule(self, spec: ScheduleSpec, sizes: ParallelDims) -> None:
@@ -85,7 +85,7 @@ class LLMOptions:
         sharding: Sharding | None = (
             "fsdp" if sizes.dp_shard > 1 else "replicate" if sizes.dp_replicate * sizes.cp > 1 else None
         )
-        check_combination(spec, sharding, reshard_after_forward=sizes.reshard_after_forward)
+        check_schedule_sharding(spec, sharding, reshard_after_forward=sizes.reshard_after_forward)
 
 
 def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:

@@ -21,15 +21,21 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_host
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
-from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
-from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, RoutingReplay, check_routing, take_routing
-from lightning_pipe.llm.parallel.context_parallel import check_sequence
-from lightning_pipe.llm.parallel.context_ranks import ContextRanks
-from lightning_pipe.llm.parallel.hf_documents import HFDocuments
-from lightning_pipe.llm.run.runner import StageInputs
+from lightning_pipe.llm.batches.options import Batching
+from lightning_pipe.llm.batches.padding import PadValues, pad_microbatch
+from lightning_pipe.llm.model.routing_replay import (
+    ROUTED_EXPERTS,
+    MoEBlockInfo,
+    RoutingReplay,
+    check_routing,
+    pop_routed_experts,
+)
+from lightning_pipe.llm.parallel.context_parallel_group import ContextParallelGroup
+from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
+from lightning_pipe.llm.parallel.sequence_chunks import check_shardable
+from lightning_pipe.llm.run.schedule_runner import StageInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 
 MicroBatch = Mapping[str, Any]
@@ -47,7 +53,7 @@ class PreparedBatch:
     work: dist.Work
     seen: Sequence[tuple[Any, int]] = ()
 
-    def is_of(self, batch: Any) -> bool:
+    def matches(self, batch: Any) -> bool:
         """Return True if it was prepared from this batch, and the batch has not changed since."""
         if self.batch is not batch:
             return False
@@ -81,14 +87,14 @@ class BatchPreparation:
     num_microbatches: int | None
     length_multiple: int = 1
     vocabulary: int | None = None
-    mixtures: Sequence[Mixture] = ()
-    context: ContextRanks | None = None
-    documents: HFDocuments | None = None
+    mixtures: Sequence[MoEBlockInfo] = ()
+    context: ContextParallelGroup | None = None
+    documents: HFDocumentMasking | None = None
 
     @cached_property
-    def keys(self) -> SequenceKeys:
+    def keys(self) -> PadValues:
         """Keys of the values that are padded."""
-        return self.batching.sequence_keys(self.hooks.ignore_index)
+        return self.batching.padding_spec(self.hooks.ignore_index)
 
     def begin(self, batch: Any, copies: RecordedCopies | None = None, *, counts: bool = True) -> PreparedBatch:
         """Cut a batch and start gathering its numbers."""
@@ -104,13 +110,13 @@ class BatchPreparation:
             self._check_ids(on_host)
             self._check_added_rows(on_host)
             _check_replays(cut.items if isinstance(batch, Mapping) else batch)
-            sizes = [self.keys.size(item) for item in on_host.items]
+            sizes = [self.keys.rows_and_length(item) for item in on_host.items]
             for item, (_, length) in zip(on_host.items, sizes, strict=True):
-                check_routing(item, self.mixtures, self.keys.size(item))
+                check_routing(item, self.mixtures, self.keys.rows_and_length(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.keys)
                 if self.context is not None:
-                    check_sequence(padded, self.keys)
+                    check_shardable(padded, self.keys)
                 elif self.documents is not None:
                     self.documents.check(padded)
             digest = _digest(on_host.items) if self.batching.compare_batches else 0
@@ -150,7 +156,7 @@ class BatchPreparation:
         for item in reversed(cut.items):
             if not remaining:
                 return
-            rows = self.keys.size(item)[0]
+            rows = self.keys.rows_and_length(item)[0]
             added = min(rows, remaining)
             part = take_rows(item, rows - added, added, rows, self.keys)
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
@@ -191,32 +197,32 @@ class BatchPreparation:
         longest = [max(table[rank][2] for rank in ranks) for ranks in self.pipelines]
         # For all pipelines, so that a sequence that is too long raises on every rank.
         limits = self.length_multiple, self.hooks.max_sequence_length
-        targets = [self.batching.target_length(length, *limits) for length in longest]
+        targets = [self.batching.padded_length(length, *limits) for length in longest]
         length = next(
             target for target, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks
         )
         padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
-        lengths = tuple(self.keys.size(item)[1] for item in prepared.cut.items)
+        lengths = tuple(self.keys.rows_and_length(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
         return StepInputs(inputs, tokens, prepared.cut, prepared.on_host, length, lengths)
 
-    def count_targets(self, step: StepInputs) -> list[int]:
+    def count_local_loss_tokens(self, step: StepInputs) -> list[int]:
         """Number of loss tokens in this rank's part of each padded micro-batch."""
         padded: list[Any] = [pad_microbatch(item, step.length, self.keys) for item in step.on_host.items]
         if self.context is not None:
-            padded = [self.context.cut(item, self.keys)[0] for item in padded]
-        return [self.hooks.loss_tokens(take_routing(item)[0]) for item in padded]
+            padded = [self.context.shard(item, self.keys)[0] for item in padded]
+        return [self.hooks.loss_tokens(pop_routed_experts(item)[0]) for item in padded]
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:
-            micro_batch, replay = take_routing(micro_batch)
+            micro_batch, replay = pop_routed_experts(micro_batch)
             arguments, keywords = self.hooks.model_inputs(micro_batch)
             if self.documents is not None:
-                keywords = self.documents.keywords(micro_batch, keywords)
+                keywords = self.documents.add_document_inputs(micro_batch, keywords)
             return StageInputs(arguments, keywords, micro_batch, replay)
-        chunk, attention_context = self.context.cut(micro_batch, self.keys)
-        part, replay = take_routing(chunk)
+        chunk, attention_context = self.context.shard(micro_batch, self.keys)
+        part, replay = pop_routed_experts(chunk)
         return StageInputs(
             *self.context.inputs(part, self.hooks.model_inputs), target=part, contexts=(attention_context, *replay)
         )

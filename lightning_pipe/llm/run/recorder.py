@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipe.engine.observe.timeline import Bar, in_iterations
-from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 
 
 class StageRecorder:
@@ -18,13 +18,13 @@ class StageRecorder:
     If other code has enabled the runner's events before, these events stay with the runner.
     """
 
-    def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
+    def __init__(self, runner: ScheduleRunner, mesh: DeviceMesh, keep: int) -> None:
         self._runner, self._mesh = runner, mesh
         self._events: deque[Bar] = deque(maxlen=keep)
         self._was_recording, self._num_collected = runner.record_events, len(runner.events)
         runner.record_events = True
 
-    def batch_done(self) -> None:
+    def record_batch_end(self) -> None:
         """Collect the runner's new events."""
         events = self._runner.events
         self._events.extend(events[self._num_collected :])
@@ -35,7 +35,7 @@ class StageRecorder:
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, backward and wait of a micro-batch."""
-        self.batch_done()
+        self.record_batch_end()
         self._runner.record_events = self._was_recording
         ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)
         pipeline = int((ranks == dist.get_rank()).nonzero()[0, 1])

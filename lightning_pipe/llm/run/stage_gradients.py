@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.llm.model.tied import TiedGradients, TiedParameter
-from lightning_pipe.llm.parallel.dimensions import StageMeshes
-from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_by_norm
-from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients
+from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_grads_with_norm
+from lightning_pipe.llm.parallel.parallel_dims import StageMeshes
+from lightning_pipe.llm.parallel.tensor_parallel import TensorParallelGradients
 from lightning_pipe.llm.split.stage_split import SplitModel
 
 
@@ -35,10 +35,10 @@ class StageGradients:
         parameters = dict(split.local_model.named_parameters())
         pipelines = meshes.root.mesh.flatten(1).T.tolist()
         self._tied = TiedGradients(copies, parameters, [self._holders(tied) for tied in copies], pipelines)
-        self._tensors = None if meshes.tensor is None else TensorGradients(split.local_model, meshes.tensor)
+        self._tensors = None if meshes.tensor is None else TensorParallelGradients(split.local_model, meshes.tensor)
         self._norm: GradientNorm | None = None
 
-    def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_tied_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimizers."""
         parameters = dict(self._split.local_model.named_parameters())
         descriptions = {}
@@ -56,7 +56,7 @@ class StageGradients:
                     f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
                 )
         by_name: dict[str, set[str]] = {}
-        for rank_descriptions in gather(descriptions, dist.group.WORLD):
+        for rank_descriptions in all_gather_objects(descriptions, dist.group.WORLD):
             for name, description in rank_descriptions.items():
                 by_name.setdefault(name, set()).add(description)
         for name, variants in by_name.items():
@@ -67,13 +67,13 @@ class StageGradients:
                     " named_parameters(), which are the same for all copies, and not by the class of the module"
                 )
 
-    def finish(self) -> None:
+    def finalize_grads(self) -> None:
         """Complete the gradients; called once per step, after all its batches and before gradients are scaled."""
         if self._tensors is not None:
-            self._tensors.finish()
+            self._tensors.all_reduce()
         self._tied.sum()
 
-    def clip(self, optimizer: Optimizer | None, clip_val: int | float) -> Tensor:
+    def clip_grad_norm(self, optimizer: Optimizer | None, clip_val: int | float) -> Tensor:
         """Clip by the norm over all stages, and return it; instead of a precision plugin's ``clip_grad_by_norm``."""
         parameters: dict[str, nn.Parameter] = dict(self._split.local_model.named_parameters())
         if self._norm is None:
@@ -83,7 +83,7 @@ class StageGradients:
             counted = {name: value for name, value in parameters.items() if name not in copies}
             self._norm = GradientNorm(self._split.names, counted, self._pipeline.get_group())
         norm = self._norm()
-        clip_by_norm(parameters.values(), clip_val, norm)
+        clip_grads_with_norm(parameters.values(), clip_val, norm)
         return norm
 
     def _holders(self, tied: TiedParameter) -> list[int]:

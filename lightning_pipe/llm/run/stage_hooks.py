@@ -17,7 +17,7 @@ from lightning_pipe.llm.model.module_config import ModuleConfig
 
 
 @dataclass(frozen=True)
-class RouterMeans:
+class RouterLossMeans:
     """Router losses of a mixture of experts, as means over routers and tokens.
 
     Attributes:
@@ -29,7 +29,7 @@ class RouterMeans:
     z: float
 
     @classmethod
-    def of(cls, sums: Tensor) -> RouterMeans | None:
+    def from_sums(cls, sums: Tensor) -> RouterLossMeans | None:
         """Convert the result of ``sum_router_losses`` to means; None if the model has no router."""
         balance, z, tokens = sums.tolist()
         return cls(balance / tokens, z / tokens) if tokens else None
@@ -47,7 +47,7 @@ class BatchResult:
 
     loss: Tensor
     tokens: int
-    routers: RouterMeans | None = None
+    routers: RouterLossMeans | None = None
 
 
 class StageHooks:

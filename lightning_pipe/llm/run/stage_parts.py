@@ -19,29 +19,34 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
+from lightning_pipe.engine.common.report_table import ReportTable, print_report
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.object_collectives import (
+    all_reduce_any,
+    gather_objects_on_first_rank,
+    raise_together,
+    run_on_all_ranks,
+)
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.engine.ranks.together import any_of, gather_to_first, on_all_ranks, raise_together
-from lightning_pipe.llm.batches.batching import Batching
+from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, weights_loaded_later
 from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
-from lightning_pipe.llm.parallel.attention_kernels import check_device
-from lightning_pipe.llm.parallel.context_ranks import ContextRanks
-from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
-from lightning_pipe.llm.parallel.gradients import local_part
-from lightning_pipe.llm.parallel.hf_documents import HFDocuments
-from lightning_pipe.llm.run.batch_runs import BatchRuns
+from lightning_pipe.llm.parallel.attention_kernels import check_attention_device
+from lightning_pipe.llm.parallel.context_parallel_group import ContextParallelGroup
+from lightning_pipe.llm.parallel.gradients import local_tensor
+from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, StageMeshes
+from lightning_pipe.llm.run.batch_runner import BatchRunner
 from lightning_pipe.llm.run.loss_scaling import LossScaling
 from lightning_pipe.llm.run.preparation import BatchPreparation
-from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
-from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
-from lightning_pipe.llm.schedules.step import check_shared_parameters
+from lightning_pipe.llm.schedules.execution import check_shared_parameters
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, map_stages_to_ranks, stages_of_rank
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.llm.split.stage_split import Example, SplitModel, split_model
+from lightning_pipe.llm.split.stage_split import ProfilingMicrobatch, SplitModel, split_model
 
 
 @dataclass(frozen=True)
@@ -77,25 +82,25 @@ class StageParts:
 
     plan: StagePlan
     split: SplitModel
-    runner: PipelineRunner
+    runner: ScheduleRunner
     preparation: BatchPreparation
-    runs: BatchRuns
+    runs: BatchRunner
     gradients: StageGradients
     scaling: LossScaling | None
 
     def describe(self) -> None:
         """Print a table of the stages of all ranks, on the first rank. Every rank must call this."""
-        table = FittedTable.of_figures("rank", "stage", "parameters", "bytes on the rank", edge=False)
+        table = ReportTable.with_number_columns("rank", "stage", "parameters", "bytes on the rank", edge=False)
         table.add_column("modules")
         local_rows = []
         for index, stage in sorted(self.split.stages.items()):
             parameters = list(stage.parameters())
             numbers = (
                 sum(parameter.numel() for parameter in parameters),
-                sum(local_part(parameter).nbytes for parameter in parameters),
+                sum(local_tensor(parameter).nbytes for parameter in parameters),
             )
             local_rows.append((str(index), *(f"{number:,}" for number in numbers), ", ".join(_ranges(stage.module))))
-        for rank, rows in enumerate(gather_to_first(local_rows, dist.group.WORLD)):
+        for rank, rows in enumerate(gather_objects_on_first_rank(local_rows, dist.group.WORLD)):
             for row in rows:
                 table.add_row(str(rank), *row)
         if dist.get_rank() == 0:
@@ -103,7 +108,7 @@ class StageParts:
 
 
 @dataclass(frozen=True)
-class PartsMaker:
+class StagePartsBuilder:
     """Builds the parts of modules. Every rank must build the same parts in the same order."""
 
     settings: StageSettings
@@ -114,7 +119,9 @@ class PartsMaker:
     loss_group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, settings: StageSettings, device: torch.device, scaler: torch.amp.GradScaler | None) -> PartsMaker:
+    def from_settings(
+        cls, settings: StageSettings, device: torch.device, scaler: torch.amp.GradScaler | None
+    ) -> StagePartsBuilder:
         """Make the device meshes and process groups. Every rank must call this."""
         meshes = StageMeshes(settings.sizes, device.type)
         # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
@@ -124,7 +131,7 @@ class PartsMaker:
         return cls(settings, meshes, device, scaler, numbers_group, loss_group)
 
     @contextmanager
-    def building(self) -> Generator[None, None, None]:
+    def model_building(self) -> Generator[None, None, None]:
         """Context in which models are built on the host. :meth:`make` loads this rank's part of pretrained weights."""
         # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
         state = torch.get_rng_state()
@@ -143,7 +150,7 @@ class PartsMaker:
                 raise
             raise error from error.__cause__  # the user's own, on its rank
 
-    def make(
+    def build(
         self, module: StageHooks, plan: StagePlan, weights: PretrainedWeights | None, *, placeholders: bool = False
     ) -> StageParts:
         """Split the module's model, and replace it by the part that this rank keeps, with its part of the weights.
@@ -157,7 +164,7 @@ class PartsMaker:
         vocabulary = module.vocabulary_size
         if vocabulary is None and is_causal_lm(model):
             vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
-        rank_of_stage = place_stages(plan.spec.placement, plan.pipeline_size, plan.num_stages)
+        rank_of_stage = map_stages_to_ranks(plan.spec.placement, plan.pipeline_size, plan.num_stages)
         split = split_model(
             model,
             config=module.pipeline_config(),
@@ -167,16 +174,16 @@ class PartsMaker:
             device=self.device,
             parallelism=replace(settings.parallelism, meshes=meshes),
             pretrained=weights,
-            example=example_of(module, plan.num_microbatches),
+            example=make_example_factory(module, plan.num_microbatches),
             placeholders=placeholders,
         )
-        on_all_ranks(
+        run_on_all_ranks(
             lambda: check_shared_parameters(plan.spec, {index: stage.module for index, stage in split.stages.items()}),
             "the model cannot be trained in stages",
             dist.group.WORLD,
         )
         module.model = split.local_model
-        runner = PipelineRunner(
+        runner = ScheduleRunner(
             split.stages,
             plan.num_stages,
             plan.spec,
@@ -185,7 +192,7 @@ class PartsMaker:
             split.shapes,
             cache_bytes=batching.schedule_cache_bytes,
             # With other parallel dimensions, ranks that share a stage would wait for the failed rank in its forward.
-            carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
+            continue_after_failure={meshes.data, meshes.context, meshes.tensor} == {None},
             overlap=settings.sizes.ep > 1,
         )
         scaling = None
@@ -193,7 +200,9 @@ class PartsMaker:
             scaling = LossScaling(self.scaler, self.loss_group, self.device)
         context = None
         if meshes.context is not None:
-            context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.local_model)
+            context = ContextParallelGroup.from_model(
+                meshes.context.get_group(), settings.sizes.cp_method, split.local_model
+            )
         preparation = BatchPreparation(
             module,
             batching,
@@ -204,9 +213,9 @@ class PartsMaker:
             vocabulary=vocabulary,
             mixtures=split.mixtures,
             context=context,
-            documents=HFDocuments.of(split.local_model),
+            documents=HFDocumentMasking.from_model(split.local_model),
         )
-        runs = BatchRuns(
+        runs = BatchRunner(
             module,
             runner,
             preparation,
@@ -224,18 +233,18 @@ class PartsMaker:
         """Check that the module can be trained, before its parts are built."""
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
-        check_device(module.model, self.device)
+        check_attention_device(module.model, self.device)
         world = dist.group.WORLD
         parameters = [
             (name, f"{tuple(parameter.shape)} of {parameter.dtype}")
             for name, parameter in module.model.named_parameters()
         ]
-        check_agreement(parameters, "model's parameters", world, error=SetupError)
-        check_agreement(_config_of(module.model), "model's config", world, error=SetupError)
+        check_agreement(parameters, "model's parameters", world, error_class=SetupError)
+        check_agreement(_config_of(module.model), "model's config", world, error_class=SetupError)
         weights = module.pretrained_weights()
-        if any_of([weights is not None], world)[0]:
-            samples = on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
-            check_agreement(samples, "content of the folder of weights", world, error=SetupError)
+        if all_reduce_any([weights is not None], world)[0]:
+            samples = run_on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
+            check_agreement(samples, "content of the folder of weights", world, error_class=SetupError)
 
 
 def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
@@ -255,9 +264,9 @@ def _config_of(model: nn.Module) -> list[tuple[str, str]]:
     return [(name, value) for name, value in sorted(described.items()) if not name.startswith("_")]
 
 
-def example_of(
+def make_example_factory(
     module: StageHooks, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
-) -> Callable[[], Example] | None:
+) -> Callable[[], ProfilingMicrobatch] | None:
     """Return a function that converts a micro-batch to an example of the model's inputs."""
     example_batch = module.example_micro_batch() if micro_batch is None else micro_batch
     if example_batch is None:
@@ -271,9 +280,9 @@ def example_of(
         finally:
             module.model = full_model
 
-    def example() -> Example:
+    def example() -> ProfilingMicrobatch:
         arguments, keywords = module.model_inputs(example_batch)
-        return Example(arguments, keywords, loss_of, num_microbatches)
+        return ProfilingMicrobatch(arguments, keywords, loss_of, num_microbatches)
 
     return example
 

@@ -17,13 +17,13 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.batches.host_values import RecordedCopies
 from lightning_pipe.llm.model.built_stages import BuiltStages
-from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
-from lightning_pipe.llm.run.optimizer_refusals import refuse_sharded
+from lightning_pipe.llm.model.compiled_layers import disable_donated_buffers
+from lightning_pipe.llm.run.optimizer_checks import check_optimizers_for_sharding
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
-from lightning_pipe.llm.run.stage_parts import PartsMaker
-from lightning_pipe.llm.schedules.checks import schedule_of_any_number, splits_backward
+from lightning_pipe.llm.run.stage_parts import StagePartsBuilder
+from lightning_pipe.llm.schedules.checks import fallback_schedule, splits_backward
 
 __all__ = ["StageHooks", "StageRunner"]
 
@@ -65,20 +65,20 @@ class StageRunner:
                 " torch.distributed.init_process_group() in a script that torchrun starts"
             )
         checked = LLMOptions(schedule, None, **options, offload_optimizer=False)
-        check_agreement(option_pairs("", checked), "runner's configuration", dist.group.WORLD, error=SetupError)
-        sizes = checked.parallel.fit(dist.get_world_size())
+        check_agreement(option_pairs("", checked), "runner's configuration", dist.group.WORLD, error_class=SetupError)
+        sizes = checked.parallel.resolve(dist.get_world_size())
         plan = checked.plan(sizes)
-        for spec in (plan.spec, schedule_of_any_number(plan.spec)):
+        for spec in (plan.spec, fallback_schedule(plan.spec)):
             checked.check_schedule(spec, sizes)
         if splits_backward(plan.spec) is not False:
             # Of compiled layers, and of functions that a model compiles, as FlexAttention.
-            weakref.finalize(self, keep_backward_buffers())
+            weakref.finalize(self, disable_donated_buffers())
         self.device = _current_device() if device is None else torch.device(device)
-        maker = PartsMaker.of(checked.settings(plan, sizes), self.device, scaler)
-        with maker.building():
-            hooks.model = BuiltStages.of(hooks.build_model())
+        maker = StagePartsBuilder.from_settings(checked.settings(plan, sizes), self.device, scaler)
+        with maker.model_building():
+            hooks.model = BuiltStages.as_model(hooks.build_model())
         maker.check(hooks)
-        self._parts = maker.make(hooks, plan, hooks.pretrained_weights())
+        self._parts = maker.build(hooks, plan, hooks.pretrained_weights())
         self._preparation = replace(self._parts.preparation, num_microbatches=None)
         self._scaler = scaler
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -91,7 +91,7 @@ class StageRunner:
         """The model with only this rank's modules and parameters, under their names in the whole model."""
         return self._parts.split.local_model
 
-    def describe_stages(self) -> None:
+    def print_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
         self._parts.describe()
 
@@ -134,15 +134,15 @@ class StageRunner:
             max_norm: norm of the whole model's gradients to clip to; their norm is then returned (default: None).
         """
         if optimizers != self._optimizers:
-            refuse_sharded(optimizers, self._sizes)
-            self._parts.gradients.check_copies(optimizers)
+            check_optimizers_for_sharding(optimizers, self._sizes)
+            self._parts.gradients.check_tied_groups(optimizers)
             self._optimizers = optimizers
         scaler = self._scaler or torch.amp.GradScaler(self.device.type, enabled=False)
-        self._parts.gradients.finish()
-        self._parts.runs.divide(list(self.model.parameters()))
+        self._parts.gradients.finalize_grads()
+        self._parts.runs.divide_gradients(list(self.model.parameters()))
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        norm = None if max_norm is None else self._parts.gradients.clip(None, max_norm)
+        norm = None if max_norm is None else self._parts.gradients.clip_grad_norm(None, max_norm)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()

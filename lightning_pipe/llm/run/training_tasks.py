@@ -32,7 +32,7 @@ class LLMContext(TrainingContext):
 def llm_plan(
     transfer: Callable[[Any], Any],
     prepare: Callable[[Any, RecordedCopies], Any],
-    hand_over: Callable[[PreparedBatch | None], None] = lambda prepared: None,
+    set_prepared: Callable[[PreparedBatch | None], None] = lambda prepared: None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
 
@@ -43,10 +43,10 @@ def llm_plan(
     def step(ctx: LLMContext) -> None:
         # If a hook skips the batch, the context has no training_step.
         try:
-            hand_over(ctx.take("prepared"))
+            set_prepared(ctx.pop("prepared"))
             ctx.output = ctx.training_step() if ctx.has("training_step") else None
         finally:
-            hand_over(None)
+            set_prepared(None)
 
     def scale(ctx: LLMContext) -> None:
         if ctx.has("run_backward"):
@@ -76,7 +76,7 @@ def llm_plan(
             not_replayable="Lightning runs the step and its hooks outside the task's function",
         ),
     ]
-    return PipelinePlan({**_ahead(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
+    return PipelinePlan({**_prefetch_tasks(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
 
 
 def llm_evaluation_plan(
@@ -87,14 +87,14 @@ def llm_evaluation_plan(
     forward_task = PipelineTask(
         "ScheduleForward", _run_by_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
     )
-    return PipelinePlan({**_ahead(transfer, prepare), forward_task: TaskSchedule()}, name=name)
+    return PipelinePlan({**_prefetch_tasks(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
 def _run_by_caller(ctx: LLMContext) -> None:
     """The caller's work, between ``begin_task`` and ``end_task``."""
 
 
-def _ahead(
+def _prefetch_tasks(
     transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any]
 ) -> dict[PipelineTask, TaskSchedule]:
     def copy(ctx: LLMContext) -> None:
@@ -103,7 +103,7 @@ def _ahead(
             ctx.batch = transfer(ctx.batch)
 
     def cut(ctx: LLMContext) -> None:
-        copies = ctx.take("copies")
+        copies = ctx.pop("copies")
         ctx.prepared = None if ctx.batch is None else prepare(ctx.batch, copies)
 
     move = PipelineTask(

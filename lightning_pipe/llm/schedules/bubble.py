@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate
+from lightning_pipe.llm.schedules.specs import ScheduleSpec
 from lightning_pipe.llm.schedules.timed_stage import median_durations
 
 
@@ -25,13 +25,13 @@ class RankTimes(NamedTuple):
     busy: float  # forwards, the loss, and backwards
     wait_forward: float  # waits for the preceding stage
     wait_backward: float  # waits for the following stage
-    other: float  # time between those: waits for sends, and the schedule's own work
-    done: float  # time from the end of the rank's last work to the end of the step's longest rank
+    overhead: float  # time between those: waits for sends, and the schedule's own work
+    wait_end: float  # time from the end of the rank's last work to the end of the step's longest rank
 
     @property
     def step(self) -> float:
         """Duration of the step."""
-        return self.busy + self.wait_forward + self.wait_backward + self.other + self.done
+        return self.busy + self.wait_forward + self.wait_backward + self.overhead + self.wait_end
 
 
 class StepBubble(NamedTuple):
@@ -43,7 +43,7 @@ class StepBubble(NamedTuple):
     # the same share in a simulated step, in which each forward and backward takes the median time of its stage and
     # communication takes no time; None for a schedule that lists no actions
     simulated: float | None
-    bound: float | None  # duration of the simulated step in seconds, or None
+    simulated_step: float | None  # duration of the simulated step in seconds, or None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BubbleReport:
     textbook: float | None
 
 
-def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
+def measure_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
     """Break down the time of a step's ranks, and simulate the step from its durations."""
     spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
@@ -80,7 +80,7 @@ def _times(events: Sequence[Bar], span: float, step: float) -> RankTimes:
             waits[event.kind] += duration
         else:
             busy += duration
-    return RankTimes(busy, **waits, other=span - busy - sum(waits.values()), done=step - span)
+    return RankTimes(busy, **waits, overhead=span - busy - sum(waits.values()), wait_end=step - span)
 
 
 def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> float | None:
@@ -90,7 +90,7 @@ def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> 
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
-def summarize(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
+def summarize_bubble(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
     """Medians over at least one step of a schedule."""
 
     def median(values: Iterable[float | None]) -> float | None:

@@ -15,16 +15,16 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe._compat.pipelining import ComputationType, RuntimeSchedule
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.schedules.named import (
+from lightning_pipe.llm.schedules.simulation import Actions, list_compute_actions
+from lightning_pipe.llm.schedules.specs import (
     SCHEDULES,
     ScheduleSpec,
-    count_stages,
-    place_stages,
-    ranks_of_stages,
+    count_stages_per_rank,
+    map_action_stages_to_ranks,
+    map_stages_to_ranks,
+    placement_error,
     read_actions,
-    wrong_places,
 )
-from lightning_pipe.llm.schedules.simulation import Actions, actions_of
 
 Sharding = Literal["fsdp", "replicate"]
 
@@ -33,11 +33,11 @@ def check_microbatches(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> None:
     """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number."""
-    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
+    num_stages = pp_size * count_stages_per_rank(spec, pp_size, stages_per_rank)
     unsupported = _unsupported_number(spec, num_microbatches, pp_size)
     if unsupported is not None:
         raise SetupError(unsupported)
-    actions = actions_of(spec, pp_size, num_microbatches, stages_per_rank)
+    actions = list_compute_actions(spec, pp_size, num_microbatches, stages_per_rank)
     _check_places(spec, actions, pp_size, num_stages)
     _check_last_stage(spec, actions, num_stages - 1)
 
@@ -74,27 +74,27 @@ def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> str | N
 
 
 @cache
-def fitting_schedule(
+def choose_supported_schedule(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> ScheduleSpec:
     """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages."""
     if _unsupported_number(spec, num_microbatches, pp_size) is not None:
-        spec = schedule_of_any_number(spec)
+        spec = fallback_schedule(spec)
     check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
     return spec
 
 
-def describe_replacement(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> str:
-    """Reason for which :func:`fitting_schedule` replaces a schedule, and the cost in memory."""
+def describe_fallback(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> str:
+    """Reason for which :func:`choose_supported_schedule` replaces a schedule, and the cost in memory."""
     unsupported = _unsupported_number(spec, num_microbatches, pp_size)
     assert unsupported is not None
     return (
-        f"{unsupported}. Steps with such a number run under {schedule_of_any_number(spec).name}, with the same results,"
+        f"{unsupported}. Steps with such a number run under {fallback_schedule(spec).name}, with the same results,"
         " but more micro-batches have activations in memory at a time"
     )
 
 
-def schedule_of_any_number(spec: ScheduleSpec) -> ScheduleSpec:
+def fallback_schedule(spec: ScheduleSpec) -> ScheduleSpec:
     """Schedule that places stages in the same way, and runs any number of micro-batches."""
     return SCHEDULES[{"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]]
 
@@ -106,9 +106,9 @@ def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
 def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages: int) -> None:
     """Check that a class lists the actions of each rank's own stages, and can run them."""
     subject = f"schedule {spec.name}"
-    ranks = ranks_of_stages(actions, subject) if actions else {}
-    if actions and ranks != place_stages(spec.placement, pp_size, num_stages):
-        raise wrong_places(subject, ranks, pp_size)
+    ranks = map_action_stages_to_ranks(actions, subject) if actions else {}
+    if actions and ranks != map_stages_to_ranks(spec.placement, pp_size, num_stages):
+        raise placement_error(subject, ranks, pp_size)
     sends_to_itself = spec.placement == "v" and not issubclass(spec.schedule_class, RuntimeSchedule)
     if sends_to_itself:
         raise SetupError(
@@ -129,7 +129,7 @@ def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
         )
 
 
-def check_combination(spec: ScheduleSpec, sharding: Sharding | None, *, reshard_after_forward: bool) -> None:
+def check_schedule_sharding(spec: ScheduleSpec, sharding: Sharding | None, *, reshard_after_forward: bool) -> None:
     """Refuse schedules that would compute wrong gradients for stages that several ranks share."""
     if sharding is None:
         return
@@ -156,7 +156,7 @@ def splits_backward(spec: ScheduleSpec) -> bool | None:
         actions: Actions = read_actions(spec.path)
     else:
         try:
-            actions = actions_of(spec, 2, 4)  # the smallest case that all of PyTorch's schedules support
+            actions = list_compute_actions(spec, 2, 4)  # the smallest case that all of PyTorch's schedules support
         except SetupError:
             return None
     parts = (ComputationType.BACKWARD_INPUT, ComputationType.BACKWARD_WEIGHT)

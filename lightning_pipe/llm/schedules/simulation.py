@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from lightning_pipe._compat.pipelining import Action, ComputationType
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.llm.schedules.named import ScheduleSpec, listed_actions
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, list_actions
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
 Actions = Mapping[int, Sequence[Action]]
@@ -30,11 +30,11 @@ KINDS: dict[ComputationType, Kind] = {
 }
 
 
-def actions_of(
+def list_compute_actions(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> dict[int, list[Action]]:
     """Forwards and backwards of each rank, in order. It needs no process group."""
-    listed = listed_actions(spec, pp_size, num_microbatches, stages_per_rank)
+    listed = list_actions(spec, pp_size, num_microbatches, stages_per_rank)
     computed = {rank: [action for action in actions if action.is_compute_op] for rank, actions in listed.items()}
     if issubclass(spec.schedule_class, Schedule1F1B):
         # Every rank runs micro-batches from 0; torch 2.13 lists 1 to m for the last rank.
@@ -74,7 +74,7 @@ class ScheduleTimeline:
         total = len(self.spans) * self.makespan
         return sum(self.idle(rank) for rank in self.spans) / total if total else 0.0
 
-    def peak_live(self, rank: int) -> int:
+    def peak_live_microbatches(self, rank: int) -> int:
         """Maximum number of micro-batches whose activations a rank holds: m for GPipe, P - rank for 1F1B.
 
         A micro-batch counts once for each stage of the rank, from the start of its forward to the end of the backward

@@ -11,11 +11,11 @@ import torch
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_pipe._compat.pipelining import make_detachable
+from lightning_pipe._compat.pipelining import copy_view_outputs
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.engine.ranks.current_tasks import current_tasks
-from lightning_pipe.llm.parallel.turns import Turns, own_spans
+from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call
 
 _CONTINUED = " continued"
 
@@ -103,7 +103,7 @@ class TimedStage(PipelineStage):
             super(TimedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
         if not full_backward and self.has_backward and not self.is_first:
-            make_detachable(self, bwd_chunk_id)
+            copy_view_outputs(self, bwd_chunk_id)
             if isinstance(loss, torch.Tensor) and is_view(loss):
                 loss = loss.clone()
 
@@ -144,7 +144,9 @@ class TimedStage(PipelineStage):
             self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
         current_tasks["stages"] = action, None, True
-        bars = [microbatch_bar(self.stage_index, kind, microbatch, *span) for span in own_spans(start, self._now())]
+        bars = [
+            microbatch_bar(self.stage_index, kind, microbatch, *span) for span in exclude_other_call(start, self._now())
+        ]
         self._events += [bars[0], *(bar._replace(name=f"{kind}{_CONTINUED}") for bar in bars[1:])]
         return value
 
@@ -156,7 +158,7 @@ class TimedStage(PipelineStage):
         return time.perf_counter()
 
 
-def run_in_turns(stage: Any, other_stage: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
+def run_overlapped(stage: Any, other_stage: Any, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Run work of two stages of a rank, in turns."""
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
@@ -165,7 +167,7 @@ def run_in_turns(stage: Any, other_stage: Any, first: Callable[[], None], second
         other_stage._receive_requested = time.perf_counter()  # it has waited for the other work, not for a message
         second()
 
-    Turns(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(first, beside)
+    ForwardBackwardOverlap(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(first, beside)
     events[count:] = sorted(events[count:], key=lambda bar: bar.start)
 
 

@@ -19,37 +19,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import any_of, from_rank, on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import all_reduce_any, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
-from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, fill_with_placeholders
+from lightning_pipe.llm.measure.layer_bench import LossOf, PieceResults, fill_with_placeholders
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
-from lightning_pipe.llm.model.derived_config import derive_config, tried_config
+from lightning_pipe.llm.model.derived_config import derive_config, refine_config_by_trial
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.llm.model.lora import is_adapted, without_adapters
 from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules
 from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
-from lightning_pipe.llm.model.routing_replay import Mixture, mixtures_of
+from lightning_pipe.llm.model.routing_replay import MoEBlockInfo, find_moe_blocks
 from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
 from lightning_pipe.llm.model.slots import slots_of
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
+    check_passes_through,
     is_causal_lm,
     make_stage,
-    prune,
-    run_empty,
+    replace_other_modules,
     shallow_copy,
     tied_parameters,
 )
 from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
-from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
-from lightning_pipe.llm.split.by_name import split_by_options
+from lightning_pipe.llm.parallel.sdpa_intercept import ContextParallelCheckedStage
 from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.llm.split.stage_fqns import split_by_options
 
 
 @dataclass(frozen=True)
-class Example:
+class ProfilingMicrobatch:
     """A micro-batch for measuring the layers of a model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss_of: LossOf
+    loss_fn: LossOf
     num_microbatches: int = 1
 
 
@@ -87,7 +87,7 @@ class SplitModel:
     shapes: StageShapes
     tied: tuple[TiedParameter, ...] = ()
     has_routers: bool = False
-    mixtures: tuple[Mixture, ...] = ()
+    mixtures: tuple[MoEBlockInfo, ...] = ()
 
 
 def split_model(
@@ -100,11 +100,13 @@ def split_model(
     device: torch.device,
     parallelism: StageParallelism,
     pretrained: PretrainedWeights | None = None,
-    example: Callable[[], Example] | None = None,
+    example: Callable[[], ProfilingMicrobatch] | None = None,
     placeholders: bool = False,
 ) -> SplitModel:
     """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this."""
-    cut = _Cut(model, derive_config(model) if config is None else config, num_stages, options, parallelism, example)
+    cut = _ModelSplitter(
+        model, derive_config(model) if config is None else config, num_stages, options, parallelism, example
+    )
     for parameter in cut.tied:
         if options.tied_embeddings == "refuse":
             raise SetupError(
@@ -114,10 +116,10 @@ def split_model(
             )
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
-    routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.of(model) is not None)
+    routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.from_model(model) is not None)
     mixtures = cut.mixtures(model)
     if not placeholders:
-        cut.fill(model, cut.holds(local_stages), pretrained)
+        cut.load_or_initialize(model, cut.local_name_filter(local_stages), pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(local_stages)}
 
     def place() -> None:
@@ -127,13 +129,13 @@ def split_model(
             stage.to(device)
 
     # All ranks must fail together: one rank may run out of memory while the others continue to collectives.
-    on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
+    run_on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
         cut.parallelize(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
 
 
-class _Cut:
+class _ModelSplitter:
     """Assignment of a model's modules to stages."""
 
     def __init__(
@@ -143,11 +145,11 @@ class _Cut:
         num_stages: int,
         options: SplitOptions,
         parallelism: StageParallelism,
-        example: Callable[[], Example] | None,
+        example: Callable[[], ProfilingMicrobatch] | None,
     ) -> None:
         config.check(model)
-        config = self._config = tried_config(model, config)
-        if parallelism.dimensions.cp > 1 and is_causal_lm(model) and BalanceLoss.of(model) is not None:
+        config = self._config = refine_config_by_trial(model, config)
+        if parallelism.dimensions.cp > 1 and is_causal_lm(model) and BalanceLoss.from_model(model) is not None:
             raise SetupError(
                 f"the config has output_router_logits=True, and parallel.cp is {parallelism.dimensions.cp}; expected 1,"
                 " since a rank knows the routers' choices for its part of the sequences only. Set"
@@ -160,9 +162,9 @@ class _Cut:
         self._plan = parallelism.check(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
 
-    def mixtures(self, model: nn.Module) -> tuple[Mixture, ...]:
+    def mixtures(self, model: nn.Module) -> tuple[MoEBlockInfo, ...]:
         """Mixtures of the whole model that can replay choices of experts."""
-        return tuple(mixtures_of(model, self._config.layers)) if self._parallelism.can_replay_routing else ()
+        return tuple(find_moe_blocks(model, self._config.layers)) if self._parallelism.can_replay_routing else ()
 
     def _check_ends(self, model: nn.Module) -> None:
         """Check that hidden states can enter and leave at layers where the model's own forward changes them."""
@@ -184,7 +186,7 @@ class _Cut:
 
         def check(hidden: Tensor | tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
             if not is_causal_lm(fake):
-                run_empty(fake, self._config, hidden, **keywords)
+                check_passes_through(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
         slots = slots_of(fake, self._config, ()) if self._config.trial is not None else {}
@@ -194,9 +196,11 @@ class _Cut:
         if sizes.cp == 1:
             return StageShapes(stages, mode, check)
         how = sizes.cp, sizes.cp_method, sizes.tp
-        return StageShapes([CheckedAttention(stage, self._config.layers, *how) for stage in stages], mode, check)
+        return StageShapes(
+            [ContextParallelCheckedStage(stage, self._config.layers, *how) for stage in stages], mode, check
+        )
 
-    def holds(self, local_stages: Sequence[int]) -> Callable[[str], bool]:
+    def local_name_filter(self, local_stages: Sequence[int]) -> Callable[[str], bool]:
         """Predicate that is True for names of parameters and buffers that any of these stages needs."""
         fqns = [name for index in local_stages for name in self._fqns[index]]
         needed = {*fqns, *self._config.always_keep_fqns}
@@ -204,12 +208,14 @@ class _Cut:
         listed = {*self._config.modules, *self._config.always_keep_fqns}
         return lambda name: is_inside(name, needed) or not is_inside(name, listed)
 
-    def fill(self, model: nn.Module, keep: Callable[[str], bool], pretrained: PretrainedWeights | None) -> None:
+    def load_or_initialize(
+        self, model: nn.Module, keep: Callable[[str], bool], pretrained: PretrainedWeights | None
+    ) -> None:
         """Set the values of the tensors that this rank keeps; they do not depend on which rank keeps a tensor."""
         world = dist.group.WORLD
         if pretrained is not None:
             failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-            on_all_ranks(lambda: load_into(without_adapters(model), pretrained, keep), failed, world)
+            run_on_all_ranks(lambda: load_into(without_adapters(model), pretrained, keep), failed, world)
         elif any(parameter.is_meta for parameter in model.parameters()):
             if is_adapted(model):
                 raise SetupError(
@@ -217,9 +223,9 @@ class _Cut:
                     " peft gives adapters their initial values. Build it on the CPU, or from pretrained weights"
                 )
             names = (*self._config.modules, *self._config.always_keep_fqns)
-            seed = from_rank(lambda: int(torch.randint(2**62, ())), "the model cannot be initialized", world)
+            seed = run_on_rank(lambda: int(torch.randint(2**62, ())), "the model cannot be initialized", world)
             failed = "the model on the meta device cannot be initialized"
-            on_all_ranks(lambda: initialize_modules(model, names, keep, seed), failed, world)
+            run_on_all_ranks(lambda: initialize_modules(model, names, keep, seed), failed, world)
         else:
             _share_first_rank_s_values(model)
 
@@ -237,7 +243,7 @@ class _Cut:
             return only
         fqns = [name for index in stages for name in self._fqns[index]]
         part = shallow_copy(model)
-        prune(part, self._config, fqns)
+        replace_other_modules(part, self._config, fqns)
         for name in self._config.always_keep_fqns:
             part.set_submodule(name, next(iter(stages.values())).module.get_submodule(name))
         for index, stage in stages.items():
@@ -256,8 +262,8 @@ class _Cut:
 
 
 def _measured(
-    model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], Example] | None
-) -> Pieces[float]:
+    model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], ProfilingMicrobatch] | None
+) -> PieceResults[float]:
     """Measured costs of the model's pieces. Every rank must call this."""
     if example is None:
         raise SetupError(
@@ -270,7 +276,7 @@ def _measured(
         config,
         sample.args,
         sample.kwargs,
-        sample.loss_of,
+        sample.loss_fn,
         unit=unit,
         microbatches=sample.num_microbatches,
         group=dist.group.WORLD,
@@ -281,8 +287,8 @@ def _share_first_rank_s_values(model: nn.Module) -> None:
     """Broadcast rank 0's values if ranks have others, such as after other random numbers in the module's __init__."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     checksums = [_checksum(tensor) for tensor in tensors]
-    first = from_rank(lambda: checksums, "the model's values cannot be compared", dist.group.WORLD)
-    if any_of([checksums != first], dist.group.WORLD)[0]:
+    first = run_on_rank(lambda: checksums, "the model's values cannot be compared", dist.group.WORLD)
+    if all_reduce_any([checksums != first], dist.group.WORLD)[0]:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 

@@ -23,13 +23,13 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.ranks.statuses import Statuses
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
 # A batch, True if it is the loader's last one, and the positions of loaders and random streams after it.
 Fetched = tuple[Any, bool, dict[str, Any]]
 # Behavior in an epoch in which some ranks have fewer batches.
-Uneven = Literal["shortest", "error"]
+UnevenPolicy = Literal["shortest", "error"]
 
 # Status numbers. The kind of the batch is added to _HAS. A rank that could not fetch posts -rank - 1.
 _HAS, _ENDED = 1, 0
@@ -43,7 +43,7 @@ _ADVICE = (
 class BatchSource:
     """Source of one rank's batches: first *unread* ones, then those of *fetch*."""
 
-    to_end = False  # True after any rank was told to end training, from the same batch on all ranks
+    termination_due = False  # True after any rank was told to end training, from the same batch on all ranks
 
     def __init__(self, fetch: Callable[[], Fetched], unread: Sequence[Callable[[], Fetched]] = ()) -> None:
         self._fetch = fetch
@@ -61,16 +61,16 @@ class BatchSource:
         """End the source after its last batch."""
 
 
-class AgreedSource(BatchSource):
+class SynchronizedBatchSource(BatchSource):
     """Source of the batches that all ranks have. Every rank must make the same calls."""
 
     def __init__(
         self,
         fetch: Callable[[], Fetched],
         unread: Sequence[Callable[[], Fetched]],
-        statuses: Statuses,
+        statuses: BatchStatusExchange,
         remaining: Callable[[], int | None],
-        uneven: Uneven | None = "shortest",
+        uneven: UnevenPolicy | None = "shortest",
         told_to_end: Callable[[], bool] | None = None,
         *,
         kind: Callable[[Fetched], int] | None = None,
@@ -96,7 +96,7 @@ class AgreedSource(BatchSource):
         if not self._begun:
             self._begun = True
             # Discard statuses still pending from a previous source that failed.
-            self._statuses.forget()
+            self._statuses.discard_pending()
             self._read()
             self._ended = not self._all_have_it()
             if not self._ended:
@@ -111,11 +111,11 @@ class AgreedSource(BatchSource):
         return batch, self._ended, after
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        return [partial(given_again, fetched) for fetched in self._ahead] + super().unread()
+        return [partial(replay_fetched, fetched) for fetched in self._ahead] + super().unread()
 
     def close(self) -> None:
         """Wait for statuses that are still in flight."""
-        self._statuses.forget()
+        self._statuses.discard_pending()
 
     def _read(self) -> None:
         """Fetch a batch, and post its status to the other ranks."""
@@ -142,7 +142,7 @@ class AgreedSource(BatchSource):
             ) from error
         if self._error is not None:
             raise self._error
-        self.to_end |= told_to_end
+        self.termination_due |= told_to_end
         if least < _ENDED:
             raise InputError(
                 f"Rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._phase}. See the error of"
@@ -150,15 +150,15 @@ class AgreedSource(BatchSource):
             )
         even = least == most
         if not even and self._uneven is not None:
-            self._say_what_is_left()
+            self._report_leftover_batches()
         had = even and least != _ENDED
         self._had_by_all += had
         return had
 
-    def _say_what_is_left(self) -> None:
+    def _report_leftover_batches(self) -> None:
         had, remaining = self._had_by_all, self._remaining()
         left = self._read_here - had
-        ranks = gather((left + (remaining or 0), not left or remaining is not None), self._statuses.group)
+        ranks = all_gather_objects((left + (remaining or 0), not left or remaining is not None), self._statuses.group)
         counts = ", ".join(
             f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
         )
@@ -168,6 +168,6 @@ class AgreedSource(BatchSource):
         rank_zero_info(f"{message}. The epoch ends after {had} batches on every rank.")
 
 
-def given_again(fetched: Fetched) -> Fetched:
+def replay_fetched(fetched: Fetched) -> Fetched:
     """Return a batch that was fetched earlier. Entries of :meth:`BatchSource.unread` bind this function."""
     return fetched

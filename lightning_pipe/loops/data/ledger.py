@@ -48,10 +48,10 @@ class InFlightLedger(Iterator[Any]):
         self,
         fetch: Callable[[], Fetched],
         *,
-        holds: bool = False,
+        keeps_batches: bool = False,
     ) -> None:
         self._fetch = fetch
-        self.holds = holds
+        self.keeps_batches = keeps_batches
         self._in_flight: deque[LedgerEntry] = deque()
         self._to_transfer: deque[LedgerEntry] = deque()
         self.fetched = 0
@@ -61,7 +61,7 @@ class InFlightLedger(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch, is_last, after = self._fetch()
-        entry = LedgerEntry(self.fetched, is_last, batch if self.holds else None, after)
+        entry = LedgerEntry(self.fetched, is_last, batch if self.keeps_batches else None, after)
         self._in_flight.append(entry)
         self._to_transfer.append(entry)
         self.fetched += 1
@@ -77,7 +77,7 @@ class InFlightLedger(Iterator[Any]):
         """Number of batches passed to the pipeline and not trained yet."""
         return len(self._in_flight)
 
-    def next_transferred(self) -> LedgerEntry | None:
+    def pop_next_transfer(self) -> LedgerEntry | None:
         """Return the batch to move to the device next, each batch once; None if all have been returned."""
         return self._to_transfer.popleft() if self._to_transfer else None
 

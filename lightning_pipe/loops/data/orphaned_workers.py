@@ -21,22 +21,26 @@ from torch.utils.data import DataLoader
 _PERIOD = 5.0
 
 
-class EndsWithRank:
+class OrphanedWorkerWatchdog:
     """``worker_init_fn`` of a loader that makes a worker end after its rank."""
 
     def __init__(self, init_fn: Callable[[int], object] | None) -> None:
-        self.then = init_fn
+        self.user_init_fn = init_fn
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=_watch, args=(os.getppid(),), name="watches the rank", daemon=True).start()
-        if self.then is not None:
-            self.then(worker)
+        if self.user_init_fn is not None:
+            self.user_init_fn(worker)
 
 
-def ending_with_rank(loader: Any) -> Any:
+def end_workers_with_process(loader: Any) -> Any:
     """Make the workers of a loader end after this process, and return the loader."""
-    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, EndsWithRank):
-        loader.worker_init_fn = EndsWithRank(loader.worker_init_fn)
+    if (
+        isinstance(loader, DataLoader)
+        and loader.num_workers
+        and not isinstance(loader.worker_init_fn, OrphanedWorkerWatchdog)
+    ):
+        loader.worker_init_fn = OrphanedWorkerWatchdog(loader.worker_init_fn)
     return loader
 
 

@@ -21,7 +21,7 @@ import torch
 Stream = Literal["fetch", "prepare", "transfer"]
 T = TypeVar("T")
 # State of each library's generator, by library name, in the format of that library.
-States = dict[str, Any]
+RNGStates = dict[str, Any]
 
 
 class RandomStreams:
@@ -33,37 +33,37 @@ class RandomStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[str, States] = {}
-        self.common: States | None = None
+        self._streams: dict[str, RNGStates] = {}
+        self.common: RNGStates | None = None
 
-    def restart(self, streams: dict[str, States] | None = None) -> None:
+    def restart(self, streams: dict[str, RNGStates] | None = None) -> None:
         """Begin an epoch. The first fetch uses the common stream, and the streams start from its states."""
         self._streams = dict(streams or {})
 
-    def draw(self, stream: Stream, work: Callable[[], T]) -> T:
+    def run_with_stream(self, stream: Stream, work: Callable[[], T]) -> T:
         """Run *work* with a stream and return its result. The first call of an epoch must use ``fetch``."""
         if not self._streams:
             result = work()
-            self._streams["fetch"] = self.common = get_states(self._device)
+            self._streams["fetch"] = self.common = get_rng_states(self._device)
         else:
-            common = self.common = swap_states(self._streams[stream], self._device)
+            common = self.common = swap_rng_states(self._streams[stream], self._device)
             try:
                 result = work()
             finally:
-                self._streams[stream] = swap_states(common, self._device)
+                self._streams[stream] = swap_rng_states(common, self._device)
         if len(self._streams) == 1:
             self._streams["prepare"] = _derived(self._streams["fetch"])
             self._streams["transfer"] = _derived(self._streams["prepare"])
         return result
 
-    def states(self, stream: Stream) -> States:
+    def states(self, stream: Stream) -> RNGStates:
         """Return the states of a stream before its next use. Before the first fetch, all are the common stream."""
-        return self._streams[stream] if self._streams else get_states(self._device)
+        return self._streams[stream] if self._streams else get_rng_states(self._device)
 
 
-def get_states(device: torch.device) -> States:
+def get_rng_states(device: torch.device) -> RNGStates:
     """Return the states of the generators of PyTorch, Python, NumPy (if imported) and a CUDA *device*."""
-    states: States = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: RNGStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
     # NumPy has not been used if it has not been imported.
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
@@ -72,7 +72,7 @@ def get_states(device: torch.device) -> States:
     return states
 
 
-def set_states(states: States, device: torch.device) -> None:
+def set_rng_states(states: RNGStates, device: torch.device) -> None:
     """Restore the generators from *states*. Generators without an entry are unchanged."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
@@ -83,17 +83,17 @@ def set_states(states: States, device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def swap_states(states: States, device: torch.device) -> States:
+def swap_rng_states(states: RNGStates, device: torch.device) -> RNGStates:
     """Restore the generators from *states*, and return their previous states.
 
     Each fetch makes two swaps. Together they take 80 microseconds if no code draws from NumPy, mostly for reading
     NumPy's state twice, and 130 microseconds otherwise.
     """
-    before = get_states(device)
+    before = get_rng_states(device)
     # Setting NumPy's state takes ten times as long as the comparison.
     if "numpy" in before and _is_same_numpy_state(states.get("numpy"), before["numpy"]):
         states = {name: state for name, state in states.items() if name != "numpy"}
-    set_states(states, device)
+    set_rng_states(states, device)
     return before
 
 
@@ -104,7 +104,7 @@ def _is_same_numpy_state(first: Any, second: Any) -> bool:
     return first[2:] == second[2:] and bool(first[1].tobytes() == second[1].tobytes())
 
 
-def pack_states(states: States) -> States:
+def pack_rng_states(states: RNGStates) -> RNGStates:
     """Return *states* as tensors and plain values, which any checkpoint can hold."""
     if "numpy" not in states:
         return states
@@ -112,8 +112,8 @@ def pack_states(states: States) -> States:
     return {**states, "numpy": (kind, keys.tolist(), *fields)}
 
 
-def unpack_states(packed: States) -> States:
-    """Return the states that :func:`pack_states` packed."""
+def unpack_rng_states(packed: RNGStates) -> RNGStates:
+    """Return the states that :func:`pack_rng_states` packed."""
     states = {name: state for name, state in packed.items() if name != "numpy"}
     if "numpy" in packed and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *fields = packed["numpy"]
@@ -121,12 +121,12 @@ def unpack_states(packed: States) -> States:
     return states
 
 
-def _derived(states: States) -> States:
+def _derived(states: RNGStates) -> RNGStates:
     """Return states of generators seeded from *states*, which are unchanged."""
     source = torch.Generator()
     source.set_state(states["torch"])
     seed = int(torch.randint(2**63 - 1, (), generator=source))
-    derived: States = {
+    derived: RNGStates = {
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "python": random.Random(seed).getstate(),
     }

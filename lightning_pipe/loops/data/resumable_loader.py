@@ -28,18 +28,18 @@ from torch.utils.data import (
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states, set_rng_states, unpack_rng_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.shared_order import batches_left, order_of
+from lightning_pipe.loops.data.shared_order import order_of, remaining_batches
 
-State = dict[str, Any]
+LoaderState = dict[str, Any]
 
 _CPU = torch.device("cpu")  # device of the generators that a sampler draws from
 # Samplers that draw only with the first index of an iteration, or from their own generators.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def can_resume(loader: Any) -> bool:
+def can_make_resumable(loader: Any) -> bool:
     """Return True if a loader is a DataLoader without its own state over a map-style dataset."""
     return (
         isinstance(loader, DataLoader)
@@ -50,14 +50,14 @@ def can_resume(loader: Any) -> bool:
     )
 
 
-def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
+def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged."""
     loader_class = _resumable_class(type(loader))  # type: ignore[arg-type]
     loader_copy: DataLoader[Any] = loader_class.__new__(loader_class)
     vars(loader_copy).update(vars(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # DataLoader.__setattr__ refuses to set its sampler.
-    vars(loader_copy)[name] = vars(loader_copy)["_indices"] = _Indices(vars(loader_copy)[name], loader)
+    vars(loader_copy)[name] = vars(loader_copy)["_indices"] = _ResumableSampler(vars(loader_copy)[name], loader)
     vars(loader_copy)["_iterator"] = None  # persistent workers of the given loader do not belong to the copy
     return loader_copy
 
@@ -67,7 +67,7 @@ def is_resumable(loader: Any) -> bool:
     return isinstance(loader, _Resumable)
 
 
-def draws_nothing(loader: Any) -> bool:
+def draws_no_random_numbers(loader: Any) -> bool:
     """Return True if a loader's workers fetch, and its sampler does not draw from this process's shared generators."""
     if type(loader) is not _resumable_class(DataLoader) or not loader.num_workers:  # a user-defined class
         return False
@@ -76,12 +76,12 @@ def draws_nothing(loader: Any) -> bool:
     return type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
 
 
-def share_samplers(first: Any, second: Any) -> bool:
+def have_same_samplers(first: Any, second: Any) -> bool:
     """Return True if the samplers of two loaders made by :func:`resumable` hold their state in the same objects."""
     return bool(first._indices.sampler_state.shares_with(second._indices.sampler_state))
 
 
-def snapshot(loader: Any) -> Callable[[], State]:
+def snapshot_loader(loader: Any) -> Callable[[], LoaderState]:
     """Record the current position of a loader, and return a function that gives the state at this position.
 
     The function returns the same state even after the loader has advanced.
@@ -92,19 +92,19 @@ def snapshot(loader: Any) -> Callable[[], State]:
     return fixed(copy.deepcopy(loader.state_dict()))
 
 
-def fixed(state: State) -> Callable[[], State]:
+def fixed(state: LoaderState) -> Callable[[], LoaderState]:
     """Return a function that gives *state*, in place of a loader that would give its state."""
     return lambda: state
 
 
-def end_of_epoch(loader: Any) -> State | None:
+def end_of_epoch(loader: Any) -> LoaderState | None:
     """Return the state of a loader at the end of an epoch, which a limit may have cut; None if it has no state."""
     if isinstance(loader, _Resumable):
         return loader._indices.ended()
-    return snapshot(loader)() if hasattr(loader, "state_dict") else None
+    return snapshot_loader(loader)() if hasattr(loader, "state_dict") else None
 
 
-def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
+def load_states(loaders: Sequence[Any], states: Sequence[LoaderState | None]) -> None:
     """Load states into loaders, so that the next iteration of each loader continues from its state."""
     if len(states) != len(loaders):
         raise SetupError(
@@ -117,20 +117,20 @@ def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
             loader.load_state_dict(state if is_resumable(loader) else copy.deepcopy(state))
 
 
-class _Indices:
+class _ResumableSampler:
     """Wraps a loader's sampler or batch sampler, which can continue from an earlier position."""
 
     def __init__(self, inner: Any, loader: DataLoader[Any]) -> None:
         self._inner = inner
         self._loader = loader
         self.sampler_state = SamplerState(loader)
-        self._left: State | None = None
-        self._resume: State | None = None
+        self._left: LoaderState | None = None
+        self._resume: LoaderState | None = None
         self.returned = 0
         # States of all generators when an iteration began, and when its first index was drawn.
-        self._created: State | None = None
-        self._begun: State | None = None
-        self._resumed: State | None = None
+        self._created: LoaderState | None = None
+        self._begun: LoaderState | None = None
+        self._resumed: LoaderState | None = None
         # Checksums of the indices up to each position that has not been returned, and the checksum in a checkpoint.
         self._sums: dict[int, int | None] = {}
         self._expected: int | None = None
@@ -159,15 +159,15 @@ class _Indices:
             self._put(resume["created"])
             self.returned, self._expected, self._resumed = resume["given"], resume["indices"], resume["begun"]
         elif resume is not None:
-            self.sampler_state.put(resume["ended"])
+            self.sampler_state.set_state(resume["ended"])
         self._created, self._begun = self._where(), None
         return goes_on
 
-    def _from(self, returned: int, begun: State | None) -> Iterator[Any]:
+    def _from(self, returned: int, begun: LoaderState | None) -> Iterator[Any]:
         if self._left is not None:
             yield from self.batches_left(self._left)[returned:]
             return
-        before = get_states(_CPU)
+        before = get_rng_states(_CPU)
         if begun is not None:
             self._put(begun)
         self._begun = self._where()
@@ -184,7 +184,7 @@ class _Indices:
         self._sums[returned] = total
         if begun is not None:
             # The rest of the fetch does not belong to the sampler, and continues from the previous states.
-            set_states(before, _CPU)
+            set_rng_states(before, _CPU)
         for position, index in enumerate(indices, returned + 1):
             self._sums[position] = total = _checksum(total, index)
             yield index
@@ -194,15 +194,15 @@ class _Indices:
         self._sums.pop(self.returned, None)
         self.returned += 1
 
-    def batches_left(self, state: State) -> list[Any]:
+    def batches_left(self, state: LoaderState) -> list[Any]:
         """Return this rank's batches of the rest of an epoch that was started with another number of ranks."""
         batches = self._loader.batch_sampler
         if batches is None:
-            return batches_left(state, self._loader.dataset, None)
+            return remaining_batches(state, self._loader.dataset, None)
         assert isinstance(batches, BatchSampler)
-        return batches_left(state, self._loader.dataset, batches.batch_size, batches.drop_last)
+        return remaining_batches(state, self._loader.dataset, batches.batch_size, batches.drop_last)
 
-    def snapshot(self) -> Callable[[], State]:
+    def snapshot(self) -> Callable[[], LoaderState]:
         if self._left is not None:
             batch_size = self._loader.batch_size or 1
             order = self._left["left"] | {"batch": batch_size * self._left["world"]}
@@ -213,47 +213,47 @@ class _Indices:
         total = self._sums.get(self.returned)
         return partial(_state, self._created, self._begun, self.returned, order_of(self._loader), total)
 
-    def ended(self) -> State:
-        return {"ended": self.sampler_state.get(at_end=True)}
+    def ended(self) -> LoaderState:
+        return {"ended": self.sampler_state.get_state(at_end=True)}
 
-    def resume(self, state: State) -> None:
+    def resume(self, state: LoaderState) -> None:
         self._resume = _read(state) if state else None
 
-    def _where(self) -> State:
-        return {"common": get_states(_CPU), "own": self.sampler_state.get()}
+    def _where(self) -> LoaderState:
+        return {"common": get_rng_states(_CPU), "own": self.sampler_state.get_state()}
 
-    def _put(self, where: State) -> None:
-        set_states(where["common"], _CPU)
-        self.sampler_state.put(where["own"])
+    def _put(self, where: LoaderState) -> None:
+        set_rng_states(where["common"], _CPU)
+        self.sampler_state.set_state(where["own"])
 
 
 class _Resumable:
     """Mixin that makes a class of loaders resumable."""
 
-    _indices: _Indices
+    _indices: _ResumableSampler
 
     def __iter__(self) -> Any:
-        before = get_states(_CPU)
+        before = get_rng_states(_CPU)
         goes_on = self._indices.begin()
         iterator = super().__iter__()  # type: ignore[misc]
         if goes_on:
             # Creating the iterator repeated the draws of the beginning of the epoch.
-            set_states(before, _CPU)
-        return _Counted(iterator, self._indices)
+            set_rng_states(before, _CPU)
+        return _CountingIterator(iterator, self._indices)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> LoaderState:
         """Return the position of the loader as plain values and tensors."""
         return self._indices.snapshot()()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Let the next iteration continue from *state*. An empty state is the state of a new loader."""
         self._indices.resume(state)
 
 
-class _Counted(Iterator[Any]):
+class _CountingIterator(Iterator[Any]):
     """Iterator of a loader that counts returned batches, since workers are asked for more batches in advance."""
 
-    def __init__(self, inner: Iterator[Any], indices: _Indices) -> None:
+    def __init__(self, inner: Iterator[Any], indices: _ResumableSampler) -> None:
         self._inner = inner
         self._indices = indices
 
@@ -275,7 +275,9 @@ def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return loader_class
 
 
-def _state(created: State, begun: State | None, returned: int, order: State | None, indices: int | None) -> State:
+def _state(
+    created: LoaderState, begun: LoaderState | None, returned: int, order: LoaderState | None, indices: int | None
+) -> LoaderState:
     packed = None if begun is None else _pack(begun)
     return {"created": _pack(created), "begun": packed, "given": returned, "order": order, "indices": indices}
 
@@ -290,7 +292,7 @@ def _checksum(total: int | None, indices: Any) -> int | None:
         return None
 
 
-def _read(state: State) -> State:
+def _read(state: LoaderState) -> LoaderState:
     """Unpack a state when it is loaded, since the next iteration is too late to report that it is damaged."""
     if "ended" in state or "left" in state:
         return state
@@ -298,9 +300,9 @@ def _read(state: State) -> State:
     return {**state, "created": _unpack(state["created"]), "begun": begun}
 
 
-def _pack(where: State) -> State:
-    return {"common": pack_states(where["common"]), "own": where["own"]}
+def _pack(where: LoaderState) -> LoaderState:
+    return {"common": pack_rng_states(where["common"]), "own": where["own"]}
 
 
-def _unpack(packed: State) -> State:
-    return {"common": unpack_states(packed["common"]), "own": packed["own"]}
+def _unpack(packed: LoaderState) -> LoaderState:
+    return {"common": unpack_rng_states(packed["common"]), "own": packed["own"]}

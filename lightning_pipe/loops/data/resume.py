@@ -12,11 +12,17 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.safe_text import printable
-from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
+from lightning_pipe.engine.common.safe_text import escape_unprintable
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
+from lightning_pipe.loops.data.random_streams import (
+    RNGStates,
+    get_rng_states,
+    pack_rng_states,
+    set_rng_states,
+    unpack_rng_states,
+)
 from lightning_pipe.loops.data.resumable_loader import fixed, load_states
-from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterators
+from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterator_states
 
 
 @dataclass
@@ -34,8 +40,8 @@ class ResumePoint:
     """
 
     loaders: list[Any]
-    common: States
-    streams: dict[str, States] = field(default_factory=dict)
+    common: RNGStates
+    streams: dict[str, RNGStates] = field(default_factory=dict)
     iterators: list[IteratorState | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,42 +56,42 @@ class ResumePoint:
     def load(self, combined: CombinedLoader) -> None:
         """Let the next iteration of each loader begin at this point."""
         load_states(combined.flattened, self.loaders)
-        load_iterators(combined, self.loaders, self.iterators)
+        load_iterator_states(combined, self.loaders, self.iterators)
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of loaders and their iterators in the format of a ledger's entries."""
         loaders = [None if state is None else fixed(state) for state in self.loaders]
         return {"loaders": loaders, "iterators": self.iterators}
 
-    def put_generators(self, device: torch.device) -> None:
+    def restore_generators(self, device: torch.device) -> None:
         """Restore the generators to their states when iterators were created, or would have been created next."""
-        set_states(self.streams.get("fetch", self.common), device)
+        set_rng_states(self.streams.get("fetch", self.common), device)
 
     @contextmanager
-    def making_iterators(self, device: torch.device) -> Iterator[None]:
+    def replay_iterator_creation(self, device: torch.device) -> Iterator[None]:
         """Context for creating loaders, then calling :meth:`put_generators`, then creating iterators.
 
         Iterators then draw the same random numbers, and prefetch the same samples, as in the previous run. If the
         checkpoint was written before the first epoch, generators are also restored before the loaders are created.
         """
-        before = get_states(device)
+        before = get_rng_states(device)
         if not self.loaders:
-            self.put_generators(device)
+            self.restore_generators(device)
         try:
             yield
             if self.in_mid_epoch:
-                self.streams_after_iterators["fetch"] = get_states(device)
+                self.streams_after_iterators["fetch"] = get_rng_states(device)
             else:
-                self.common_after_iterators = get_states(device)
+                self.common_after_iterators = get_rng_states(device)
         finally:
-            set_states(before, device)
+            set_rng_states(before, device)
 
     def packed(self) -> dict[str, Any]:
         """Return the contents for a checkpoint: tensors, plain values, and the states of user-defined loaders."""
         return {
             "loaders": self.loaders,
-            "common": pack_states(self.common),
-            "streams": {name: pack_states(states) for name, states in self.streams.items()},
+            "common": pack_rng_states(self.common),
+            "streams": {name: pack_rng_states(states) for name, states in self.streams.items()},
             "iterators": [None if iterator is None else iterator.packed() for iterator in self.iterators],
         }
 
@@ -94,13 +100,13 @@ class ResumePoint:
         """Restore the point from the result of :meth:`packed`."""
         return ResumePoint(
             packed["loaders"],
-            unpack_states(packed["common"]),
-            {name: unpack_states(states) for name, states in packed["streams"].items()},
+            unpack_rng_states(packed["common"]),
+            {name: unpack_rng_states(states) for name, states in packed["streams"].items()},
             [None if iterator is None else IteratorState.unpacked(iterator) for iterator in packed["iterators"]],
         )
 
 
-def read_on_all_ranks(part: str, read: Callable[[], None]) -> None:
+def load_state_on_all_ranks(part: str, read: Callable[[], None]) -> None:
     """Read *part* of a checkpoint. Every rank must call this."""
 
     def checked() -> None:
@@ -108,13 +114,13 @@ def read_on_all_ranks(part: str, read: Callable[[], None]) -> None:
             read()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             is_setup_error = isinstance(error, SetupError)
-            cause = str(error) if is_setup_error else f"{type(error).__name__}: {printable(str(error)[:200])}"
+            cause = str(error) if is_setup_error else f"{type(error).__name__}: {escape_unprintable(str(error)[:200])}"
             raise SetupError(
                 f"{part} is damaged, or belongs to other dataloaders ({cause}). Resume from another checkpoint, or load"
                 " only the weights of the module."
             ) from error
 
-    on_all_ranks(checked, f"{part} cannot be read", dist.group.WORLD)
+    run_on_all_ranks(checked, f"{part} cannot be read", dist.group.WORLD)
 
 
 def are_equal(first: Any, second: Any) -> bool:

@@ -35,7 +35,7 @@ class SamplerState:
         self._generators: list[Any] = list({id(generator): generator for generator in generators}.values())
         self._at_first = [vars(sampler).setdefault(_FIRST, _counters(sampler)) for sampler in self._samplers]
 
-    def get(self, *, at_end: bool = False) -> list[Any]:
+    def get_state(self, *, at_end: bool = False) -> list[Any]:
         """Return the states of the generators, then the changed counters of each sampler."""
         states = [_pack(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
@@ -43,7 +43,7 @@ class SamplerState:
             states.append({} if told else dict(_counters(sampler).items() - at_first.items()))
         return states
 
-    def put(self, states: list[Any]) -> None:
+    def set_state(self, states: list[Any]) -> None:
         """Restore generators and counters from the result of :meth:`get` for an equally constructed loader."""
         for generator, state in zip(self._generators, states, strict=False):
             _unpack(generator, state)

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-State = dict[str, Any]
+LoaderStateDict = dict[str, Any]
 
 
-def order_of(loader: DataLoader[Any]) -> State | None:
+def order_of(loader: DataLoader[Any]) -> LoaderStateDict | None:
     """Return the order that the loader's ranks share, as numbers for :func:`batches_left`; None for other samplers."""
     batches = loader.batch_sampler
     # Without automatic batching, the loader returns the dataset's entry for each index.
@@ -34,9 +34,11 @@ def order_of(loader: DataLoader[Any]) -> State | None:
     }
 
 
-def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> list[State | None] | None:
+def reshard_loader_states(
+    states: Sequence[LoaderStateDict | None], rank: int, world: int
+) -> list[LoaderStateDict | None] | None:
     """Convert states of loaders to another number of ranks."""
-    converted: list[State | None] = []
+    converted: list[LoaderStateDict | None] = []
     for state in states:
         if state and "ended" in state:
             converted.append({"ended": []})
@@ -49,8 +51,8 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
     return converted
 
 
-def batches_left(
-    state: State, dataset: Any, batch_size: int | None, drop_last: bool = False
+def remaining_batches(
+    state: LoaderStateDict, dataset: Any, batch_size: int | None, drop_last: bool = False
 ) -> list[list[int]] | list[int]:
     """Return a rank's batches of the remaining samples, the same number for each rank.
 

@@ -24,8 +24,14 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
-from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, fixed, is_resumable, snapshot
+from lightning_pipe.loops.data.random_streams import (
+    RNGStates,
+    get_rng_states,
+    pack_rng_states,
+    set_rng_states,
+    unpack_rng_states,
+)
+from lightning_pipe.loops.data.resumable_loader import LoaderState, end_of_epoch, fixed, is_resumable, snapshot_loader
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.torchdata_samplers import is_from
 
@@ -43,7 +49,7 @@ class IteratorState:
     Attributes:
         ended: True if the iterator was asked for a batch after its last one (default False).
         replaced: True if the next batch belongs to a new epoch, which replaces the iterator (default False).
-        made_with: states of the shared random generators just before the iterator was created; None if unknown.
+        rng_states: states of the shared random generators just before the iterator was created; None if unknown.
         generator: state of the loader's own generator, uint8; None if it has no generator.
         samplers: states of the loader's samplers just before the iterator was created, as ``SamplerState`` reads them.
         before_last: state of the loader before its last batch, if the iterator is replaced; None if unknown.
@@ -51,23 +57,23 @@ class IteratorState:
 
     ended: bool = False
     replaced: bool = False
-    made_with: States | None = None
+    rng_states: RNGStates | None = None
     generator: torch.Tensor | None = None
     samplers: list[Any] = field(default_factory=list)
     before_last: Any = None
 
     def packed(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
-        return {**vars(self), "made_with": None if self.made_with is None else pack_states(self.made_with)}
+        return {**vars(self), "rng_states": None if self.rng_states is None else pack_rng_states(self.rng_states)}
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
-        made_with = packed["made_with"]
-        return IteratorState(**{**packed, "made_with": None if made_with is None else unpack_states(made_with)})
+        rng_states = packed["rng_states"]
+        return IteratorState(**{**packed, "rng_states": None if rng_states is None else unpack_rng_states(rng_states)})
 
 
-def watch(combined: CombinedLoader) -> None:
+def track_iterators(combined: CombinedLoader) -> None:
     """Record the iterators that a combined loader creates from now on from loaders with their own state."""
     earlier = {id(watched.loader): watched for watched in _watched(combined) if watched is not None}
     stateful = [loader if _has_own_state(loader) else None for loader in combined.flattened]
@@ -86,16 +92,16 @@ def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
     return [None if loader is None else loader.state() for loader in watched]
 
 
-def loader_states(combined: CombinedLoader) -> list[Callable[[], State] | None]:
+def loader_states(combined: CombinedLoader) -> list[Callable[[], LoaderState] | None]:
     """Return functions that give the present state of each loader; None for a loader without a state."""
     watched = _watched(combined) or [None] * len(combined.flattened)
-    states: list[Callable[[], State] | None] = []
+    states: list[Callable[[], LoaderState] | None] = []
     for watched_loader, loader in zip(watched, combined.flattened, strict=True):
         # Until its next batch, litdata's loader gives the state of a first epoch.
         if watched_loader is not None and watched_loader.is_loaded:
             states.append(fixed(watched_loader.loaded))
         else:
-            states.append(snapshot(loader) if hasattr(loader, "state_dict") else None)
+            states.append(snapshot_loader(loader) if hasattr(loader, "state_dict") else None)
     return states
 
 
@@ -132,14 +138,16 @@ def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict
     return states, iterators
 
 
-def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]) -> None:
+def load_iterator_states(
+    combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]
+) -> None:
     """Let the next iteration of each loader with its own state continue from the position of its iterator."""
     for watched, loader, iterator in zip(_watched(combined), loaders, iterators, strict=False):
         if watched is not None and loader is not None and iterator is not None:
             watched.load(loader, iterator)
 
 
-def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
+def next_iterator_states(combined: CombinedLoader) -> dict[str, list[Any]]:
     """Return the states of the iterators that will be created next, in the format of a ledger's entries."""
     positions = [None if loader is None else loader.peek() for loader in _watched(combined)] or [None] * len(
         combined.flattened
@@ -158,8 +166,8 @@ class _WatchedLoader:
         self.due: IteratorState | None = None
         self.ended = False
         self.is_loaded = False  # True from a load until the next batch is asked for
-        self._made_with: tuple[States | None, list[Any]] = (None, [])
-        self._peeked_with: tuple[States | None, list[Any]] | None = None
+        self._made_with: tuple[RNGStates | None, list[Any]] = (None, [])
+        self._peeked_with: tuple[RNGStates | None, list[Any]] | None = None
         self.loaded: Any = None
 
     def __len__(self) -> int:
@@ -170,7 +178,7 @@ class _WatchedLoader:
         if due is not None:
             continued = self._continued(due)
             if not due.replaced:
-                self.ended, self._made_with = due.ended, (due.made_with, due.samplers)
+                self.ended, self._made_with = due.ended, (due.rng_states, due.samplers)
                 return iter(()) if due.ended else _WatchedIterator(continued, self)
         self.ended = self.is_loaded = False
         if is_from("litdata", self.loader):
@@ -182,17 +190,17 @@ class _WatchedLoader:
     def _continued(self, due: IteratorState) -> Any:
         """Create the iterator of the checkpoint again, without changes to the random generators."""
         if due.samplers and is_from("torchdata", self.loader):
-            SamplerState(self.loader).put(due.samplers)
+            SamplerState(self.loader).set_state(due.samplers)
         with ExitStack() as restored:
-            restored.callback(set_states, get_states(_CPU), _CPU)
-            if due.made_with is not None:
-                set_states(due.made_with, _CPU)
+            restored.callback(set_rng_states, get_rng_states(_CPU), _CPU)
+            if due.rng_states is not None:
+                set_rng_states(due.rng_states, _CPU)
             continued = iter(self.loader)
             # The batch is fetched again, so that its changes to the dataset are made before the next epoch.
             if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
                 # The last batch was the first batch of a short loader that had been restarted.
-                if due.made_with is not None:
-                    set_states(due.made_with, _CPU)
+                if due.rng_states is not None:
+                    set_rng_states(due.rng_states, _CPU)
                 continued = iter(self.loader)
                 next(continued, None)
             if due.ended and next(continued, _NONE) is not _NONE:
@@ -214,23 +222,23 @@ class _WatchedLoader:
         if self.due is not None:
             return self.loaded, self.due
         if self._made_with[0] is None:
-            self._peeked_with = made_with, samplers = self._random_states()
+            self._peeked_with = rng_states, samplers = self._random_states()
             # To return its state, torchdata's loader creates an iterator.
             state = copy.deepcopy(self.loader.state_dict())
-            return state, replace(self.state(), made_with=made_with, samplers=samplers)
+            return state, replace(self.state(), rng_states=rng_states, samplers=samplers)
         return copy.deepcopy(self.loader.state_dict()), replace(self.state(), replaced=True)
 
     def state(self) -> IteratorState:
         generator = _generator(self.loader)
-        made_with, samplers = self._made_with
+        rng_states, samplers = self._made_with
         generator_state = None if generator is None else generator.get_state()
-        return IteratorState(self.ended, False, made_with, generator_state, samplers)
+        return IteratorState(self.ended, False, rng_states, generator_state, samplers)
 
-    def _random_states(self) -> tuple[States, list[Any]]:
+    def _random_states(self) -> tuple[RNGStates, list[Any]]:
         # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
         # samplers on their own.
-        samplers = SamplerState(self.loader).get(at_end=True) if is_from("torchdata", self.loader) else []
-        return get_states(_CPU), samplers
+        samplers = SamplerState(self.loader).get_state(at_end=True) if is_from("torchdata", self.loader) else []
+        return get_rng_states(_CPU), samplers
 
 
 class _WatchedIterator(Iterator[Any]):

@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.lightning import SignalConnector, next_hpc_checkpoint
-from lightning_pipe.engine.ranks.together import any_of, from_rank
+from lightning_pipe.engine.ranks.object_collectives import all_reduce_any, run_on_rank
 
 
-class AgreedTermination(SignalConnector):
+class SynchronizedTermination(SignalConnector):
     """Signal connector of Lightning whose handlers only record a signal while ranks agree on each batch.
 
     Lightning's handlers communicate immediately, wherever the main thread is: on SIGTERM they broadcast rank 0's flag,
@@ -28,26 +28,26 @@ class AgreedTermination(SignalConnector):
     ranks without the signal do not take part in it, so that all ranks hang.
     """
 
-    agreed = False  # True if ranks exchange with every batch if they were told to end
-    told = False
-    told_to_requeue = False
+    syncs_every_batch = False  # True if ranks exchange with every batch if they were told to end
+    local_sigterm_received = False
+    local_requeue_received = False
 
     def register_signal_handlers(self) -> None:
-        self.told = self.told_to_requeue = False
+        self.local_sigterm_received = self.local_requeue_received = False
         super().register_signal_handlers()
 
-    def any_told(self) -> bool:
+    def has_local_signal(self) -> bool:
         """Return True if this rank has received a signal that all ranks act on together."""
-        return self.told or self.told_to_requeue
+        return self.local_sigterm_received or self.local_requeue_received
 
-    def act(self, complete: bool) -> None:
+    def act_on_signals(self, complete: bool) -> None:
         """Act on the signals of all ranks. Every rank calls this before the same batch."""
         group = dist.group.WORLD
-        end, requeue = any_of([self.told, self.told_to_requeue], group)
+        end, requeue = all_reduce_any([self.local_sigterm_received, self.local_requeue_received], group)
         if requeue and not complete:
             return
         if requeue:
-            self.told_to_requeue = False
+            self.local_requeue_received = False
             requeue = self._save_and_requeue(group)
         if end or requeue:
             self.received_sigterm = True
@@ -58,23 +58,23 @@ class AgreedTermination(SignalConnector):
         trainer, job = self.trainer, _job()
         # Lightning numbers the file by the files that are there, which a rank that is late would find.
         folder = str(trainer.default_root_dir)
-        path = from_rank(lambda: next_hpc_checkpoint(trainer), f"{folder!r} cannot be listed", group)
+        path = run_on_rank(lambda: next_hpc_checkpoint(trainer), f"{folder!r} cannot be listed", group)
         rank_zero_info(f"Slurm is about to stop job {job}: training is saved to {path!r}, and the job is requeued")
         for logger in trainer.loggers:
             logger.finalize("finished")
         trainer.save_checkpoint(path)
         # Slurm ends the job at once, also a save that is still written in the background.
-        if hasattr(trainer.strategy, "end_saves"):
-            trainer.strategy.end_saves()
-        failed = from_rank(lambda: _requeue(job), f"job {job} cannot be requeued", group)
+        if hasattr(trainer.strategy, "finish_saves"):
+            trainer.strategy.finish_saves()
+        failed = run_on_rank(lambda: _requeue(job), f"job {job} cannot be requeued", group)
         if failed:
             rank_zero_warn(f"job {job} was not requeued, and training goes on until Slurm stops it: {failed}")
         return not failed
 
     def on_slurm_signal(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and (self.agreed or self.trainer.world_size == 1):
-            self.told_to_requeue = True
+        if fitting and (self.syncs_every_batch or self.trainer.world_size == 1):
+            self.local_requeue_received = True
         elif fitting:
             super().on_slurm_signal(signum, frame)
         elif self.trainer.is_global_zero and (failed := _requeue(_job())):  # there is nothing to save
@@ -82,13 +82,13 @@ class AgreedTermination(SignalConnector):
 
     def on_sigterm(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.agreed:
+        if fitting and not self.syncs_every_batch:
             super().on_sigterm(signum, frame)
             return
         launcher = self.trainer.strategy.launcher
-        if launcher is not None and not self.told:
+        if launcher is not None and not self.local_sigterm_received:
             launcher.kill(signal.Signals(signum))
-        self.told = True
+        self.local_sigterm_received = True
         if not fitting:
             # No checkpoint is saved outside of fit, so each rank ends independently after its batch.
             self.received_sigterm = True

@@ -15,7 +15,7 @@ def is_from(project: str, instance: Any) -> bool:
     return any(base.__module__.startswith(f"{project}.") for base in type(instance).__mro__)
 
 
-def shuffled_over_ranks(loader: Any) -> Any:
+def fix_torchdata_distributed_shuffle(loader: Any) -> Any:
     """Make a loader distribute its rows over ranks correctly if it uses torchdata's samplers, and return it.
 
     Lightning replaces PyTorch's ``RandomSampler`` by a ``DistributedSampler``, but wraps torchdata's sampler. Each rank
@@ -31,11 +31,11 @@ def shuffled_over_ranks(loader: Any) -> Any:
             is_shuffle = is_from("torchdata", inner) and getattr(inner, "replacement", None) is False
             if is_shuffle and len(inner) == len(inner.data_source):
                 inner = SequentialSampler(inner.data_source)
-            wrapper.dataset = _DrawnWhenUsed(inner)
+            wrapper.dataset = _LazySamplerDataset(inner)
     return loader
 
 
-class _DrawnWhenUsed(Dataset[Any]):
+class _LazySamplerDataset(Dataset[Any]):
     """Dataset of a sampler's indices for ``DistributedSamplerWrapper``, which draws them on first use.
 
     Lightning's dataset draws when an iteration begins. A torchdata loader that continues begins two iterations, and

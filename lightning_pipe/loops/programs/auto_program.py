@@ -25,9 +25,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingContext
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.device_clock import DeviceClock
-from lightning_pipe.engine.observe.trace import Trace, task_seconds
-from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
-from lightning_pipe.engine.ranks.together import from_rank, gather
+from lightning_pipe.engine.observe.trace import Trace, median_task_seconds
+from lightning_pipe.engine.planning.plan_choice import (
+    choose_plan,
+    interquartile_mean,
+    max_generated_plans,
+    select_survivors,
+)
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_rank
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
 
@@ -39,7 +44,7 @@ _KEPT = 200  # number of timed iterations that are kept to detect a slower machi
 
 
 @dataclass(frozen=True)
-class Exploration:
+class PlanSearchOptions:
     """Size of the search for the fastest plan.
 
     All iterations of the search train the model like any other iteration. The search costs only the extra time of the
@@ -51,13 +56,13 @@ class Exploration:
         rounds: number of rounds in which every plan is timed (default 6).
         found: maximum number of plans from the planner, in addition to the hand-written ones (default 3). It is further
             limited to the number of plans that the rounds can distinguish from noise
-            (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): 0 with fewer than 5 rounds, including
+            (:func:`~lightning_pipe.engine.planning.plan_choice.max_generated_plans`): 0 with fewer than 5 rounds, including
             *extra_rounds*.
         replan_above: factor of the iteration time above which the search runs again at the start of an epoch (default
             None). The time in the previous epoch is compared with the time when the plan was chosen. ``None`` disables
             replanning.
         extra_rounds: maximum number of rounds after *rounds*, in which only plans that may still be the fastest are
-            timed (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`; default 18).
+            timed (:func:`~lightning_pipe.engine.planning.plan_choice.select_survivors`; default 18).
 
     Raises:
         PlanError: a value is not a whole number or too small, or *replan_above* is not above 1.
@@ -65,7 +70,7 @@ class Exploration:
 
     iterations: int = 8
     rounds: int = 6
-    found: int = 3
+    max_generated: int = 3
     replan_above: float | None = None
     extra_rounds: int = 18
 
@@ -92,7 +97,7 @@ class PlanChoice:
     plan: PipelinePlan
     measured: Mapping[str, Sequence[float]]
     hand_written: Sequence[str]
-    own: Mapping[str, float]
+    task_seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class AutoProgram(TrainingProgram):
         propose: Proposal,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        exploration: Exploration,
+        exploration: PlanSearchOptions,
         chosen: Callable[[PlanChoice], None],
         **arguments: Any,
     ) -> None:
@@ -247,7 +252,7 @@ class AutoProgram(TrainingProgram):
         names = list(self._by_name)
         if done >= self._exploration.rounds:
             more = done < self._exploration.rounds + self._exploration.extra_rounds
-            names = contenders(self._times, self._names_by_hand()) if more else []
+            names = select_survivors(self._times, self._names_by_hand()) if more else []
         first = done % len(names) if names else 0
         return [self._by_name[name] for name in names[first:] + names[:first]]
 
@@ -258,15 +263,17 @@ class AutoProgram(TrainingProgram):
         if self.pipeline.trace is trace:  # a callback may have started its own recording
             self.pipeline.stop_trace()
         traces, self._traces = self._traces, []
-        task_times = task_seconds(span for recorded in traces if recorded is not None for span in recorded.spans())
+        task_times = median_task_seconds(
+            span for recorded in traces if recorded is not None for span in recorded.spans()
+        )
         *mean_times, seconds = self._mean_of_ranks([*(task_times.get(name, 0.0) for name in names), seconds])
         self._seconds_of_task = dict(zip(names, mean_times, strict=True))
         proposed: list[PipelinePlan] = []
         rounds = self._exploration.rounds + self._exploration.extra_rounds
-        if most := min(self._exploration.found, most_found(rounds)):
+        if most := min(self._exploration.max_generated, max_generated_plans(rounds)):
             beside = max(0.0, seconds - sum(mean_times))
             # Ranks on unequal machines would propose unequal plans.
-            specs = from_rank(
+            specs = run_on_rank(
                 lambda: [plan.spec for plan in self._propose(self._seconds_of_task, beside)],
                 "the first rank could not propose plans",
                 self._group,
@@ -280,7 +287,7 @@ class AutoProgram(TrainingProgram):
 
     def _choose(self) -> None:
         hand_written = self._names_by_hand()
-        winner = self._by_name[fastest(self._times, hand_written)]
+        winner = self._by_name[choose_plan(self._times, hand_written)]
         self._choice = PlanChoice(winner, self._times, hand_written, self._seconds_of_task)
         self._blocks = deque([_Block(winner)])
         self._begin_block()
@@ -296,7 +303,7 @@ class AutoProgram(TrainingProgram):
             return
         (current_seconds,) = self._mean_of_ranks([self._typical_seconds()])
         self._timed.clear()
-        if current_seconds > above * typical(choice.measured[choice.plan.name]):
+        if current_seconds > above * interquartile_mean(choice.measured[choice.plan.name]):
             self._explore()
 
     # ------------------------------------------------------------------ helpers
@@ -311,11 +318,11 @@ class AutoProgram(TrainingProgram):
 
     def _typical_seconds(self) -> float:
         """Return the typical time of the timed iterations."""
-        return typical(self._clock.seconds(self._timed))
+        return interquartile_mean(self._clock.seconds(self._timed))
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """Average over ranks, so that all ranks choose the same plan."""
-        return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(values, self._group), strict=True)]
+        return [statistics.fmean(of_ranks) for of_ranks in zip(*all_gather_objects(values, self._group), strict=True)]
 
 
 class _Clock:
@@ -325,7 +332,7 @@ class _Clock:
         self._of_device = of_device
 
     def now(self) -> Any:
-        return time.perf_counter() if self._of_device is None else self._of_device.now()
+        return time.perf_counter() if self._of_device is None else self._of_device.record_event()
 
     def seconds(self, marks: Collection[tuple[Any, Any]]) -> list[float]:
         """Return the seconds between the marks of each pair, after the device has reached all end marks."""

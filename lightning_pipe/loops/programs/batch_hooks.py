@@ -8,16 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lightning_pipe._compat.quick_lightning import call_strategy_hook, data_hook, is_watched, replaces
+from lightning_pipe._compat.fast_hooks import call_strategy_hook, data_hook, is_recording_hooks, overrides_hook
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.runtime.worker import on_worker
+from lightning_pipe.engine.runtime.worker import is_worker_thread
 from lightning_pipe.loops.data.random_streams import RandomStreams
 
 _PREPARES = ("on_before_batch_transfer",)
 _TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class BatchHooks:
+class BatchTransferHooks:
     """Calls the batch-transfer hooks as Lightning's loops do.
 
     If the user has not overridden a kind of hook, its random stream is not used, and the work of Lightning's default
@@ -32,8 +32,8 @@ class BatchHooks:
     def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Convert the batch for the precision plugin and call ``on_before_batch_transfer``."""
         if self._has(_PREPARES):
-            return self._streams.draw("prepare", partial(self._prepared, batch, dataloader_idx))
-        if is_watched(self._trainer):
+            return self._streams.run_with_stream("prepare", partial(self._prepared, batch, dataloader_idx))
+        if is_recording_hooks(self._trainer):
             return self._prepared(batch, dataloader_idx)
         return self._trainer.strategy.precision_plugin.convert_input(batch)
 
@@ -43,16 +43,16 @@ class BatchHooks:
         In a worker thread the hooks have no random stream of their own, and no profiler records them.
         """
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
-        if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
+        if not (draws or overrides_hook(strategy, "batch_to_device") or is_recording_hooks(self._trainer)):
             return move_data_to_device(batch, self._device)
-        if on_worker():
+        if is_worker_thread():
             return self._move_on_worker(batch, dataloader_idx)
         move = partial(call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
-        return self._streams.draw("transfer", move) if draws else move()
+        return self._streams.run_with_stream("transfer", move) if draws else move()
 
     def _move_on_worker(self, batch: Any, dataloader_idx: int) -> Any:
         trainer = self._trainer
-        if users := users_transfers(trainer, getattr(trainer.strategy, "transfer_on_worker", False)):
+        if users := find_user_transfer_hooks(trainer, getattr(trainer.strategy, "transfer_on_worker", False)):
             raise SetupError(
                 f"a worker thread moves batches to the device, but training has begun without {', '.join(users)}. Set"
                 " hooks and profilers before fit, or, for hooks, pass transfer_on_worker=True to the strategy"
@@ -67,13 +67,15 @@ class BatchHooks:
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
         """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
-        return any(replaces(holder, name) for holder in _holders(self._trainer) for name in hooks)
+        return any(overrides_hook(holder, name) for holder in _holders(self._trainer) for name in hooks)
 
 
-def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
+def find_user_transfer_hooks(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
     """Names of the user's parts in the transfer of a batch, which belong to the main thread; empty without any."""
     of_strategy = (
-        [f"{type(trainer.strategy).__name__}.batch_to_device"] if replaces(trainer.strategy, "batch_to_device") else []
+        [f"{type(trainer.strategy).__name__}.batch_to_device"]
+        if overrides_hook(trainer.strategy, "batch_to_device")
+        else []
     )
     if hooks_may_leave:
         return of_strategy
@@ -81,9 +83,9 @@ def users_transfers(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[
         f"{type(holder).__name__}.{name}"
         for holder in _holders(trainer)
         for name in _TRANSFERS
-        if replaces(holder, name)
+        if overrides_hook(holder, name)
     ]
-    return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_watched(trainer) else [])]
+    return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_recording_hooks(trainer) else [])]
 
 
 def _holders(trainer: pl.Trainer) -> list[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
-from lightning_pipe.engine.plans.plan_file import plan_file
 from lightning_pipe.engine.plans.schedule import MAIN
+from lightning_pipe.engine.plans.user_files import open_plan_file
 from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.
@@ -54,7 +54,7 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
     if isinstance(plan, PipelinePlan):
         return _checked(PipelinePlan.from_spec(plan.spec, tasks))
-    with plan_file(plan, PLANS, "pipeline") as spec:
+    with open_plan_file(plan, PLANS, "pipeline") as spec:
         return _checked(PipelinePlan.from_spec(spec, tasks))
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline, TrainingContext
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.runtime.record_stream import record_stream
 
 
 class TrainingProgram:
@@ -53,8 +53,8 @@ class TrainingProgram:
         step: str,
         forward: str | None = None,
         backward: str | None = None,
-        prepared: str | None = None,
-        alone: Callable[[], bool] | None = None,
+        last_replacing_task: str | None = None,
+        trains_next_alone: Callable[[], bool] | None = None,
         on_close: Callable[[], None] | None = None,
         on_abandon: Callable[[Sequence[IterContext]], None] | None = None,
     ) -> None:
@@ -63,14 +63,14 @@ class TrainingProgram:
         self.step = step
         self.forward = forward or ""
         self._backward = backward
-        self._prepared = prepared
-        self._alone = alone
+        self._prepared = last_replacing_task
+        self._alone = trains_next_alone
         self._on_close = on_close
         self._on_abandon = on_abandon
         self.current: TrainingContext | None = None
 
     @property
-    def steps_whole_batch(self) -> bool:
+    def trains_in_one_task(self) -> bool:
         """True if the caller does the whole training of a batch in one task."""
         return not self.forward
 
@@ -98,10 +98,10 @@ class TrainingProgram:
                 self.pipeline.wait_for(task)
         # Its tensors were allocated on the transfer's stream. Their memory must not be reused while this stream uses
         # them.
-        record_use(current.batch)
+        record_stream(current.batch)
         return current
 
-    def give_step(self, training_step: Callable[[], Any]) -> TrainingContext:
+    def set_training_step(self, training_step: Callable[[], Any]) -> TrainingContext:
         """Let the forward task of the current batch call *training_step*.
 
         Returns:
@@ -175,9 +175,16 @@ class EvaluationProgram(TrainingProgram):
         transfer: str,
         step: str,
         forward: str | None = None,
-        alone: Callable[[], bool] | None = None,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        trains_next_alone: Callable[[], bool] | None = None,
+        evaluation_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(pipeline, transfer=transfer, step=step, forward=forward, alone=alone, on_close=on_close)
-        self.around = around
+        super().__init__(
+            pipeline,
+            transfer=transfer,
+            step=step,
+            forward=forward,
+            trains_next_alone=trains_next_alone,
+            on_close=on_close,
+        )
+        self.evaluation_context = evaluation_context

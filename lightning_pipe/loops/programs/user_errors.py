@@ -20,14 +20,14 @@ def user_error(error: TaskError) -> BaseException:
     hidden = error.on_worker and not isinstance(cause, PipelineError)
     if cause is None or hidden or isinstance(cause, StopIteration):
         return error
-    cause.add_note(error.where)
+    cause.add_note(error.summary)
     return cause
 
 
 _LOST = "another rank has ended, or does not answer. See the output of that rank for the cause"
 
 
-def is_of_group(error: BaseException | None) -> bool:
+def is_process_group_error(error: BaseException | None) -> bool:
     """Return True for an error of a process group: a timeout, or the loss of another rank."""
     text = "" if error is None else text_of(error)
     return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
@@ -35,5 +35,5 @@ def is_of_group(error: BaseException | None) -> bool:
 
 def note_lost_rank(error: BaseException, world_size: int) -> None:
     """Add a note to errors of a process group that are caused by the loss of another rank."""
-    if world_size > 1 and is_of_group(error) and _LOST not in getattr(error, "__notes__", ()):
+    if world_size > 1 and is_process_group_error(error) and _LOST not in getattr(error, "__notes__", ()):
         error.add_note(_LOST)

@@ -24,12 +24,17 @@ import torch.distributed as dist
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import communicating_device, raise_gathered
+from lightning_pipe.engine.ranks.object_collectives import collective_device, raise_gathered
 from lightning_pipe.engine.runtime.worker import Worker
-from lightning_pipe.recsys.balancing.exchange import ExchangeKind, exchange
-from lightning_pipe.recsys.balancing.gather import Gathered, Gathering, Room, check_workloads
-from lightning_pipe.recsys.balancing.partition import Ranks, imbalance, loads_of, partition
-from lightning_pipe.recsys.balancing.samples import Samples, take_apart
+from lightning_pipe.recsys.balancing.exchange import ExchangeKind, exchange_samples
+from lightning_pipe.recsys.balancing.partition import Ranks, imbalance, partition_samples, sum_workloads_by_rank
+from lightning_pipe.recsys.balancing.samples import Samples, locate_sample_tensors
+from lightning_pipe.recsys.balancing.workload_gather import (
+    GatheredWorkloads,
+    MessageCapacity,
+    WorkloadGather,
+    check_workloads,
+)
 
 Workload = Callable[[Any], torch.Tensor]
 
@@ -70,7 +75,7 @@ class BalanceReport:
 class _Partition:
     """Partition that the worker has computed."""
 
-    gathered: Gathered
+    gathered: GatheredWorkloads
     assignment: Ranks | None = None  # None if the gathered data are incomplete
     before: float = 1.0  # imbalance, see BalanceReport
     after: float = 1.0
@@ -84,18 +89,22 @@ class _Partition:
 
 
 @dataclass(frozen=True)
-class Balance:
+class PendingExchange:
     """Pending exchange of a batch's samples, returned by ``BatchBalancer.start``."""
 
     samples: Samples | None  # None if the batch failed, as are the workloads
     workloads: torch.Tensor | None
     error: Exception | None
     partition: Future[_Partition] | None  # None if there is only one rank
-    keep: Collection[str]
+    local_parts: Collection[str]
 
-    def around(self, batch: Any) -> Balance:
+    def with_batch(self, batch: Any) -> PendingExchange:
         """Return the same pending exchange for another batch object with the same samples."""
-        return self if self.samples is None else replace(self, samples=take_apart(batch, self.samples.real, self.keep))
+        return (
+            self
+            if self.samples is None
+            else replace(self, samples=locate_sample_tensors(batch, self.samples.num_samples, self.local_parts))
+        )
 
 
 class BatchBalancer:
@@ -131,23 +140,25 @@ class BatchBalancer:
         self,
         workload: Workload | str | None = None,
         *,
-        samples: Callable[[Any], int] | str | None = None,
+        num_samples: Callable[[Any], int] | str | None = None,
         exchange: ExchangeKind = "all_to_all",
-        keep: Collection[str] = (),
+        local_parts: Collection[str] = (),
     ) -> None:
         check_choice("the balancer's exchange", exchange, get_args(ExchangeKind))
-        if isinstance(keep, str):
-            raise SetupError(f"the balancer's keep is {keep!r}; expected a list of names such as 'batch.class_weights'")
+        if isinstance(local_parts, str):
+            raise SetupError(
+                f"the balancer's keep is {local_parts!r}; expected a list of names such as 'batch.class_weights'"
+            )
         self._workload = _imported(workload) if isinstance(workload, str) else workload
-        self._samples = samples
+        self._samples = num_samples
         self._kind: ExchangeKind = exchange
-        self._keep = tuple(keep)
+        self._keep = tuple(local_parts)
         self.report = BalanceReport()
         self._group: dist.ProcessGroup | None = None
         self._is_open = False
         self._worker: Worker | None = None
         self._device = torch.device("cpu")
-        self._room = Room()
+        self._room = MessageCapacity()
 
     def open(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Prepare for batches. Collective: every rank calls it.
@@ -162,11 +173,11 @@ class BatchBalancer:
         if self._is_open:
             raise SetupError("this BatchBalancer is in use by another pipeline. Create one balancer for each pipeline")
         settings = [("exchange", self._kind), ("keep", str(sorted(self._keep)))]
-        check_agreement(settings, "balancer", group, error=SetupError)
+        check_agreement(settings, "balancer", group, error_class=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
         self._is_open = True
         self._device = device
-        self._room = Room()
+        self._room = MessageCapacity()
 
     def close(self) -> None:
         """Stop the worker. Further calls have no effect; :meth:`open` may be called again."""
@@ -175,7 +186,7 @@ class BatchBalancer:
             worker.close()
         self._is_open = False
 
-    def start(self, batch: Any, error: Exception | None = None) -> Balance:
+    def start(self, batch: Any, error: Exception | None = None) -> PendingExchange:
         """Start the all-gather of the workloads; a worker thread computes the partition once it has completed.
 
         Args:
@@ -187,12 +198,12 @@ class BatchBalancer:
         try:
             if error is not None:
                 raise error
-            samples = take_apart(batch, self._real(batch), self._keep)
+            samples = locate_sample_tensors(batch, self._real(batch), self._keep)
             workloads = self._workloads(batch, samples)
         except Exception as problem:
             error = problem
         if self._group is None:
-            return Balance(samples, workloads, error, None, self._keep)
+            return PendingExchange(samples, workloads, error, None, self._keep)
         gathering = self._gather(samples if error is None else None, workloads)
         partition_future: Future[_Partition] = Future()
         ranks = self._group.size()
@@ -206,9 +217,9 @@ class BatchBalancer:
         if self._worker is None:
             self._worker = Worker("balance")
         self._worker.submit(find)
-        return Balance(samples, workloads, error, partition_future, self._keep)
+        return PendingExchange(samples, workloads, error, partition_future, self._keep)
 
-    def finish(self, batch: Any, balance: Balance) -> Any:
+    def finish(self, batch: Any, balance: PendingExchange) -> Any:
         """Exchange samples and return the batch that this rank trains.
 
         Args:
@@ -230,23 +241,25 @@ class BatchBalancer:
         assert balance.samples is not None
         if gathered.forms_differ:
             form = balance.samples.description
-            check_agreement(form, "form of the batch", self._group, error=InputError, advice=_SAME_FORM)
+            check_agreement(form, "form of the batch", self._group, error_class=InputError, advice=_SAME_FORM)
         if partition.assignment is None:
-            self._room = Room(max(self._room.samples, gathered.needed.samples), gathered.needed.jagged)
+            self._room = MessageCapacity(
+                max(self._room.samples, gathered.required_capacity.samples), gathered.required_capacity.jagged
+            )
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())
             gathered = partition.gathered
         assert partition.assignment is not None
         self.report = self.report.with_batch(partition.before, partition.after, partition.moved)
         if not partition.moved:
             return batch
-        return exchange(balance.samples, gathered, partition.assignment, self._group, self._kind)
+        return exchange_samples(balance.samples, gathered, partition.assignment, self._group, self._kind)
 
-    def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> Gathering:
+    def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> WorkloadGather:
         assert self._group is not None
-        device = communicating_device(self._group, self._device)
-        return Gathering(samples, workloads, self._room, self._group, device)
+        device = collective_device(self._group, self._device)
+        return WorkloadGather(samples, workloads, self._room, self._group, device)
 
-    def _finish_alone(self, balance: Balance) -> None:
+    def _finish_alone(self, balance: PendingExchange) -> None:
         """Raise the errors that several ranks would raise; a single process has no samples to exchange."""
         if balance.error is not None:
             raise balance.error
@@ -277,23 +290,24 @@ class BatchBalancer:
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:
-        workloads = samples.ids() if self._workload is None else self._workload(batch)
+        workloads = samples.count_ids() if self._workload is None else self._workload(batch)
         counts = isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_complex()
-        if not counts or len(workloads) not in (samples.real, samples.rows):
+        if not counts or len(workloads) not in (samples.num_samples, samples.num_rows):
             raise InputError(
                 f"the balancer's workload function returned {_described(workloads)}; expected a tensor of"
-                f" [{samples.real}], one number for each sample of the batch"
+                f" [{samples.num_samples}], one number for each sample of the batch"
             )
-        return workloads[: samples.real].detach().to(torch.float64).contiguous()
+        return workloads[: samples.num_samples].detach().to(torch.float64).contiguous()
 
 
-def _partition(gathered: Gathered, ranks: int) -> _Partition:
+def _partition(gathered: GatheredWorkloads, ranks: int) -> _Partition:
     if not gathered.complete:
         return _Partition(gathered)
     check_workloads(gathered.workloads, gathered.source)
-    assignment = partition(gathered.workloads, gathered.source, ranks)
+    assignment = partition_samples(gathered.workloads, gathered.source, ranks)
     before, after = (
-        imbalance(loads_of(gathered.workloads, rank_of, ranks)) for rank_of in (gathered.source, assignment)
+        imbalance(sum_workloads_by_rank(gathered.workloads, rank_of, ranks))
+        for rank_of in (gathered.source, assignment)
     )
     return _Partition(gathered, assignment, before, after)
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.engine.ranks.together import communicating_device
-from lightning_pipe.recsys.balancing.gather import Gathered
+from lightning_pipe.engine.ranks.object_collectives import collective_device
 from lightning_pipe.recsys.balancing.partition import Ranks
 from lightning_pipe.recsys.balancing.samples import Samples
+from lightning_pipe.recsys.balancing.workload_gather import GatheredWorkloads
 
 ExchangeKind = Literal["all_to_all", "all_gather"]
 
@@ -22,8 +22,8 @@ ExchangeKind = Literal["all_to_all", "all_gather"]
 _Sizes = npt.NDArray[np.int64]
 
 
-def exchange(
-    samples: Samples, gathered: Gathered, assignment: Ranks, group: dist.ProcessGroup, kind: ExchangeKind
+def exchange_samples(
+    samples: Samples, gathered: GatheredWorkloads, assignment: Ranks, group: dist.ProcessGroup, kind: ExchangeKind
 ) -> Any:
     """Return the batch with the samples assigned to this rank, ordered by their global number. Collective."""
     ranks, me = group.size(), group.rank()
@@ -52,13 +52,13 @@ def exchange(
         # Each source rank has sent its parts of all streams one after the other.
         parts = ids().split([int(size[rank, me]) for rank in range(ranks) for size in of_streams])
         received = [torch.cat(parts[place :: len(of_streams)]) for place in range(len(of_streams))]
-    return samples.with_samples(received_rows, received)
+    return samples.rebuild_batch(received_rows, received)
 
 
 def _send(group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
     """Submit bytes ordered by destination; return a function that waits for the bytes received from all ranks."""
     me, device = group.rank(), sent.device
-    sent = sent.to(communicating_device(group, device))
+    sent = sent.to(collective_device(group, device))
     if not sizes.sum():
         return lambda: torch.empty(0, dtype=torch.uint8, device=device)
     if kind == "all_to_all":

@@ -17,7 +17,7 @@ Workloads = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int32]
 
 
-def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
+def partition_samples(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
     """Assign every sample to a rank. If that does not make the largest load smaller, every sample stays on its rank."""
     assignment = np.empty_like(source)
     room = np.bincount(source, minlength=ranks).tolist()
@@ -31,11 +31,14 @@ def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
             heapq.heapreplace(open_ranks, (load + workload, rank))
         else:
             heapq.heappop(open_ranks)
-    better = loads_of(workloads, assignment, ranks).max() < loads_of(workloads, source, ranks).max()
+    better = (
+        sum_workloads_by_rank(workloads, assignment, ranks).max()
+        < sum_workloads_by_rank(workloads, source, ranks).max()
+    )
     return assignment if better else source.copy()
 
 
-def loads_of(workloads: Workloads, rank_of: Ranks, ranks: int) -> Workloads:
+def sum_workloads_by_rank(workloads: Workloads, rank_of: Ranks, ranks: int) -> Workloads:
     """Sum of the workloads of each rank."""
     return np.bincount(rank_of, weights=workloads, minlength=ranks).astype(np.float64, copy=False)
 

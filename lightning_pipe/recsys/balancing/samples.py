@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, field_names
+from lightning_pipe.recsys.batches.traversal import LEAF_TYPES, BatchPath, children, field_names, format_path
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -35,7 +35,7 @@ class _Jagged:
 
 
 class Samples:
-    """Samples of a batch, made by :func:`take_apart`."""
+    """Samples of a batch, made by :func:`locate_sample_tensors`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Samples:
         description: list[tuple[str, str]],
     ) -> None:
         self._batch = batch
-        self.rows, self.real = rows, real
+        self.num_rows, self.num_samples = rows, real
         self._dense = dense
         self._jagged = jagged
         self.description = description
@@ -61,11 +61,13 @@ class Samples:
     @property
     def totals(self) -> list[Tensor]:
         """Number of ids of each real sample, for each jagged tensor."""
-        return [jagged.totals[: self.real] for jagged in self._jagged]
+        return [jagged.totals[: self.num_samples] for jagged in self._jagged]
 
-    def ids(self) -> Tensor:
+    def count_ids(self) -> Tensor:
         """Number of ids of each real sample, summed over all KeyedJaggedTensors."""
-        totals = [jagged.totals[: self.real] for jagged in self._jagged if isinstance(jagged.piece, KeyedJaggedTensor)]
+        totals = [
+            jagged.totals[: self.num_samples] for jagged in self._jagged if isinstance(jagged.piece, KeyedJaggedTensor)
+        ]
         if not totals:
             raise InputError(
                 "the batch has no KeyedJaggedTensor, whose ids are the default workload of a sample. Give the balancer"
@@ -103,18 +105,18 @@ class Samples:
 
     # ------------------------------------------------------------------ from bytes
 
-    def with_samples(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
+    def rebuild_batch(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
         """Return the batch with its real samples replaced by the same number of others. All other parts stay."""
         replacements: dict[int, Any] = {}
-        table, begin = rows.view(self.real, self.row_bytes), 0
+        table, begin = rows.view(self.num_samples, self.row_bytes), 0
 
         def columns(like: Tensor) -> Tensor:
             nonlocal begin
             width = _bytes_each(like)
             column_bytes = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
             begin += width
-            real = column_bytes.view(-1).view(like.dtype).view(self.real, *like.shape[1:])
-            return real if self.real == self.rows else torch.cat([real, like.detach()[self.real :]])
+            real = column_bytes.view(-1).view(like.dtype).view(self.num_samples, *like.shape[1:])
+            return real if self.num_samples == self.num_rows else torch.cat([real, like.detach()[self.num_samples :]])
 
         for piece in self._dense:
             column = columns(_tensor(piece))
@@ -129,9 +131,9 @@ class Samples:
         return _rebuilt(self._batch, replacements, {})
 
     def _jagged_piece(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
-        if self.real < self.rows:
-            padding = torch.arange(self.real, self.rows, device=lengths.device)
-            picks = _by_sample(jagged, padding, int(jagged.totals[self.real :].sum()))
+        if self.num_samples < self.num_rows:
+            padding = torch.arange(self.num_samples, self.num_rows, device=lengths.device)
+            picks = _by_sample(jagged, padding, int(jagged.totals[self.num_samples :].sum()))
             by_sample = [
                 torch.cat([stream, original[picks]]) for stream, original in zip(by_sample, jagged.streams, strict=True)
             ]
@@ -143,21 +145,21 @@ class Samples:
         values, weights = (*by_sample, None)[:2]
         piece = jagged.piece
         if isinstance(piece, KeyedJaggedTensor):
-            return KeyedJaggedTensor(piece.keys(), values, weights, lengths=by_key, stride=self.rows)
+            return KeyedJaggedTensor(piece.keys(), values, weights, lengths=by_key, stride=self.num_rows)
         return JaggedTensor(values, weights, lengths=by_key)
 
 
-def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) -> Samples:
+def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[str] = ()) -> Samples:
     """Find the samples of *batch*."""
     pieces: dict[int, tuple[str, Any]] = {}
     other_parts: list[tuple[str, Any]] = []
     kept_names: set[str] = set()
     for path, value in _walk(batch, (), (), keep):
-        name = describe(path)
+        name = format_path(path)
         if name in keep:
             kept_names.add(name)
             continue
-        if not isinstance(value, PIECES):
+        if not isinstance(value, LEAF_TYPES):
             other_parts.append((name, value))
         elif not isinstance(value, Tensor) or value.dim():
             pieces.setdefault(id(value), (name, value))
@@ -208,9 +210,11 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
 # ---------------------------------------------------------------------- the parts of a batch
 
 
-def _walk(value: Any, path: Path, parents: tuple[int, ...], keep: Collection[str]) -> Iterator[tuple[Path, Any]]:
+def _walk(
+    value: Any, path: BatchPath, parents: tuple[int, ...], keep: Collection[str]
+) -> Iterator[tuple[BatchPath, Any]]:
     yield path, value
-    if isinstance(value, PIECES) or id(value) in parents or describe(path) in keep:
+    if isinstance(value, LEAF_TYPES) or id(value) in parents or format_path(path) in keep:
         return
     for step, child in children(value):
         yield from _walk(child, (*path, step), (*parents, id(value)), keep)
@@ -283,7 +287,7 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], seen: dict[int, Any]) 
     """Return *value* with its pieces replaced by *replacements*; objects without such pieces are not copied."""
     if id(value) in replacements:
         return replacements[id(value)]
-    if isinstance(value, PIECES) or id(value) in seen:
+    if isinstance(value, LEAF_TYPES) or id(value) in seen:
         return seen.get(id(value), value)
     seen[id(value)] = value  # also ends a cycle
     parts = [(step, child, _rebuilt(child, replacements, seen)) for step, child in children(value)]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.engine.ranks.object_collectives import collective_device
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.engine.ranks.together import communicating_device
 
 # Process group for the counts of each world, made at the first count and dropped with the world.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -57,7 +57,7 @@ class TokenCount:
         self._work: dist.Work | None = None
         self._counts = count
         if self._group is not None:
-            count = count.to(communicating_device(self._group, count.device))
+            count = count.to(collective_device(self._group, count.device))
             self._counts = count.new_zeros(self._group.size())
             self._work = dist.all_gather(list(self._counts.split(1)), count, group=self._group, async_op=True)
         if error is not None:

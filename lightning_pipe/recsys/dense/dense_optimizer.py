@@ -41,7 +41,7 @@ class TableParameters:
         return iter(self._sharded.items())
 
 
-def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
+def remove_table_parameters(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
     """Remove tables from an optimizer's parameter groups, because table optimizers step them inside backward."""
     dense_groups: list[list[nn.Parameter]] = []
     removed: dict[str, None] = {}

@@ -88,7 +88,7 @@ class DenseGradientReducer:
         finally:
             self._disarm()
 
-    def received(self, parameters: Iterable[Parameter]) -> None:
+    def mark_gradients_ready(self, parameters: Iterable[Parameter]) -> None:
         """Replace the backward after :meth:`prepare`: existing gradients of *parameters* count as its results."""
         if not (self._armed and self._sync):
             return
@@ -99,7 +99,7 @@ class DenseGradientReducer:
             )
         self._launch_full()
 
-    def leave(self) -> None:
+    def discard_averages(self) -> None:
         """Replace :meth:`finalize`: leave ``.grad`` unchanged, and wait only when the next step begins."""
         if not self._armed:
             return
@@ -146,10 +146,10 @@ class DenseGradientReducer:
         if names == self._trained:
             return
         description = [(name, f"{list(parameter.shape)} {parameter.dtype}") for name, parameter in parameters]
-        check_agreement(description, "list of trained dense parameters", self._group, error=SetupError)
+        check_agreement(description, "list of trained dense parameters", self._group, error_class=SetupError)
         self._forget_buckets()
         self._trained = names
-        parts = _cut(parameters, self._bucket_bytes)
+        parts = _split_into_buckets(parameters, self._bucket_bytes)
         self._buckets = [_Bucket(part, self._group) for part in parts]
         for bucket in self._buckets:
             for name, parameter in bucket.parameters:
@@ -273,7 +273,9 @@ class _Bucket:
                 parameter.grad.copy_(view)
 
 
-def _cut(parameters: list[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
+def _split_into_buckets(
+    parameters: list[tuple[str, Parameter]], bucket_bytes: int
+) -> list[list[tuple[str, Parameter]]]:
     """Divide parameters into buckets, in reverse order: roughly the order in which backward produces gradients."""
     full = []
     filling: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}

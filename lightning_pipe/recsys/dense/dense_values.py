@@ -35,7 +35,7 @@ def _own_meta(module: nn.Module) -> list[str]:
     ]
 
 
-def unfillable(module: nn.Module, tables: set[nn.Module]) -> None:
+def check_dense_initializable(module: nn.Module, tables: set[nn.Module]) -> None:
     """Check that every dense tensor on the meta device can be initialized."""
     for name, current in _dense_modules(module, tables):
         meta = _own_meta(current)

@@ -19,7 +19,7 @@ from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradien
 
 
 @torch.no_grad()
-def table_norm(
+def table_gradient_norm(
     gradients: KernelGradients,
     replicated: Sequence[torch.Tensor],
     group: dist.ProcessGroup,

@@ -26,7 +26,7 @@ from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisio
 
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.fused import counted_as, kernel_prefetches_suspended
+from lightning_pipe.recsys.kernels.fused_kernels import override_kernel_iteration, suspend_kernel_prefetches
 
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, BaseShardedManagedCollisionEmbeddingCollection)
 
@@ -56,24 +56,24 @@ class KernelCall:
     count: int
 
     @property
-    def has_present_rate(self) -> bool:
+    def has_current_rate(self) -> bool:
         """True if the kernel's learning rate has not changed since the call."""
         return self.learning_rate == self.kernel.learning_rate_tensor.item()
 
-    def with_present_rate(self) -> torch.Tensor:
+    def output_at_current_rate(self) -> torch.Tensor:
         """Return the output to run backward from: of a repeated call if the learning rate has changed since."""
-        if self.has_present_rate:
+        if self.has_current_rate:
             return self.output
         with (
-            kernel_prefetches_suspended([self.kernel]),
-            counted_as(self.kernel, self.count),
+            suspend_kernel_prefetches([self.kernel]),
+            override_kernel_iteration(self.kernel, self.count),
             torch.enable_grad(),
         ):
             output: torch.Tensor = self.kernel(**self.arguments)
             return output
 
 
-class JoinedCall(KernelCall):
+class SyntheticKernelCall(KernelCall):
     """A call that was not made: the lookups of several calls, or a part of one."""
 
     @classmethod
@@ -86,7 +86,7 @@ class JoinedCall(KernelCall):
         return cls(call.kernel, indices, offsets, weights, output, arguments, call.learning_rate, call.count)
 
     @property
-    def has_present_rate(self) -> bool:
+    def has_current_rate(self) -> bool:
         return False
 
 
@@ -101,7 +101,7 @@ class LookupCalls:
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
-    kernels: list[KernelCall] = field(default_factory=list)
+    kernel_calls: list[KernelCall] = field(default_factory=list)
     replicated: list[nn.Parameter] = field(default_factory=list)
 
 
@@ -125,7 +125,7 @@ def trains_only_tables(module: nn.Module) -> bool:
     return isinstance(module, _MODULES)
 
 
-def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
+def check_trainable_after_dense_step(modules: Mapping[str, nn.Module]) -> None:
     """Check that sharded modules, by name, can be trained after the dense optimizer's step."""
     for name, module in modules.items():
         if not trains_only_tables(module):
@@ -139,7 +139,7 @@ def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
 
 def check_capturable(modules: Mapping[str, nn.Module]) -> None:
     """Check that the kernels of sharded modules, by name, are of a type whose calls can be captured."""
-    check_tables_wait(modules)
+    check_trainable_after_dense_step(modules)
     for name, module in modules.items():
         for kernel in _kernels(module):
             if not isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
@@ -150,7 +150,7 @@ def check_capturable(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def can_follow_rates(module: nn.Module) -> bool:
+def supports_late_rates(module: nn.Module) -> bool:
     """Return True if a sharded module's tables can step with a learning rate that is set after their lookup.
 
     That requires kernels whose calls can be captured and repeated. A managed-collision module changes its map and
@@ -200,7 +200,7 @@ def _called(
 ) -> None:
     if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
         weights = named.get("per_sample_weights")
-        calls.kernels.append(
+        calls.kernel_calls.append(
             KernelCall(
                 kernel,
                 named["indices"],

@@ -18,7 +18,7 @@ _VERSION = 4
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def load_native_library() -> ctypes.CDLL | None:
     """Return the library, or None if it was not built, has another version, or is disabled.
 
     Callers must set ``restype`` of functions that do not return a C int.

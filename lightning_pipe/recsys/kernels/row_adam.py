@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.recsys.kernels.fused import ROW_OPTIMIZER
+from lightning_pipe.recsys.kernels.fused_kernels import ROW_OPTIMIZER
 from lightning_pipe.recsys.kernels.gradient_norm import row_gradients
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall
 

@@ -88,7 +88,7 @@ def class_name(optimizer_class: type) -> str:
     return f"{module}.{optimizer_class.__qualname__}"
 
 
-def configured_class(option: str, config: Any, kind: type[Kind], example: str) -> tuple[type[Kind], dict[str, Any]]:
+def parse_class_config(option: str, config: Any, kind: type[Kind], example: str) -> tuple[type[Kind], dict[str, Any]]:
     """Read a class and its arguments: ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}``."""
     keys = set(config) if isinstance(config, Mapping) else set()
     arguments = config.get("init_args") or {} if keys else {}
@@ -125,7 +125,7 @@ def _usable(device: torch.device, is_dynamic: bool) -> str:
 
 
 @dataclass(frozen=True)
-class SparseOptimizer:
+class SparseOptimizerConfig:
     """Optimizer of every table that has no other optimizer.
 
     Args:
@@ -137,21 +137,21 @@ class SparseOptimizer:
     arguments: Mapping[str, Any]
 
     @classmethod
-    def from_config(cls, config: SparseOptimizer | Mapping[str, Any]) -> SparseOptimizer:
-        """Read the argument ``sparse_optimizer``; see :func:`configured_class`."""
-        if isinstance(config, SparseOptimizer):
+    def from_config(cls, config: SparseOptimizerConfig | Mapping[str, Any]) -> SparseOptimizerConfig:
+        """Read the argument ``sparse_optimizer``; see :func:`parse_class_config`."""
+        if isinstance(config, SparseOptimizerConfig):
             return config
-        return cls(*configured_class("sparse_optimizer", config, torch.optim.Optimizer, "torch.optim.Adagrad"))
+        return cls(*parse_class_config("sparse_optimizer", config, torch.optim.Optimizer, "torch.optim.Adagrad"))
 
 
 @dataclass(frozen=True)
-class TableOptimizer:
+class TableOptimizerSpec:
     """Optimizer of one table, with every hyper-parameter explicit.
 
     Attributes:
         optimizer_class: the class that the user chose.
         hyper_parameters: all hyper-parameters of the fused kernel, by the class's names.
-        step_class: class that steps a replicated table; None if only a fused kernel can.
+        unfused_class: class that steps a replicated table; None if only a fused kernel can.
         row_wise_state: True if its state is one number per row.
         left_out: hyper-parameters that the user omitted and for which kernel and class have different defaults: the
             kernel's, which is used, and the class's.
@@ -159,7 +159,7 @@ class TableOptimizer:
 
     optimizer_class: type[torch.optim.Optimizer]
     hyper_parameters: Mapping[str, Any]
-    step_class: type[torch.optim.Optimizer] | None
+    unfused_class: type[torch.optim.Optimizer] | None
     row_wise_state: bool
     left_out: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ class TableOptimizer:
         """The class as a user would write it."""
         return class_name(self.optimizer_class)
 
-    def fused_arguments(self) -> dict[str, Any]:
+    def optimizer_kwargs(self) -> dict[str, Any]:
         """Return the hyper-parameters by FBGEMM's names, as TorchRec reads them from ``_optimizer_kwargs``."""
         arguments: dict[str, Any] = {}
         for key, value in self.hyper_parameters.items():
@@ -188,7 +188,7 @@ class TableOptimizer:
 
 
 def _chosen(
-    table: str, parameter: nn.Parameter, default: SparseOptimizer | None
+    table: str, parameter: nn.Parameter, default: SparseOptimizerConfig | None
 ) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
     """Return the user's class and arguments for a table, and True if given in TorchRec's way; None without any."""
     optimizers = optimizers_in_backward(parameter)
@@ -208,10 +208,10 @@ def _chosen(
 def resolve_table_optimizer(
     table: str,
     parameter: nn.Parameter,
-    default: SparseOptimizer | None,
+    default: SparseOptimizerConfig | None,
     device: torch.device,
     is_dynamic: bool = False,
-) -> TableOptimizer | None:
+) -> TableOptimizerSpec | None:
     """Return the optimizer applied to a table's parameter, or else the default, or else None."""
     chosen = _chosen(table, parameter, default)
     if chosen is None:
@@ -256,7 +256,7 @@ def resolve_table_optimizer(
     _refuse_what_no_kernel_does(table, name, support, arguments)
     hyper_parameters = {key: arguments.get(key, defaults[key]) for key in support.passed if key in defaults}
     _check_values(table, name, support, hyper_parameters)
-    return TableOptimizer(
+    return TableOptimizerSpec(
         optimizer_class,
         hyper_parameters,
         support.reference if support.row_local else None,

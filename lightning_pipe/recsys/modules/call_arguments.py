@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_pipe.recsys.batches.pieces import Path, describe, follow, same_piece
+from lightning_pipe.recsys.batches.traversal import BatchPath, format_path, get_at_path, is_same_leaf
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call: positional, named
 
@@ -19,13 +19,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call: pos
 class BatchArgument:
     """The object at a path of the batch."""
 
-    path: Path
+    path: BatchPath
 
-    def get(self, batch: Any, results: PostprocessResults) -> Any:
-        return follow(self.path, batch)
+    def resolve(self, batch: Any, results: PostprocessResults) -> Any:
+        return get_at_path(self.path, batch)
 
     def __str__(self) -> str:
-        return describe(self.path)
+        return format_path(self.path)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ConstantArgument:
 
     value: Any
 
-    def get(self, batch: Any, results: PostprocessResults) -> Any:
+    def resolve(self, batch: Any, results: PostprocessResults) -> Any:
         return self.value
 
     def __str__(self) -> str:
@@ -42,15 +42,15 @@ class ConstantArgument:
 
 
 @dataclass(frozen=True)
-class Collection:
+class ContainerArgument:
     """A list, tuple or dict of sources."""
 
     kind: type
     keys: tuple[Any, ...]
     sources: tuple[Source, ...]
 
-    def get(self, batch: Any, results: PostprocessResults) -> Any:
-        values = [source.get(batch, results) for source in self.sources]
+    def resolve(self, batch: Any, results: PostprocessResults) -> Any:
+        values = [source.resolve(batch, results) for source in self.sources]
         return dict(zip(self.keys, values, strict=True)) if self.kind is dict else self.kind(values)
 
     def __str__(self) -> str:
@@ -63,16 +63,16 @@ class Postprocessed:
 
     name: str
     arguments: CallArguments
-    path: Path = ()
+    path: BatchPath = ()
 
-    def get(self, batch: Any, results: PostprocessResults) -> Any:
-        return follow(self.path, results.get(self.name, self.arguments, batch))
+    def resolve(self, batch: Any, results: PostprocessResults) -> Any:
+        return get_at_path(self.path, results.get(self.name, self.arguments, batch))
 
     def __str__(self) -> str:
-        return f"{self.name}({self.arguments})" + describe(self.path).removeprefix("batch")
+        return f"{self.name}({self.arguments})" + format_path(self.path).removeprefix("batch")
 
 
-Source = BatchArgument | ConstantArgument | Collection | Postprocessed
+Source = BatchArgument | ConstantArgument | ContainerArgument | Postprocessed
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class CallArguments:
     positional: tuple[Source, ...] = ()
     named: dict[str, Source] = field(default_factory=dict)
 
-    def get(self, batch: Any, results: PostprocessResults) -> Arguments:
+    def resolve(self, batch: Any, results: PostprocessResults) -> Arguments:
         """Return the call's arguments for ``batch``. Post-processing runs at first use and is cached in ``results``."""
-        positional = tuple(source.get(batch, results) for source in self.positional)
-        return positional, {name: source.get(batch, results) for name, source in self.named.items()}
+        positional = tuple(source.resolve(batch, results) for source in self.positional)
+        return positional, {name: source.resolve(batch, results) for name, source in self.named.items()}
 
     def postprocesses(self) -> dict[str, CallArguments]:
         """Return the post-processing modules that these arguments need, innermost first, with their arguments."""
@@ -93,7 +93,7 @@ class CallArguments:
         pending: list[Source] = [*self.positional, *self.named.values()]
         while pending:
             source = pending.pop()
-            if isinstance(source, Collection):
+            if isinstance(source, ContainerArgument):
                 pending.extend(source.sources)
             elif isinstance(source, Postprocessed):
                 arguments_by_name = {
@@ -117,7 +117,7 @@ class PostprocessResults:
 
     def get(self, name: str, arguments: CallArguments, batch: Any) -> Any:
         if name not in self._calls:
-            positional, named = arguments.get(batch, self)
+            positional, named = arguments.resolve(batch, self)
             self._calls[name] = positional, named, self._modules[name](*positional, **named)
         return self._calls[name][2]
 
@@ -128,7 +128,7 @@ class PostprocessResults:
     def result(self, name: str) -> Any:
         return self._calls[name][2]
 
-    def everything(self) -> list[Any]:
+    def all_results(self) -> list[Any]:
         return [result for _, _, result in self._calls.values()]
 
 
@@ -148,4 +148,4 @@ def _same_value(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(_same_value(first[key], second[key]) for key in first)
     if first is None or isinstance(first, (bool, int, float, str)):
         return type(first) is type(second) and first == second
-    return same_piece(first, second)
+    return is_same_leaf(first, second)

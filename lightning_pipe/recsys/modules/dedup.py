@@ -73,14 +73,14 @@ class DeduplicatedEmbeddingCollection(OrderedEmbeddingCollection):
         """Replace TorchRec's method. TorchRec's awaitable of the output reads what *ctx* gets here."""
         sent = []
         for features, tables in zip(input_feature_splits, tables_by_sharding(self), strict=True):
-            unique, places = deduplicated(features, tables)
+            unique, places = deduplicate_ids(features, tables)
             ctx.input_features.append(features)
             ctx.reverse_indices.append(places)
             sent.append(unique)
         return sent
 
 
-def deduplicated(features: KeyedJaggedTensor, tables: Sequence[tuple[int, int]]) -> tuple[KeyedJaggedTensor, Tensor]:
+def deduplicate_ids(features: KeyedJaggedTensor, tables: Sequence[tuple[int, int]]) -> tuple[KeyedJaggedTensor, Tensor]:
     """Return *features* with each id of a table once, in ascending order, and the place of each id among them.
 
     *tables* are the number of rows and of features of each table, in the order of the features.

@@ -75,29 +75,31 @@ class DynamicTable:
 
 
 @dataclass(frozen=True)
-class Storage:
+class RowStorageOptions:
     """Arguments of a dynamic module for the storage of its rows."""
 
     path: Path  # each rank has a subfolder in it
     seed: int | None = None
     commit_every: int | None = None
     check_nan: bool = False
-    existing: Existing = "refuse"
-    ids_on: IdsOn = "host"
+    existing_rows: Existing = "refuse"
+    id_map_device: IdsOn = "host"
 
 
 class _Dynamic:
     """Common part of the two modules."""
 
     dynamic_tables: dict[str, DynamicTable]
-    storage: Storage
+    storage: RowStorageOptions
 
-    def _keep(self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: Storage) -> list[DynamicTable]:
+    def _keep(
+        self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: RowStorageOptions
+    ) -> list[DynamicTable]:
         dynamic_tables = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
         self.dynamic_tables = {table.name: table for table in dynamic_tables}
-        check_choice(f"existing of {type(self).__name__}", storage.existing, get_args(Existing))
-        check_choice(f"ids_on of {type(self).__name__}", storage.ids_on, get_args(IdsOn))
+        check_choice(f"existing of {type(self).__name__}", storage.existing_rows, get_args(Existing))
+        check_choice(f"ids_on of {type(self).__name__}", storage.id_map_device, get_args(IdsOn))
         self.storage = storage
         return dynamic_tables
 
@@ -145,10 +147,12 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
-        existing: Existing = "refuse",
-        ids_on: IdsOn = "host",
+        existing_rows: Existing = "refuse",
+        id_map_device: IdsOn = "host",
     ) -> None:
-        dynamic_tables = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
+        dynamic_tables = self._keep(
+            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
+        )
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -187,7 +191,9 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         existing: Existing = "refuse",
         ids_on: IdsOn = "host",
     ) -> None:
-        dynamic_tables = self._keep(tables, Storage(Path(store), seed, commit_every, check_nan, existing, ids_on))
+        dynamic_tables = self._keep(
+            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing, ids_on)
+        )
         super().__init__(
             tables=[EmbeddingConfig(**_config(table)) for table in dynamic_tables],
             device=torch.device("meta"),

@@ -42,7 +42,7 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
     return ids_on_wire != "int64" and not maps_ids and not too_large
 
 
-def narrowed(ids: torch.Tensor) -> torch.Tensor:
+def narrow_ids(ids: torch.Tensor) -> torch.Tensor:
     """Return int64 *ids* as int32, each one clamped to the nearest."""
     narrow = torch.empty_like(ids, dtype=torch.int32)
     for wide, piece in zip(ids.split(_PIECE), narrow.split(_PIECE), strict=True):

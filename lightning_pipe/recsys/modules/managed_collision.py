@@ -16,13 +16,13 @@ from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCo
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.managed_collision import ManagedMap, id_maps_in
-from lightning_pipe._compat.torchrec import embeddings_in, kernels_of, table_configs, with_tensors
+from lightning_pipe._compat.managed_collision import IdMapShard, sharded_id_maps
+from lightning_pipe._compat.torchrec import copy_with_tensors, kernels_of, table_configs, unwrap_embedding_module
 
 _TOLD = "_lightning_pipe_told_of_evictions"
 
 
-def on_eviction(module: nn.Module, hook: Callable[[Any, int, torch.Tensor], None] | None) -> None:
+def set_eviction_hook(module: nn.Module, hook: Callable[[Any, int, torch.Tensor], None] | None) -> None:
     """Let a sharded module call *hook* when it has evicted rows, in place of an earlier function."""
     if hook is None:
         module.__dict__.pop(_TOLD, None)
@@ -35,14 +35,14 @@ class _Maps:
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
         """TorchRec's input dist, of features in the form of the first batch, with ids of 64 bits."""
-        features = embeddings_in(self).begin(ctx, features)
+        features = unwrap_embedding_module(self).prepare_features(ctx, features)
         if features.values().dtype != torch.int64:
-            features = with_tensors(features, values=features.values().long())
+            features = copy_with_tensors(features, values=features.values().long())
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """TorchRec's remapping, eviction and lookup; a filter of ids draws the same numbers in every run."""
-        maps = list(id_maps_in("", self))  # type: ignore[arg-type]
+        maps = list(sharded_id_maps("", self))  # type: ignore[arg-type]
         with _draws_of(maps[0]) if any(id_map.filters for id_map in maps) else nullcontext():
             output = super().compute(ctx, dist_input)  # type: ignore[misc]
         for id_map in maps:
@@ -62,7 +62,7 @@ class ManagedCollisionSequences(_Maps, ShardedManagedCollisionEmbeddingCollectio
 
 
 @contextmanager
-def _draws_of(id_map: ManagedMap) -> Iterator[None]:
+def _draws_of(id_map: IdMapShard) -> Iterator[None]:
     """Context in which random numbers depend only on a map and its number of batches, and are no one else's."""
     with torch.random.fork_rng(devices=[id_map.steps[1].device] if id_map.steps[1].is_cuda else []):
         torch.manual_seed(id_map.seed())
@@ -77,7 +77,7 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
     global generator, whose values depend on the order of lookups: modules of the first batch look up when they are
     called. Here the values depend on the table, its number of batches and the rank's first row only.
     """
-    maps = {id_map.table: id_map for id_map in id_maps_in("", module)}
+    maps = {id_map.table: id_map for id_map in sharded_id_maps("", module)}
     configs = {config.name: config for config in table_configs(module)}
     for kernel, tables in kernels_of(module):
         states = kernel.split_optimizer_states()

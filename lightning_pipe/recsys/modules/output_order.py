@@ -25,10 +25,16 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe._compat.torch import register_pytree_node
-from lightning_pipe._compat.torchrec import module_name, take_over_means
-from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, other_inputs, without_weights
+from lightning_pipe._compat.torchrec import disable_mean_pooling, module_name
+from lightning_pipe.recsys.modules.feature_checks import (
+    FeatureForm,
+    check_first_batch,
+    conform_features,
+    without_weights,
+    wrong_input_error,
+)
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.modules.row_means import RowMeans, divide
+from lightning_pipe.recsys.modules.row_means import RowWiseMeanPooling, divide
 
 
 def _names(configs: list[Any]) -> list[str]:
@@ -98,12 +104,12 @@ register_pytree_node(
 class _InOrder:
     """The parts that both classes share: features in the form of the first batch, outputs in the unsharded order."""
 
-    begin: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
+    prepare_features: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
     _finished: Callable[[Any, LazyAwaitable[Any]], LazyAwaitable[Any]]
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's input dist, of features in the form of the first batch."""
-        awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, self.begin(ctx, features))  # type: ignore[misc]
+        awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, self.prepare_features(ctx, features))  # type: ignore[misc]
         return awaitable
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
@@ -127,9 +133,11 @@ class OrderedEmbeddingBagCollection(_InOrder, ShardedEmbeddingBagCollection):
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, *arguments, **named)
         self._configs, self._uses_weights = module.embedding_bag_configs(), module.is_weighted()
-        self._row_means = RowMeans(self._configs, table_name_to_parameter_sharding, *take_over_means(self))
+        self._row_means = RowWiseMeanPooling(
+            self._configs, table_name_to_parameter_sharding, *disable_mean_pooling(self)
+        )
 
-    def begin(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def prepare_features(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute; the divisor of means is computed here, where the lengths of bags are known."""
         features = _in_first_form(self, self._configs, features, self._uses_weights)
         if self._row_means.needed:
@@ -156,7 +164,7 @@ class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
         super().__init__(module, *arguments, **named)
         self._configs = module.embedding_configs()
 
-    def begin(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def prepare_features(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute."""
         return _in_first_form(self, self._configs, features, False)
 
@@ -204,12 +212,12 @@ def _in_first_form(
 ) -> KeyedJaggedTensor:
     """Return features in the form of the module's first batch, since TorchRec's input dist supports no other form."""
     if not isinstance(features, KeyedJaggedTensor):
-        raise other_inputs(module_name(module), features, _features(configs))
+        raise wrong_input_error(module_name(module), features, _features(configs))
     features = features if uses_weights else without_weights(features)
     form = module.__dict__.get("_first_form")
     if form is not None:
-        return conform(module_name(module), features, form)
-    check_first(module_name(module), features, _features(configs))
+        return conform_features(module_name(module), features, form)
+    check_first_batch(module_name(module), features, _features(configs))
     module.__dict__["_first_form"] = FeatureForm.from_features(features)
     return features
 

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice
-from lightning_pipe.recsys.modules.row_means import BY_ROWS
+from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
 from lightning_pipe.recsys.modules.tables import Table
 
 PRECISIONS = {
@@ -94,15 +94,17 @@ class QuantizedComms:
         """The format whose codes cannot be added, because it has a scale per row; None if both can be."""
         return next((precision for precision in (self.forward, self.backward) if precision in SCALED_BY_ROW), None)
 
-    def usable(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
+    def supported_sharding_types(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
         """Return the sharding types that a table can have with these precisions."""
-        # BY_ROWS add up parts of a pooled embedding on the way. Codes with a scale per row cannot be added.
-        return [kind for kind in sharding_types if not (pooled and self.scaled_by_row and kind in BY_ROWS)]
+        # ROW_SHARDED_TYPES add up parts of a pooled embedding on the way. Codes with a scale per row cannot be added.
+        return [kind for kind in sharding_types if not (pooled and self.scaled_by_row and kind in ROW_SHARDED_TYPES)]
 
-    def check_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
+    def check_sharding_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
         """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""
         types = list(sharding_types or ())
-        if types and not self.usable(types, pooled=not issubclass(table.module_type, EmbeddingCollection)):
+        if types and not self.supported_sharding_types(
+            types, pooled=not issubclass(table.module_type, EmbeddingCollection)
+        ):
             fix = "" if table.is_dynamic else ", or shard the table table_wise or column_wise"
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, which adds up parts of a pooled embedding"
@@ -110,13 +112,13 @@ class QuantizedComms:
                 f" {self.scaled_by_row} does not support that. Use fp16 or bf16{fix}."
             )
 
-    def check_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:
+    def check_sharding_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:
         """Raise SetupError for a table that cannot be sent as planned, on every rank that has the same plan."""
         for table in tables:
             module_plan = plan.get_plan_for_module(table.module_name)
             assert isinstance(module_plan, EmbeddingModuleShardingPlan)
             where = f"the sharding plan of table {table.name}"
-            self.check_types(where, [module_plan[table.config.name].sharding_type], table)
+            self.check_sharding_types(where, [module_plan[table.config.name].sharding_type], table)
 
     def registry(
         self, sharding: Mapping[str, ParameterSharding] | None = None

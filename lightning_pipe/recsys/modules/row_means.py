@@ -17,10 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe.recsys.batches.transfer import to_device
 
-BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+ROW_SHARDED_TYPES = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 
 
-class RowMeans:
+class RowWiseMeanPooling:
     """Divides the outputs of one sharded module that are means of row-sharded tables."""
 
     def __init__(
@@ -32,7 +32,7 @@ class RowMeans:
     ) -> None:
         features: dict[str, str] = {}
         for config, outputs in zip(configs, get_embedding_names_by_table(list(configs)), strict=True):
-            if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in BY_ROWS:
+            if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in ROW_SHARDED_TYPES:
                 features |= dict(zip(outputs, config.feature_names, strict=True))
         self._features = [features.get(name) for name in names]
         self._widths, self._columns = torch.tensor(widths), sum(widths)

@@ -26,10 +26,10 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.modules.object_pool import ObjectPool
 
-from lightning_pipe._compat.managed_collision import maps_before_sharding
+from lightning_pipe._compat.managed_collision import id_maps_before_sharding
 from lightning_pipe._compat.torch import COMPILED
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
+from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizerSpec
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -67,7 +67,7 @@ class Table:
     module_name: str  # for example model.ebc
     module_type: type[nn.Module]
     config: BaseEmbeddingConfig  # config.name is users
-    optimizer: TableOptimizer | None = None  # until it is resolved
+    optimizer: TableOptimizerSpec | None = None  # until it is resolved
     sharding_type: str = ""  # until it is planned
 
     @property
@@ -93,7 +93,7 @@ class Table:
         return issubclass(self.module_type, BaseManagedCollisionEmbeddingCollection)
 
     @property
-    def known_optimizer(self) -> TableOptimizer:
+    def resolved_optimizer(self) -> TableOptimizerSpec:
         """The optimizer of the table, after it is resolved."""
         assert self.optimizer is not None
         return self.optimizer
@@ -101,9 +101,9 @@ class Table:
     @property
     def learning_rate(self) -> float:
         """Its base learning rate, before any schedule."""
-        return self.known_optimizer.learning_rate
+        return self.resolved_optimizer.learning_rate
 
-    def planned(self, optimizer: TableOptimizer, sharding_type: str) -> Table:
+    def with_optimizer_and_sharding(self, optimizer: TableOptimizerSpec, sharding_type: str) -> Table:
         """Return the same table with its optimizer and sharding type."""
         return replace(self, optimizer=optimizer, sharding_type=sharding_type)
 
@@ -249,7 +249,7 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
         child_name, holder = next(child for child in module.named_children() if isinstance(child[1], inner))
         prefix = _join(name, child_name)
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
-        for table_name, id_map in maps_before_sharding(module).items():
+        for table_name, id_map in id_maps_before_sharding(module).items():
             if not isinstance(id_map, MCHManagedCollisionModule):
                 raise SetupError(
                     f"table {table_name} of module {name or 'given'} maps ids by a {type(id_map).__name__}, expected an"

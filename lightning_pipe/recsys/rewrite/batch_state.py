@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Inputs:
+class ModuleInputs:
     """Inputs of the pipelined modules' calls that are taken from a transferred batch ahead of the step."""
 
     batch: Any
@@ -31,20 +31,20 @@ class Inputs:
 
 
 @dataclass
-class Splits:
+class PendingSplits:
     """State after EmbInputDistStart."""
 
-    inputs: Inputs
+    inputs: ModuleInputs
     request: SplitsRequest | None = None  # the fused splits; None if nothing is pipelined
     status: tuple[dist.Work, torch.Tensor] | None = None  # reports a failed rank, unless the splits do
     error: Exception | None = None  # reason why this rank sent no splits
 
 
 @dataclass
-class Requests:
+class PendingFeatures:
     """State after EmbInputDistWait: each module's awaitable of its distributed features."""
 
-    inputs: Inputs
+    inputs: ModuleInputs
     tensors: dict[str, Awaitable[Any]]
     error: Exception | None = None  # of the batch, the same on all ranks; the lookup raises it
 
@@ -53,7 +53,7 @@ class Requests:
 class Features:
     """State after EmbPrefetch: each module's distributed features, and the error of its :class:`Requests`."""
 
-    inputs: Inputs
+    inputs: ModuleInputs
     distributed: dict[str, Any]
     error: Exception | None = None
 
@@ -70,7 +70,7 @@ class ModuleCall:
 class Embeddings:
     """State after EmbForward: the cut outputs of the pipelined modules, and during the step those of other modules."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: ModuleInputs) -> None:
         self.inputs = inputs
         # Outputs that were looked up ahead and not taken yet, by module. A second call makes another lookup.
         self.ready: dict[str, Any] = {}
@@ -106,17 +106,17 @@ class Embeddings:
         rows, self._rows = self._rows, []
         return rows
 
-    def end(self, trained: bool) -> None:
+    def release(self, trained: bool) -> None:
         """Release all state, after the tables' backward or in its place."""
-        end_rows(self.hand_over_rows(), trained)
+        release_rows(self.hand_over_rows(), trained)
         self.ready.clear()
         self.calls.clear()
         self.kernel_gradients = None
 
 
-def end_rows(rows: Sequence[BatchRows], trained: bool) -> None:
+def release_rows(rows: Sequence[BatchRows], trained: bool) -> None:
     """End the lookups in dynamic tables of one step."""
     if rows:
-        from lightning_pipe.recsys.dynamic.tables.row_tables import end_step  # lazy: few models have dynamic tables
+        from lightning_pipe.recsys.dynamic.tables.row_tables import end_lookups  # lazy: few models have dynamic tables
 
-        end_step(rows, trained)
+        end_lookups(rows, trained)

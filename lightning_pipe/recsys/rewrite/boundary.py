@@ -73,7 +73,7 @@ def cut_output(output: Any, cuts: list[Cut]) -> Any:
     return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
 
 
-def without_gradient(output: Any) -> Any:
+def detach_output(output: Any) -> Any:
     """Return the output of :func:`cut_output` for a call under ``no_grad``: the same values without gradients."""
     return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
 

@@ -20,19 +20,19 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_leaves
-from lightning_pipe._compat.torchrec import put_tensors
+from lightning_pipe._compat.torchrec import set_kjt_tensors
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.batches.pieces import walk
+from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from lightning_pipe.recsys.modules.call_arguments import (
     Arguments,
     CallArguments,
-    Collection,
     ConstantArgument,
+    ContainerArgument,
     Postprocessed,
     Source,
 )
-from lightning_pipe.recsys.rewrite.batch_state import Inputs
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+from lightning_pipe.recsys.rewrite.batch_state import ModuleInputs
+from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
 
 
 class EarlyRelease:
@@ -43,27 +43,27 @@ class EarlyRelease:
     objects that a batch creates at each access, which cannot be reached.
     """
 
-    def __init__(self, sharded: Mapping[str, Sharded]) -> None:
+    def __init__(self, sharded: Mapping[str, ShardedModuleEntry]) -> None:
         self._sharded = sharded
         self._of_loaders: WeakSet[KeyedJaggedTensor] = WeakSet()
         self._looked_up_in_step: frozenset[str] | None = None
 
-    def transferred(self, loader_batch: Any, device_batch: Any) -> None:
+    def mark_loader_features(self, loader_batch: Any, device_batch: Any) -> None:
         """Record objects that a batch on the device shares with the loader's batch."""
-        loader_ids = {id(piece) for _, piece in walk(loader_batch) if isinstance(piece, KeyedJaggedTensor)}
-        for _, piece in walk(device_batch):
+        loader_ids = {id(piece) for _, piece in iterate_leaves(loader_batch) if isinstance(piece, KeyedJaggedTensor)}
+        for _, piece in iterate_leaves(device_batch):
             if isinstance(piece, KeyedJaggedTensor) and id(piece) in loader_ids:
                 self._of_loaders.add(piece)
 
-    def release(self, inputs: Inputs) -> None:
+    def release(self, inputs: ModuleInputs) -> None:
         """Release the ids and weights of all arguments of pipelined modules, all of which have been sent."""
         released: dict[int, KeyedJaggedTensor] = {}
         for entry in self._sharded.values():
             for source in () if entry.arguments is None else _sources(entry.arguments):
-                features = source.get(inputs.batch, inputs.postprocessed)
+                features = source.resolve(inputs.batch, inputs.postprocessed)
                 if not isinstance(features, KeyedJaggedTensor) or not self._is_free(features):
                     continue
-                if source.get(inputs.batch, inputs.postprocessed) is features:
+                if source.resolve(inputs.batch, inputs.postprocessed) is features:
                     released[id(features)] = features
         for features in released.values():
             _release(features)
@@ -112,7 +112,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta").as_subclass(ReleasedTensor)
 
 
-def own_objects(call: Arguments) -> Arguments:
+def shallow_copy_arguments(call: Arguments) -> Arguments:
     """Return *call* with copies of its keyed jagged tensors over the same tensors, which a release does not affect."""
 
     def copy_features(value: Any) -> Any:
@@ -127,7 +127,7 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
     pending: list[Source] = [*arguments.positional, *arguments.named.values()]
     while pending:
         source = pending.pop()
-        if isinstance(source, Collection):
+        if isinstance(source, ContainerArgument):
             pending.extend(source.sources)
         elif not isinstance(source, ConstantArgument):
             yield source
@@ -137,7 +137,7 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
 
 def _release(features: KeyedJaggedTensor) -> None:
     weights = features.weights_or_none()
-    put_tensors(
+    set_kjt_tensors(
         features,
         values=_without_values(features.values()),
         weights=None if weights is None else _without_values(weights),

@@ -27,10 +27,10 @@ from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSpl
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.ranks.statuses import STATUS_SIZE, Statuses
+from lightning_pipe.engine.ranks.batch_status import STATUS_SIZE, BatchStatusExchange
 from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.recsys.batches.transfer import to_device
-from lightning_pipe.recsys.rewrite.routes import Part, Route, Tensors
+from lightning_pipe.recsys.rewrite.routes import OutgoingFeatures, Route, TensorsRequest
 
 _this_thread = threading.local()
 # Position, from the end, of the number that tells that a rank has no sizes.
@@ -38,7 +38,7 @@ _FAILED = -STATUS_SIZE - 1
 
 
 @contextmanager
-def fusing() -> Iterator[None]:
+def defer_input_dists() -> Iterator[None]:
     """Context in which input dists on this thread return their parts instead of sending them."""
     _this_thread.fusing = True
     try:
@@ -56,7 +56,11 @@ class FusableAllToAll:
         self._route = Route(all_to_all, group, int32)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
-        return Part(self._route, features) if getattr(_this_thread, "fusing", False) else self._original(features)
+        return (
+            OutgoingFeatures(self._route, features)
+            if getattr(_this_thread, "fusing", False)
+            else self._original(features)
+        )
 
     def install(self) -> None:
         self._all_to_all.forward = self
@@ -65,12 +69,12 @@ class FusableAllToAll:
         self._all_to_all.__dict__.pop("forward", None)
 
 
-def parts_of(request: KJTListSplitsAwaitable[Any]) -> list[Part]:
+def parts_of(request: KJTListSplitsAwaitable[Any]) -> list[OutgoingFeatures]:
     """Parts in the result of a module's ``input_dist``. Data-parallel tables have none."""
-    return [part for part in request.awaitables if isinstance(part, Part)]
+    return [part for part in request.awaitables if isinstance(part, OutgoingFeatures)]
 
 
-class Layout:
+class SplitsLayout:
     """Positions of the numbers that ranks send to each other, equal for all batches.
 
     A rank makes all its numbers in the order of its parts: the ids of each key, then the batch size (or sizes). Two
@@ -114,7 +118,7 @@ class Sizes:
         is_known: True if the host knows the numbers of this rank.
     """
 
-    def __init__(self, layout: Layout, numbers: torch.Tensor, is_known: bool) -> None:
+    def __init__(self, layout: SplitsLayout, numbers: torch.Tensor, is_known: bool) -> None:
         self._layout = layout
         self._stream = current_stream(layout.device)
         self._numbers = None if is_known else numbers
@@ -160,10 +164,10 @@ class SplitsRequest:
 
     def __init__(
         self,
-        layout: Layout | None,
+        layout: SplitsLayout | None,
         requests: Mapping[str, KJTListSplitsAwaitable[Any]] | None,
         contexts: Mapping[str, Any],
-        statuses: Statuses | None = None,
+        statuses: BatchStatusExchange | None = None,
     ) -> None:
         self._layout = layout
         self._requests = requests or {}
@@ -200,14 +204,16 @@ class SplitsRequest:
         awaitables_by_name: dict[str, Awaitable[Any]] = {}
         for name, request in self._requests.items():
             context = self._contexts[name]
-            awaitables = [next(tensors) if isinstance(part, Part) else part.wait() for part in request.awaitables]
+            awaitables = [
+                next(tensors) if isinstance(part, OutgoingFeatures) else part.wait() for part in request.awaitables
+            ]
             for awaitable, sharding in zip(awaitables, getattr(context, "sharding_contexts", ()), strict=False):
-                if isinstance(awaitable, Tensors):
-                    awaitable.tell(sharding)
+                if isinstance(awaitable, TensorsRequest):
+                    awaitable.fill_dist_context(sharding)
             awaitables_by_name[name] = KJTListAwaitable(awaitables, context)
         return awaitables_by_name
 
-    def _send(self, layout: Layout) -> Iterator[Tensors]:
+    def _send(self, layout: SplitsLayout) -> Iterator[TensorsRequest]:
         rows, end = self._sizes.wait(), 0
         for part, lengths in zip(self._parts, layout.lengths, strict=True):
             if part.lengths is None:
@@ -217,4 +223,6 @@ class SplitsRequest:
             middle, start = end + number, end
             end = middle + (number if part.variable else 1)
             assert part.lengths is not None
-            yield Tensors(part, part.lengths, [row[start:middle] for row in rows], [row[middle:end] for row in rows])
+            yield TensorsRequest(
+                part, part.lengths, [row[start:middle] for row in rows], [row[middle:end] for row in rows]
+            )

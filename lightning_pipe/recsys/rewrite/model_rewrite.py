@@ -23,20 +23,25 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.exchanges import without_exchange
-from lightning_pipe.engine.ranks.statuses import Statuses
-from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
+from lightning_pipe.engine.ranks.gloo_all_to_all import unwrap_full_duplex
+from lightning_pipe.engine.ranks.object_collectives import (
+    all_reduce_any,
+    raise_gathered,
+    raise_together,
+    run_on_all_ranks,
+)
 from lightning_pipe.engine.runtime.devices import current_stream
-from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.engine.runtime.sequencer import submitted
-from lightning_pipe.engine.runtime.worker import on_worker
-from lightning_pipe.recsys.kernels.fused import fused_kernels, moves_rows_at_zero_gradient
+from lightning_pipe.engine.runtime.record_stream import record_stream
+from lightning_pipe.engine.runtime.sequencer import end_submission_turn
+from lightning_pipe.engine.runtime.worker import is_worker_thread
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels, moves_rows_at_zero_gradient
 from lightning_pipe.recsys.kernels.kernel_calls import (
     LookupCalls,
-    can_follow_rates,
     capture_calls,
     check_capturable,
     has_dense_kernels,
+    supports_late_rates,
     trains_only_tables,
 )
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
@@ -44,18 +49,18 @@ from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArgument
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
-from lightning_pipe.recsys.rewrite.boundary import without_gradient
-from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
-from lightning_pipe.recsys.rewrite.find_record import Recorder
-from lightning_pipe.recsys.rewrite.input_dist import Layout, SplitsRequest, fusing
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, ModuleInputs, PendingFeatures, PendingSplits
+from lightning_pipe.recsys.rewrite.boundary import detach_output
+from lightning_pipe.recsys.rewrite.call_recorder import Recorder
+from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments
+from lightning_pipe.recsys.rewrite.input_dist import SplitsLayout, SplitsRequest, defer_input_dists
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import (
-    Announced,
-    Sharded,
-    find_sharded,
-    lengths_summed,
+    AnnouncedCall,
+    ShardedModuleEntry,
+    find_sharded_modules,
     lookup_mode,
+    sum_lengths_on_host,
 )
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 
@@ -91,7 +96,7 @@ class ModelRewrite:
     Attributes:
         splits_backward: True if the backward is split.
         looks_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
-        agrees_unused: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes rows at a
+        skips_unused_in_backward: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes rows at a
             gradient of zero, which an unused output has.
         tables_backward: implementation of ``backward``, with its two halves.
         announce: function called with the argument of :meth:`join` before each lookup, if some ranks must join it.
@@ -118,7 +123,7 @@ class ModelRewrite:
         status_group: dist.ProcessGroup | None = None,
     ) -> None:
         model = get_unwrapped_module(model)
-        sharded = find_sharded(model, validate_ids, ids_on_wire)
+        sharded = find_sharded_modules(model, validate_ids, ids_on_wire)
         first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.own_group
         self._agree_group = agree_group if agree_group is not None else group
@@ -134,25 +139,25 @@ class ModelRewrite:
         self._status_group = status if status is not None and status.size() > 1 else None
         # A rank only knows the kernels of its shards, but all ranks must behave alike.
         modules = self.modules.values()
-        by_rows, some_cannot_follow, self.agrees_unused = any_of(
+        by_rows, some_cannot_follow, self.skips_unused_in_backward = all_reduce_any(
             [
                 _has_row_optimizers(modules),
-                not all(map(can_follow_rates, modules)),
+                not all(map(supports_late_rates, modules)),
                 any(map(moves_rows_at_zero_gradient, modules)),
             ],
             self._agree_group,
         )
         self.splits_backward = split_backward or by_rows
         if self.splits_backward:
-            on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
+            run_on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
         self.looks_ahead = look_ahead and not some_cannot_follow
         self.tables_backward = TableBackward(self.modules, self._agree_group)
         self._lookup_stream = current_stream(self._device)
-        self._layout: Layout | None = None
+        self._layout: SplitsLayout | None = None
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
-        self.announce: Callable[[Announced], None] | None = None
-        self.statuses: Statuses | None = None
+        self.announce_lookup: Callable[[AnnouncedCall], None] | None = None
+        self.statuses: BatchStatusExchange | None = None
         self.attach()
 
     @property
@@ -166,7 +171,7 @@ class ModelRewrite:
         return self._resolution.done
 
     @property
-    def records(self) -> bool:
+    def needs_recording(self) -> bool:
         """True if the method observes the first step, which must then be trained serially."""
         return self._resolution.records
 
@@ -254,14 +259,14 @@ class ModelRewrite:
     def transferring(self, batch: Any) -> AbstractContextManager[None]:
         """Context of the copy of a loader's batch to the device; checks the lengths of features on the host."""
         # On a CPU, ``prepare`` checks the features that modules get.
-        return _NOTHING if self._device.type == "cpu" else lengths_summed(self._sharded.values(), batch)
+        return _NOTHING if self._device.type == "cpu" else sum_lengths_on_host(self._sharded.values(), batch)
 
-    def transferred(self, before: Any, after: Any) -> None:
+    def transferred(self, loader_batch: Any, device_batch: Any) -> None:
         """Record that a batch was moved to the device: objects that it shares with the loader's are not released."""
         if self._early_release is not None:
-            self._early_release.transferred(before, after)
+            self._early_release.mark_loader_features(loader_batch, device_batch)
 
-    def start_input_dist(self, batch: Any, error: Exception | None = None) -> Splits:
+    def start_input_dist(self, batch: Any, error: Exception | None = None) -> PendingSplits:
         """Take the pipelined modules' arguments from the transferred batch, and submit all splits together.
 
         Until the model is resolved no splits are submitted. ``direct`` and ``fx`` resolve it here, at the first batch.
@@ -276,9 +281,9 @@ class ModelRewrite:
         """
         if not self.resolved:
             raise_together(error, "", self._agree_group, InputError)
-            self._resolution.before_first_step(batch)
+            self._resolution.resolve_before_step(batch)
             self._attach_postprocesses()
-        splits = Splits(self._inputs(batch))
+        splits = PendingSplits(self._inputs(batch))
         pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
         requests: dict[str, Any] = {}
         try:
@@ -287,13 +292,13 @@ class ModelRewrite:
             checked: dict[int, object] = {}
             prepared = [self._arguments(entry, splits.inputs, checked) for entry in pipelined]
             if self._early_release is not None:
-                prepared = [own_objects(call) for call in prepared]
-            with fusing():
+                prepared = [shallow_copy_arguments(call) for call in prepared]
+            with defer_input_dists():
                 for entry, (positional, named) in zip(pipelined, prepared, strict=True):
                     context = splits.inputs.contexts[entry.name] = entry.module.create_context()
                     requests[entry.name] = entry.module.input_dist(context, *positional, **named)
         except Exception as problem:
-            if self._status_group is None and not on_worker():
+            if self._status_group is None and not is_worker_thread():
                 raise
             splits.error = problem
         layout = self._splits_layout(pipelined)
@@ -309,15 +314,15 @@ class ModelRewrite:
                 self._early_release.release(splits.inputs)
         return splits
 
-    def _splits_layout(self, pipelined: Sequence[Sharded]) -> Layout | None:
+    def _splits_layout(self, pipelined: Sequence[ShardedModuleEntry]) -> SplitsLayout | None:
         routes = [route for entry in pipelined for route in entry.routes]
         if not routes:
             return None
         if self._layout is None or self._layout.routes != routes:
-            self._layout = Layout(routes, self._device)
+            self._layout = SplitsLayout(routes, self._device)
         return self._layout
 
-    def inputs_again(self, batch: Any, contexts: dict[str, Any]) -> Inputs:
+    def rebuild_inputs(self, batch: Any, contexts: dict[str, Any]) -> ModuleInputs:
         """Return the pipelined modules' inputs from a batch whose features are distributed already.
 
         Args:
@@ -331,7 +336,7 @@ class ModelRewrite:
                 inputs.arguments[entry.name] = entry.take_arguments(batch, inputs.postprocessed)
         return inputs
 
-    def wait_splits(self, splits: Splits) -> Requests:
+    def wait_splits(self, splits: PendingSplits) -> PendingFeatures:
         """Wait for the splits and submit the tensors of all modules.
 
         Raises:
@@ -344,10 +349,10 @@ class ModelRewrite:
             splits.status[0].wait()
             any_failed = bool(splits.status[1].item())
         if any_failed:
-            raise_gathered(splits.error, "", without_exchange(self._status_group), InputError)
-        return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
+            raise_gathered(splits.error, "", unwrap_full_duplex(self._status_group), InputError)
+        return PendingFeatures(splits.inputs, {} if splits.request is None else splits.request.wait())
 
-    def wait_inputs(self, requests: Requests) -> Features:
+    def wait_inputs(self, requests: PendingFeatures) -> Features:
         """Wait for the tensors of *requests*, and let modules with cached tables prefetch the rows of the lookup."""
         inputs = requests.inputs
         # FBGEMM records what it prefetches on the lookup's stream; it expects None if that is the current stream.
@@ -355,7 +360,7 @@ class ModelRewrite:
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
             features = distributed[name] = tensors.wait()
-            record_use([features, inputs.contexts[name]])
+            record_stream([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)
         return Features(inputs, distributed, requests.error)
 
@@ -374,7 +379,7 @@ class ModelRewrite:
             raise features.error
         inputs = features.inputs
         self._lookup_stream = current_stream(self._device)
-        record_use([features.distributed, inputs.contexts])
+        record_stream([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
@@ -383,7 +388,7 @@ class ModelRewrite:
             for name, module in modules.items():
                 with self._capturing(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
-            submitted()
+            end_submission_turn()
             outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
         embeddings.hold_rows(_claim_rows(modules.values()))
         for name, output in outputs.items():
@@ -408,13 +413,13 @@ class ModelRewrite:
             raise SetupError("a step is being served already. End its serving() before the next one begins.")
         recorder = self._recorder = None if self.resolved else Recorder(batch)
         self._serving = embeddings
-        record_use(embeddings.inputs.postprocessed.everything())
+        record_stream(embeddings.inputs.postprocessed.all_results())
         try:
             yield embeddings
         finally:
             self._serving = self._recorder = None
         if recorder is not None:
-            self._resolution.after_step(recorder)
+            self._resolution.resolve_from_recording(recorder)
             self._attach_postprocesses()
 
     def backward(
@@ -433,10 +438,10 @@ class ModelRewrite:
         """
         with ExitStack() as prefetches:
             for entry in self._sharded.values():
-                prefetches.enter_context(entry.without_prefetch())
+                prefetches.enter_context(entry.block_prefetch())
             self.tables_backward.run(embeddings, scale, agree_unused)
 
-    def _called(self, entry: Sharded, /, *positional: Any, **named: Any) -> Any:
+    def _called(self, entry: ShardedModuleEntry, /, *positional: Any, **named: Any) -> Any:
         embeddings, call = self._serving, (positional, named)
         if embeddings is not None and entry.name in embeddings.ready:
             if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
@@ -447,10 +452,10 @@ class ModelRewrite:
                     + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
             output = embeddings.ready.pop(entry.name)
-            record_use(output)
-            return output if torch.is_grad_enabled() else without_gradient(output)
+            record_stream(output)
+            return output if torch.is_grad_enabled() else detach_output(output)
         if self._recorder is not None:
-            self._recorder.called(entry.name, *call)
+            self._recorder.record_call(entry.name, *call)
         if embeddings is None:
             return self._call_now(entry, call)
         with self._capturing(entry.module) as lookups:
@@ -458,10 +463,10 @@ class ModelRewrite:
         embeddings.hold_rows(_claim_rows([entry.module]))
         return embeddings.add(entry.name, output, lookups)
 
-    def _call_now(self, entry: Sharded, call: Arguments) -> Any:
-        return entry.call_now(lambda: self._prepare(entry, call), self._agree_group, self.announce)
+    def _call_now(self, entry: ShardedModuleEntry, call: Arguments) -> Any:
+        return entry.call_now(lambda: self._prepare(entry, call), self._agree_group, self.announce_lookup)
 
-    def join(self, announced: Announced) -> None:
+    def run_empty_lookup(self, announced: AnnouncedCall) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
 
         Args:
@@ -475,16 +480,18 @@ class ModelRewrite:
             return self._serving.inputs.postprocessed.result(name)
         return forward(*positional, **named)
 
-    def _inputs(self, batch: Any) -> Inputs:
-        return Inputs(batch, PostprocessResults(self._postprocess_forwards))
+    def _inputs(self, batch: Any) -> ModuleInputs:
+        return ModuleInputs(batch, PostprocessResults(self._postprocess_forwards))
 
-    def _arguments(self, entry: Sharded, inputs: Inputs, checked: dict[int, object]) -> Arguments:
+    def _arguments(self, entry: ShardedModuleEntry, inputs: ModuleInputs, checked: dict[int, object]) -> Arguments:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
-        record_use(call)
+        record_stream(call)
         return self._prepare(entry, call, checked)
 
-    def _prepare(self, entry: Sharded, call: Arguments, checked: dict[int, object] | None = None) -> Arguments:
+    def _prepare(
+        self, entry: ShardedModuleEntry, call: Arguments, checked: dict[int, object] | None = None
+    ) -> Arguments:
         call = entry.prepare(call, checked)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
@@ -505,4 +512,4 @@ def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
 def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
     """Return the rows of dynamic tables that these modules have just looked up."""
     dynamic: Iterable[Any] = filter(is_dynamic, modules)
-    return [rows for module in dynamic for rows in module.claim_rows()]
+    return [rows for module in dynamic for rows in module.take_pinned_rows()]

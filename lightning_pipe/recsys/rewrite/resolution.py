@@ -12,18 +12,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import gather, raise_together
-from lightning_pipe.recsys.batches.pieces import describe, walk
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, raise_together
+from lightning_pipe.recsys.batches.traversal import format_path, iterate_leaves
 from lightning_pipe.recsys.modules.call_arguments import (
     Arguments,
     BatchArgument,
     CallArguments,
     PostprocessResults,
 )
-from lightning_pipe.recsys.modules.inputs import FeatureForm
-from lightning_pipe.recsys.rewrite.find_fx import COMPUTED, find_by_trace
-from lightning_pipe.recsys.rewrite.find_record import Recorder
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+from lightning_pipe.recsys.modules.feature_checks import FeatureForm
+from lightning_pipe.recsys.rewrite.call_recorder import Recorder
+from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
+from lightning_pipe.recsys.rewrite.step_tracer import COMPUTED, find_arguments_by_trace
 
 Method = Literal["auto", "record", "direct", "fx"]
 
@@ -38,7 +38,7 @@ class Resolution:
         model: torch.nn.Module,
         method: Method,
         step: str,
-        sharded: dict[str, Sharded],
+        sharded: dict[str, ShardedModuleEntry],
         agree_group: dist.ProcessGroup | None,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -55,18 +55,20 @@ class Resolution:
     def records(self) -> bool:
         return self._method in ("auto", "record")
 
-    def before_first_step(self, batch: Any) -> None:
+    def resolve_before_step(self, batch: Any) -> None:
         """Compare the ranks' first batches and, unless the first step must be observed, resolve."""
         jagged = {
-            describe(path): str(FeatureForm.from_features(piece))
-            for path, piece in walk(batch)
+            format_path(path): str(FeatureForm.from_features(piece))
+            for path, piece in iterate_leaves(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }
-        check_agreement(sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error=InputError)
+        check_agreement(
+            sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error_class=InputError
+        )
         if self.records:
             return  # the step may make its features from other tensors
         try:
-            self.without_step(batch)  # post-processing may make features from a batch without jagged tensors
+            self.resolve_without_step(batch)  # post-processing may make features from a batch without jagged tensors
         except InputError as error:
             if jagged:
                 raise
@@ -76,21 +78,21 @@ class Resolution:
             raise self._no_features(batch)
 
     def _no_features(self, batch: Any) -> InputError:
-        pieces = ", ".join(f"{describe(path)} ({type(piece).__name__})" for path, piece in walk(batch))
+        pieces = ", ".join(f"{format_path(path)} ({type(piece).__name__})" for path, piece in iterate_leaves(batch))
         return InputError(
             f"a batch must hold a KeyedJaggedTensor for the sharded modules {', '.join(self._sharded)}, got a"
             f" {type(batch).__name__} with {pieces or 'no tensor'}. Put the sparse features of each batch into a"
             " torchrec KeyedJaggedTensor (in the collate function, or in on_after_batch_transfer)."
         )
 
-    def without_step(self, batch: Any) -> None:
+    def resolve_without_step(self, batch: Any) -> None:
         """Resolve directly or by fx, from a batch before any step."""
         candidates: Candidates = {}
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         if self._method == "direct":
-            candidates = {name: find_directly(batch, self._sharded[name].features) for name in names}
+            candidates = {name: find_arguments_by_keys(batch, self._sharded[name].features) for name in names}
         else:
-            candidates = find_by_trace(self._model, self._step, names)
+            candidates = find_arguments_by_trace(self._model, self._step, names)
         agreed = self._agree(candidates)
         results = PostprocessResults(self._postprocess_forwards(agreed))
         calls: dict[str, Arguments] = {}
@@ -108,9 +110,9 @@ class Resolution:
         for name, (positional, named) in calls.items():  # TorchRec builds a module's input dist at its first batch
             module = self._sharded[name].module
             module.input_dist(module.create_context(), *positional, **named).wait().wait()
-        self._settle(agreed, calls)
+        self._apply_resolution(agreed, calls)
 
-    def after_step(self, recorder: Recorder) -> None:
+    def resolve_from_recording(self, recorder: Recorder) -> None:
         """Resolve from the recorded first step, or by fx for modules whose argument the step made."""
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         candidates: Candidates = {name: recorder.arguments(name) for name in names}
@@ -119,8 +121,8 @@ class Resolution:
             for name, candidate in candidates.items()
             if isinstance(candidate, str) and recorder.call(name) is not None
         ]
-        if self._method == "auto" and any(gather(bool(made_in_step), self._agree_group)):
-            traced = find_by_trace(self._model, self._step, names)
+        if self._method == "auto" and any(all_gather_objects(bool(made_in_step), self._agree_group)):
+            traced = find_arguments_by_trace(self._model, self._step, names)
             for name in made_in_step:
                 why = traced[name]
                 if isinstance(why, str):
@@ -135,7 +137,7 @@ class Resolution:
             assert call is not None
             self._sharded[name].arguments = arguments
             calls[name] = self._sharded[name].prepare(call)
-        self._settle(agreed, calls)
+        self._apply_resolution(agreed, calls)
 
     def _agree(self, candidates: Candidates) -> dict[str, CallArguments]:
         """Return the inputs that are equal on all ranks, and set the reasons of the other modules."""
@@ -143,7 +145,7 @@ class Resolution:
             if not entry.pipelinable:
                 candidates[name] = f"is a {type(entry.module).__name__}, a type that cannot be pipelined"
         texts = {name: (isinstance(candidate, CallArguments), str(candidate)) for name, candidate in candidates.items()}
-        by_rank = gather(texts, self._agree_group)
+        by_rank = all_gather_objects(texts, self._agree_group)
         agreed: dict[str, CallArguments] = {}
         for name, candidate in candidates.items():
             views = [of_rank[name] for of_rank in by_rank]
@@ -158,8 +160,8 @@ class Resolution:
                 self._sharded[name].reason = text if len(set(views)) == 1 else f"{text} (rank {rank})"
         return agreed
 
-    def _settle(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
-        by_rank = gather(
+    def _apply_resolution(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
+        by_rank = all_gather_objects(
             {name: self._sharded[name].make_fusable(calls[name], self._group) for name in agreed}, self._agree_group
         )
         for rank, problems in enumerate(by_rank):
@@ -186,10 +188,10 @@ class Resolution:
         return {name: self._model.get_submodule(name).forward for name in names}
 
 
-def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
+def find_arguments_by_keys(batch: Any, features: list[str]) -> CallArguments | str:
     """Return the only keyed jagged tensor of the batch that has all *features*, or the reason why it is unknown."""
     feature_set = set(features)
-    jagged = [(path, piece) for path, piece in walk(batch) if isinstance(piece, KeyedJaggedTensor)]
+    jagged = [(path, piece) for path, piece in iterate_leaves(batch) if isinstance(piece, KeyedJaggedTensor)]
     fitting = [(path, piece) for path, piece in jagged if feature_set <= set(piece.keys())]
     exact = [(path, piece) for path, piece in fitting if feature_set == set(piece.keys())]
     if len({id(piece) for _, piece in exact}) == 1:
@@ -197,9 +199,9 @@ def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
     if len({id(piece) for _, piece in fitting}) == 1:
         return CallArguments((BatchArgument(fitting[0][0]),))
     if fitting:
-        places = ", ".join(describe(path) for path, _ in fitting)
+        places = ", ".join(format_path(path) for path, _ in fitting)
         return f"several keyed jagged tensors of the batch have its features {sorted(feature_set)}: {places}"
-    places = ", ".join(f"{describe(path)} with {piece.keys()}" for path, piece in jagged)
+    places = ", ".join(f"{format_path(path)} with {piece.keys()}" for path, piece in jagged)
     return (
         f"no keyed jagged tensor of the batch has all of its features {sorted(feature_set)}; found: {places or 'none'}"
     )

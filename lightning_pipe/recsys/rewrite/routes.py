@@ -20,9 +20,9 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import keys_per_rank, permute_segments
-from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.recsys.batches.transfer import to_device
-from lightning_pipe.recsys.modules.ids_on_wire import narrowed
+from lightning_pipe.recsys.modules.ids_on_wire import narrow_ids
 
 
 class Route:
@@ -72,7 +72,7 @@ class Route:
         return [sender * self.number + key for key in range(self.number) for sender in self.senders]
 
 
-class Part:
+class OutgoingFeatures:
     """Features that one all-to-all sends, ordered by rank.
 
     Attributes:
@@ -90,7 +90,7 @@ class Part:
         lengths, ids, weights = features.lengths(), features.values(), features.weights_or_none()
         self.dtypes = lengths.dtype, ids.dtype  # on arrival
         if route.int32 and ids.dtype == torch.int64:
-            lengths, ids = lengths.int(), narrowed(ids)
+            lengths, ids = lengths.int(), narrow_ids(ids)
         self.tensors = [lengths, ids] if weights is None else [lengths, ids, weights]
 
     def summed_lengths(self) -> Tensor:
@@ -103,7 +103,7 @@ class Part:
         return totals[bounds].diff()
 
 
-class Tensors(Awaitable[KeyedJaggedTensor]):
+class TensorsRequest(Awaitable[KeyedJaggedTensor]):
     """The tensors of a part in flight.
 
     Args:
@@ -113,7 +113,9 @@ class Tensors(Awaitable[KeyedJaggedTensor]):
         strides: batch size, or that of each key if they vary, by sender.
     """
 
-    def __init__(self, part: Part, sent: list[int], lengths: list[list[int]], strides: list[list[int]]) -> None:
+    def __init__(
+        self, part: OutgoingFeatures, sent: list[int], lengths: list[list[int]], strides: list[list[int]]
+    ) -> None:
         super().__init__()
         route, variable = part.route, part.variable
         self._route, self._variable, self._dtypes = route, variable, part.dtypes
@@ -147,7 +149,7 @@ class Tensors(Awaitable[KeyedJaggedTensor]):
                 )
             )
 
-    def tell(self, context: Any) -> None:
+    def fill_dist_context(self, context: Any) -> None:
         """Set what the output dist reads in TorchRec's context of one sharding."""
         values = {
             "input_splits": self.input_splits,
@@ -165,7 +167,7 @@ class Tensors(Awaitable[KeyedJaggedTensor]):
             work.wait()
         self._works.clear()
         self._sent.clear()
-        record_use([self._received, self._order])  # made on the stream of the task before
+        record_stream([self._received, self._order])  # made on the stream of the task before
         lengths, ids, weights = self._keys_first(*self._received)
         self._received.clear()  # before the wider copies are made, to limit the memory
         per_key = [sum(of_key) for of_key in zip(*self._lengths, strict=True)]

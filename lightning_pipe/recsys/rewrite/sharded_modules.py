@@ -20,35 +20,40 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe._compat.torchrec import (
-    all_to_alls_of,
-    group_of,
-    group_of_input_dist,
+    all_to_all_group,
+    get_all_to_alls,
     is_weighted,
+    sharding_group,
     sharding_types,
     table_configs,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.recsys.batches.pieces import walk
-from lightning_pipe.recsys.kernels.fused import cached_kernels, caches_restored, evaluating, prefetches_suspended
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
+from lightning_pipe.recsys.batches.traversal import iterate_leaves
+from lightning_pipe.recsys.kernels.fused_kernels import (
+    cached_kernels,
+    disable_lookup_training,
+    preserve_caches,
+    suspend_prefetches,
+)
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
-from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
-from lightning_pipe.recsys.modules.inputs import (
+from lightning_pipe.recsys.modules.feature_checks import (
     FeatureForm,
-    TableRows,
-    check_first,
+    IdLimit,
+    check_first_batch,
+    check_has_samples,
     check_ids,
     check_lengths,
-    check_samples,
-    conform,
+    conform_features,
     refuse_missing_weights,
     refuse_trained_weights,
-    without_side_effects,
+    shallow_copy_features,
 )
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.output_order import wait_output
-from lightning_pipe.recsys.modules.row_means import BY_ROWS
-from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, parts_of
+from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
+from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, defer_input_dists, parts_of
 from lightning_pipe.recsys.rewrite.routes import Route
 
 _PIPELINED = (
@@ -60,10 +65,10 @@ _PIPELINED = (
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
 # Name of a module, and the arguments of a call with features replaced by their forms.
-Announced = tuple[str, Arguments]
+AnnouncedCall = tuple[str, Arguments]
 
 
-class Sharded:
+class ShardedModuleEntry:
     """Record of one sharded module."""
 
     def __init__(
@@ -102,7 +107,7 @@ class Sharded:
     @property
     def own_group(self) -> dist.ProcessGroup | None:
         """Process group that it was sharded over."""
-        return group_of(self.module)
+        return sharding_group(self.module)
 
     @cached_property
     def features(self) -> list[str]:
@@ -128,13 +133,13 @@ class Sharded:
                 checked[id(features)] = features
         refuse_trained_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
-            check_samples(self.name, features)
+            check_has_samples(self.name, features)
         elif isinstance(self.module, ShardedEmbeddingBagCollection) and is_weighted(self.module):
             refuse_missing_weights(self.name, features)
         if self.form is None:
-            check_first(self.name, features, self.features)
+            check_first_batch(self.name, features, self.features)
         else:
-            features = conform(self.name, features, self.form)
+            features = conform_features(self.name, features, self.form)
         if self._checked_tables:
             check_ids(self.name, features, self._checked_tables)
         if self.form is None:
@@ -142,7 +147,7 @@ class Sharded:
         if self.form.inverse_keys is not None:
             self._refuse_variable_rows()
         if self._changes_features:
-            features = without_side_effects(features)
+            features = shallow_copy_features(features)
         return ((features, *positional[1:]), named) if positional else ((), {**named, "features": features})
 
     def _refuse_variable_rows(self) -> None:
@@ -150,11 +155,11 @@ class Sharded:
         if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
         kinds = sharding_types(self.module)
-        if kinds & BY_ROWS:
+        if kinds & ROW_SHARDED_TYPES:
             dynamic = is_dynamic(self.module)  # always sharded by rows
             raise InputError(
                 f"sharded module {self.name!r} got features with a batch size per feature, but has tables sharded"
-                f" {', '.join(sorted(kinds & BY_ROWS))}: their gradients differ in size between ranks, and"
+                f" {', '.join(sorted(kinds & ROW_SHARDED_TYPES))}: their gradients differ in size between ranks, and"
                 " Gloo cannot exchange them."
                 f" {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se one batch size."
             )
@@ -163,7 +168,7 @@ class Sharded:
         """Return its call's arguments from ``batch``."""
         assert self.arguments is not None
         try:
-            return self.arguments.get(batch, results)
+            return self.arguments.resolve(batch, results)
         except LookupError as error:
             raise InputError(
                 f"sharded module {self.name!r} gets {self.arguments} of each batch, but {error.args[0]}. Give every"
@@ -188,12 +193,12 @@ class Sharded:
         self,
         prepare: Callable[[], Arguments],
         group: dist.ProcessGroup | None,
-        announce: Callable[[Announced], None] | None,
+        announce: Callable[[AnnouncedCall], None] | None,
     ) -> Any:
         """Make a call that no task made ahead: all its steps at once, on the module's process group."""
         with lookup_mode(self.module):
             if announce is None:
-                call = on_all_ranks(prepare, "", group, InputError)
+                call = run_on_all_ranks(prepare, "", group, InputError)
             else:
                 call = prepare()
                 announce(
@@ -212,11 +217,11 @@ class Sharded:
     @contextmanager
     def _direct(self) -> Iterator[None]:
         """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
-        restored = nullcontext() if torch.is_grad_enabled() else caches_restored([self.module])
-        with self.lock, prefetches_suspended([self.module]), restored:
+        restored = nullcontext() if torch.is_grad_enabled() else preserve_caches([self.module])
+        with self.lock, suspend_prefetches([self.module]), restored:
             yield
 
-    def without_prefetch(self) -> AbstractContextManager[Any]:
+    def block_prefetch(self) -> AbstractContextManager[Any]:
         """Context of a backward: a worker does not submit the prefetch of a module with a cache meanwhile.
 
         FBGEMM orders the two on the device if neither is submitted in the middle of the other.
@@ -230,16 +235,16 @@ class Sharded:
         if group is None:
             return None
         ranks = dist.get_process_group_ranks(group)
-        all_to_alls = all_to_alls_of(self.module)
+        all_to_alls = get_all_to_alls(self.module)
         for all_to_all in all_to_alls:
-            dist_ranks = dist.get_process_group_ranks(group_of_input_dist(all_to_all))
+            dist_ranks = dist.get_process_group_ranks(all_to_all_group(all_to_all))
             if dist_ranks != ranks:
                 return f"exchanges its inputs among the ranks {dist_ranks}, but the input group has the ranks {ranks}"
         if len(ranks) == 1:
             return None
         self._fusable = [FusableAllToAll(all_to_all, group, self._sends_int32) for all_to_all in all_to_alls]
         self._fuse()
-        with fusing():
+        with defer_input_dists():
             positional, named = arguments
             request = self.module.input_dist(self.module.create_context(), *positional, **named)
         parts = parts_of(request)
@@ -273,25 +278,25 @@ class Sharded:
 
 def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
     """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
-    return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+    return nullcontext() if torch.is_grad_enabled() else disable_lookup_training(modules)
 
 
 def _is_features(value: Any) -> bool:
     return isinstance(value, KeyedJaggedTensor)  # without this, tree_map descends into it
 
 
-def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, TableRows]:
-    tables: dict[str, TableRows] = {}
+def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, IdLimit]:
+    tables: dict[str, IdLimit] = {}
     for config in table_configs(module):
         for feature in config.feature_names:
             smallest = tables.get(feature)
             if smallest is None or config.num_embeddings < smallest.rows:
-                tables[feature] = TableRows(config.name, config.num_embeddings)
+                tables[feature] = IdLimit(config.name, config.num_embeddings)
     return tables
 
 
 @contextmanager
-def lengths_summed(sharded: Collection[Sharded], batch: Any) -> Iterator[None]:
+def sum_lengths_on_host(sharded: Collection[ShardedModuleEntry], batch: Any) -> Iterator[None]:
     """Context of the copy of a batch to a GPU, where reading lengths makes the host wait.
 
     Lengths of the sharded modules' features are checked and summed on the host, and the copies take the sums along.
@@ -299,7 +304,7 @@ def lengths_summed(sharded: Collection[Sharded], batch: Any) -> Iterator[None]:
     """
     summed: list[KeyedJaggedTensor] = []
     try:
-        for _, piece in walk(batch):
+        for _, piece in iterate_leaves(batch):
             if not isinstance(piece, KeyedJaggedTensor) or not _is_counted_on_host(piece):
                 continue
             keys = set(piece.keys())
@@ -320,9 +325,11 @@ def _is_counted_on_host(features: KeyedJaggedTensor) -> bool:
     return counts is not None and counts.device.type == "cpu"
 
 
-def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
+def find_sharded_modules(
+    model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire
+) -> dict[str, ShardedModuleEntry]:
     """Return the sharded modules of ``model`` by name, without those inside another sharded module."""
-    sharded: dict[str, Sharded] = {}
+    sharded: dict[str, ShardedModuleEntry] = {}
     for name, module in model.named_modules():
         if not isinstance(module, ShardedModule) or any(name.startswith(f"{outer}.") for outer in sharded):
             continue
@@ -331,7 +338,7 @@ def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnW
                 f"sharded module {name!r} is a {type(module).__name__}, whose interaction layers would only be trained"
                 " on the ranks of one host. Use an EmbeddingBagCollection and move the interaction into the model."
             )
-        sharded[name] = Sharded(name, module, validate_ids, ids_on_wire)
+        sharded[name] = ShardedModuleEntry(name, module, validate_ids, ids_on_wire)
     if not sharded:
         raise SetupError(
             f"{type(model).__name__} must hold a sharded module, got none. Shard it first: torchrec's"

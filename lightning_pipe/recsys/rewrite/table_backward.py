@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.engine.ranks.together import any_of
-from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.recsys.kernels.fused import count_lookups
+from lightning_pipe.engine.ranks.object_collectives import all_reduce_any
+from lightning_pipe.engine.runtime.record_stream import record_stream
+from lightning_pipe.recsys.kernels.fused_kernels import adjust_iteration_count
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleCall
@@ -41,15 +41,15 @@ class TableBackward:
         kernel is called again, for a backward with the current rate.
         """
         if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
-            self.begin(embeddings, agree_unused)
+            self.run_to_kernels(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
             _through_kernels(embeddings.kernel_gradients, scale)
         elif calls := self._calls(embeddings, agree_unused):
             cuts = [cut for call in calls for cut in call.cuts]
             torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
-        embeddings.end(trained=True)
+        embeddings.release(trained=True)
 
-    def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
+    def run_to_kernels(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
         """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes."""
         embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
         return embeddings.kernel_gradients
@@ -58,42 +58,42 @@ class TableBackward:
         """Discard the gradients instead of ``run``: tables and the step counts of their optimizers do not change."""
         for call in embeddings.calls:
             if call.cuts:  # without grad mode, the lookup was not counted
-                count_lookups(self._modules[call.name], -1)
+                adjust_iteration_count(self._modules[call.name], -1)
         if embeddings.kernel_gradients is not None:
             for weights in embeddings.kernel_gradients.replicated:
                 weights.grad = None
-        embeddings.end(trained=False)
+        embeddings.release(trained=False)
 
     def overflowed(self, embeddings: Embeddings) -> bool:
         """Return True if the dense backward left an infinity or NaN at the cuts of any rank."""
         finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
-        return any_of([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
+        return all_reduce_any([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
 
     def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
         """Return the calls that backward goes through: those with a cut, since others cannot be trained."""
         calls = embeddings.calls
         if agree_unused:
-            used = any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls], self._group)
+            used = all_reduce_any([any(cut.gradient is not None for cut in call.cuts) for call in calls], self._group)
             calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
         calls = [call for call in calls if call.cuts]
         for call in calls:
             for cut in call.cuts:
-                record_use([cut.source, cut.gradient])
+                record_stream([cut.source, cut.gradient])
         return calls
 
 
 def _have_present_rates(embeddings: Embeddings) -> bool:
     return all(
-        kernel.has_present_rate
+        kernel.has_current_rate
         for call in embeddings.calls
         if call.lookups is not None
-        for kernel in call.lookups.kernels
+        for kernel in call.lookups.kernel_calls
     )
 
 
 def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     captured = [call.lookups for call in calls if call.lookups is not None]
-    kernels = [kernel for lookups in captured for kernel in lookups.kernels]
+    kernels = [kernel for lookups in captured for kernel in lookups.kernel_calls]
     replicated = list(dict.fromkeys(weights for lookups in captured for weights in lookups.replicated))
     if not calls:
         return KernelGradients([], [], [])
@@ -116,7 +116,7 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
 
 def _through_kernels(kernel_gradients: KernelGradients, scale: torch.Tensor | float | None) -> None:
     if kernel_gradients.calls:
-        record_use(kernel_gradients.gradients)
+        record_stream(kernel_gradients.gradients)
         gradients = (
             kernel_gradients.gradients
             if scale is None
@@ -125,7 +125,7 @@ def _through_kernels(kernel_gradients: KernelGradients, scale: torch.Tensor | fl
         pairs = list(zip(kernel_gradients.calls, gradients, strict=True))
         fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
         if fused:
-            outputs = [call.with_present_rate() for call, _ in fused]
+            outputs = [call.output_at_current_rate() for call, _ in fused]
             torch.autograd.backward(outputs, [gradient for _, gradient in fused])
         for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in kernel_gradients.calls):
             if optimizer is not None:

@@ -14,9 +14,9 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import Tensor, nn
 
-from lightning_pipe.recsys.kernels.kernel_calls import JoinedCall, KernelCall, KernelGradients
-from lightning_pipe.recsys.modules.managed_collision import on_eviction
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, end_rows
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradients, SyntheticKernelCall
+from lightning_pipe.recsys.modules.managed_collision import set_eviction_hook
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, release_rows
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
@@ -35,12 +35,12 @@ class TableWindow:
         self._overflowed = False
         self._modules = list(modules.values())
         for module in self._modules:
-            on_eviction(module, self._forget_rows)
+            set_eviction_hook(module, self._forget_rows)
 
     def __bool__(self) -> bool:
         return bool(self._pairs or self._replicated)
 
-    def keep(self, embeddings: Embeddings) -> None:
+    def add(self, embeddings: Embeddings) -> None:
         """Keep the gradients of a micro-batch after the first half of its backward, and the rows that it looked up."""
         kernel_gradients = embeddings.kernel_gradients
         assert kernel_gradients is not None
@@ -78,17 +78,19 @@ class TableWindow:
         """Drop the gradients of an unfinished window, as the dense gradients are cleared."""
         rows = self._rows
         self._pairs, self._replicated, self._rows, self._overflowed = [], {}, [], False
-        end_rows(rows, trained=False)
+        release_rows(rows, trained=False)
 
     def close(self) -> None:
         """Drop all gradients, and leave the modules as they were."""
         self.drop()
         for module in self._modules:
-            on_eviction(module, None)
+            set_eviction_hook(module, None)
 
     def _take(self, kernel_gradients: KernelGradients) -> None:
         for call, gradient in zip(kernel_gradients.calls, kernel_gradients.gradients, strict=True):
-            self._pairs.append((JoinedCall.from_call(call, call.indices, call.offsets, call.weights), gradient))
+            self._pairs.append(
+                (SyntheticKernelCall.from_call(call, call.indices, call.offsets, call.weights), gradient)
+            )
         for weights in kernel_gradients.replicated:
             assert weights.grad is not None
             accumulated = self._replicated.get(weights)
@@ -121,7 +123,7 @@ def _without_rows(call: KernelCall, gradient: Tensor, table: int, rows: Tensor) 
     lengths = torch.zeros_like(lengths).index_add_(0, bag, is_kept.to(lengths.dtype))
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(call.offsets.dtype)
     weights = None if call.weights is None else call.weights[is_kept]
-    return JoinedCall.from_call(call, call.indices[is_kept], offsets, weights), gradient
+    return SyntheticKernelCall.from_call(call, call.indices[is_kept], offsets, weights), gradient
 
 
 @torch.no_grad()
@@ -149,4 +151,6 @@ def _join(pairs: Sequence[_Pair]) -> _Pair:
         ]
         weights = torch.cat(call_weights)[ids]
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(calls[0].offsets.dtype)
-    return JoinedCall.from_call(calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights), gradient
+    return SyntheticKernelCall.from_call(
+        calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights
+    ), gradient

@@ -1,6 +1,6 @@
 """Artifacts that compute a trained model's scores without its code.
 
-Each takes the tensors of a batch, in the order and shapes of ``flat_batch.FlatBatch``.
+Each takes the tensors of a batch, in the order and shapes of ``flat_batch.BatchSpec``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.fx import GraphModule
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
 
-from lightning_pipe._compat.torch import compile_and_package, sizes_below_two
+from lightning_pipe._compat.torch import allow_sizes_below_two, compile_and_package
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer, table_configs
+from lightning_pipe.recsys.serving.batch_spec import BatchSpec, Scorer, unsharded_table_configs
 
 _WIDTHS = {8: torch.qint8, 4: torch.quint4x2}
 
 
-def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
+def export_program(model: nn.Module, batch: Any) -> tuple[ExportedProgram, BatchSpec]:
     """Trace a model with ``torch.export``, for any batch size."""
-    form = FlatBatch(batch)
+    form = BatchSpec(batch)
     if form.rows < 2:
         raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
     try:
@@ -37,14 +37,14 @@ def exported(model: nn.Module, batch: Any) -> tuple[ExportedProgram, FlatBatch]:
             " Python loops over rows and branches on values in its predict_step or forward, or use --to quantized"
         ) from error
     if unread := _unread(program, form):
-        smaller = FlatBatch(batch, unread)
+        smaller = BatchSpec(batch, unread)
         # Unused code of the model may need a tensor that the scores do not depend on.
         with suppress(Exception):
             return _traced(model, smaller, batch), smaller
     return program, form
 
 
-def _unread(program: ExportedProgram, form: FlatBatch) -> list[str]:
+def _unread(program: ExportedProgram, form: BatchSpec) -> list[str]:
     """Names of the inputs that no output depends on. Unused results and checks of sizes may."""
     read = {node for node in program.graph.nodes if node.op == "output"}
     for node in reversed(program.graph.nodes):
@@ -55,25 +55,25 @@ def _unread(program: ExportedProgram, form: FlatBatch) -> list[str]:
     return [name for name, node in inputs if str(node) not in names]
 
 
-def _traced(model: nn.Module, form: FlatBatch, batch: Any) -> ExportedProgram:
-    scorer, inputs = Scorer(model, form), tuple(form.tensors(batch))
-    with torch.no_grad(), sizes_below_two():  # a batch can have one id, or none
+def _traced(model: nn.Module, form: BatchSpec, batch: Any) -> ExportedProgram:
+    scorer, inputs = Scorer(model, form), tuple(form.flatten(batch))
+    with torch.no_grad(), allow_sizes_below_two():  # a batch can have one id, or none
         return torch.export.export(scorer, inputs, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
 
 
-def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
+def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> BatchSpec:
     """Write a program that ``torch.export.load`` reads; see :func:`exported`."""
-    program, form = exported(model, batch)
+    program, form = export_program(model, batch)
     torch.export.save(program, file)
     return form
 
 
-def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
+def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> BatchSpec:
     """Compile a program ahead of time to a package for this kind of machine; see :func:`exported`.
 
     Needs a C++ compiler. ``torch._inductor.aoti_load_package`` loads the package in Python.
     """
-    program, form = exported(model, batch)
+    program, form = export_program(model, batch)
     try:
         compile_and_package(program, file)
     except OSError:
@@ -86,20 +86,20 @@ def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> FlatBatch:
     return form
 
 
-def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 8) -> FlatBatch:
+def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 8) -> BatchSpec:
     """Write a TorchScript program with tables of TorchRec's quantized modules, whose values have 8 or 4 bits.
 
     ``torch.jit.load`` reads it after ``import fbgemm_gpu``. Each row has a scale and an offset.
     """
     if bits not in _WIDTHS:
         raise SetupError(f"bits must be 8 or 4, got {bits!r}")
-    for config in table_configs(model):
+    for config in unsharded_table_configs(model):
         if config.embedding_dim * bits % 16:
             raise SetupError(
                 f"table {config.name} has embedding_dim {config.embedding_dim}, but FBGEMM quantizes tables to {bits}"
                 f" bits only if it is a multiple of {16 // bits}. Use such a number, or --to torch_export or aoti"
             )
-    form = FlatBatch(batch)
+    form = BatchSpec(batch)
     quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
     try:
         with torch.no_grad():
@@ -107,7 +107,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
             traced.graph.eliminate_dead_code()
             inputs = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)
             if unread := [name for name, node in inputs if not node.users]:
-                form = FlatBatch(batch, unread)
+                form = BatchSpec(batch, unread)
                 traced = _of_fx(quantized, form)
             torch.jit.script(traced).save(str(file))
     except Exception as error:  # of any type: the model's code is run
@@ -118,7 +118,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     return form
 
 
-def _of_fx(model: nn.Module, form: FlatBatch) -> GraphModule:
+def _of_fx(model: nn.Module, form: BatchSpec) -> GraphModule:
     """Trace a quantized model, with an argument for each tensor: TorchScript knows none with a star."""
     names = ", ".join(f"input_{index}" for index in range(len(form.names)))
     space: dict[str, Any] = {}

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
-from lightning_pipe.recsys.serving.table_files import Rows, open_checkpoint, pa, pq, saved_tables, write_vectors
+from lightning_pipe.recsys.serving.table_files import (
+    Rows,
+    open_checkpoint_dynamic_tables,
+    pa,
+    pq,
+    read_checkpoint,
+    write_vectors,
+)
 
 
 def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str | Path) -> dict[str, int]:
@@ -33,7 +40,9 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
     target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         newer, older = (
-            {} if isinstance(place, int) else stack.enter_context(saved_tables(*open_checkpoint(place)[:2]))
+            {}
+            if isinstance(place, int)
+            else stack.enter_context(open_checkpoint_dynamic_tables(*read_checkpoint(place)[:2]))
             for place in (checkpoint, since)
         )
         beside = stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent))

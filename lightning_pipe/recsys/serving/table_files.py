@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, name_of_map
-from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
+from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, id_map_name
+from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
-from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, parse_local_or_remote_path, resolve_folder
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.common.safe_text import short_repr
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
 
 try:
@@ -42,16 +42,16 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
     row to, and ``vector``, a fixed-size list of float32. Rows that no id has are left out.
     """
     target = Path(folder)
-    source, first_rank_values, saved = open_checkpoint(checkpoint, weights_only)
+    source, first_rank_values, saved = read_checkpoint(checkpoint, weights_only)
     target.mkdir(parents=True, exist_ok=True)
     written: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix=".tables.", dir=target) as beside:
-        values: Mapping[str, Any] = read_whole(source, saved, weights_only, "model", Path(beside)).get("model", {})
+        values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", Path(beside)).get("model", {})
         for name, table in values.items():
             if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
                 written[f"{name}.parquet"] = write_vectors(target, name, table.shape[1], _rows(name, table, values))
     if first_rank_values.get(DYNAMIC_ROWS):
-        with saved_tables(source, first_rank_values) as tables:
+        with open_checkpoint_dynamic_tables(source, first_rank_values) as tables:
             for name, (rows, width) in tables.items():
                 chunks = ((chunk.ids, chunk.columns[0]) for chunk in rows)
                 written[f"{name}.parquet"] = write_vectors(target, name, width, chunks)
@@ -60,15 +60,15 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
     return written
 
 
-def open_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any], Any]:
+def read_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any], Any]:
     """Folder with the files of a checkpoint, the values that rank 0 wrote, and the metadata."""
-    source = open_folder(place_of(checkpoint))
+    source = resolve_folder(parse_local_or_remote_path(checkpoint))
     saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
-    return source, read_rest(source, weights_only), saved
+    return source, read_extra_state(source, weights_only), saved
 
 
 @contextmanager
-def saved_tables(source: Folder, first_rank_values: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
+def open_checkpoint_dynamic_tables(source: Folder, first_rank_values: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
     """Dynamic tables of an open checkpoint by full name, to be read inside the block."""
     if not (modules := first_rank_values.get(DYNAMIC_ROWS)):
         raise SetupError(f"the checkpoint {str(source)!r} has no dynamic tables. Use one of a model that has some")
@@ -83,7 +83,7 @@ def saved_tables(source: Folder, first_rank_values: Mapping[str, Any]) -> Iterat
     except (AttributeError, LookupError, TypeError, ValueError):
         raise SetupError(
             f"the checkpoint {str(source)!r} has a damaged description of dynamic tables: expected names and columns,"
-            f" got {shown(modules)}. Use another checkpoint"
+            f" got {short_repr(modules)}. Use another checkpoint"
         ) from None
     with local_copy(source, "rows") as local:
         yield {
@@ -106,7 +106,7 @@ def _weights(folder: Path, module: str, table: str, width: int) -> Iterator[Stor
 def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids and rows of a table of fixed size, in chunks."""
     ids, rows = torch.arange(len(table)), torch.arange(len(table))
-    if (of_map := name_of_map(name)) and f"{of_map}.{ENTRIES_OF_MAP[0]}" in values:
+    if (of_map := id_map_name(name)) and f"{of_map}.{ENTRIES_OF_MAP[0]}" in values:
         ids, rows = (values[f"{of_map}.{entry}"] for entry in ENTRIES_OF_MAP)
         mapped = ids != NO_ID
         ids, rows = ids[mapped], rows[mapped]

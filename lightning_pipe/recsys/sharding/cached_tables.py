@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import Table
-from lightning_pipe.recsys.sharding.planner_options import plain_dataclass
+from lightning_pipe.recsys.sharding.planner_options import dataclass_from_mapping
 
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 # FBGEMM's names of the arguments, and TorchRec's.
@@ -58,7 +58,7 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, tables: Sequence[T
                 f" {', '.join(_FIELDS)}, or the name of a table with such keys."
             )
         named = {_FIELDS[key]: value for key, value in arguments.items()}
-        read[name] = plain_dataclass(f"fused_params of table {name}", CacheParams, named)
+        read[name] = dataclass_from_mapping(f"fused_params of table {name}", CacheParams, named)
     return read
 
 

@@ -20,7 +20,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingB
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe._compat.torch import version_counters_preserved
-from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
+from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizerSpec
 
 
 def unwrap_lookups(lookups: list[nn.Module]) -> None:
@@ -77,7 +77,7 @@ class DataParallelTables:
         self,
         lookup: nn.Module,
         names: Mapping[str, str],
-        table_optimizers: Mapping[str, TableOptimizer],
+        table_optimizers: Mapping[str, TableOptimizerSpec],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
         """Add the dense kernels of one lookup. A lookup of sharded tables has none."""
@@ -88,9 +88,9 @@ class DataParallelTables:
             for config, view in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True):
                 name = names[config.name]
                 table_optimizer = table_optimizers[name]
-                assert table_optimizer.step_class is not None
+                assert table_optimizer.unfused_class is not None
                 parameter = nn.Parameter(view.detach())
-                optimizer = table_optimizer.step_class([parameter], **table_optimizer.hyper_parameters)
+                optimizer = table_optimizer.unfused_class([parameter], **table_optimizer.hyper_parameters)
                 table = _ReplicatedTable(parameter, optimizer)
                 tables.append(table)
                 self.keyed_optimizers.append(
@@ -104,14 +104,14 @@ class DataParallelTables:
         """Optimizers of the tables, one each."""
         return [table.optimizer for tables in self._tables for table in tables]
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Clear the gradients that the tables' backward left."""
         for kernel in self._kernels:
             kernel.emb_module.weights.grad = None
         self._averaged = []
 
     @torch.no_grad()
-    def average(self) -> list[torch.Tensor]:
+    def average_gradients(self) -> list[torch.Tensor]:
         """Average the gradients over the ranks, unless this step's gradients are averaged already.
 
         Every rank of the group calls it, from one thread, after the backward of the lookups. A rank whose lookups got
@@ -138,7 +138,7 @@ class DataParallelTables:
         if not self._kernels:
             return
         weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
-        gradients = self.average()
+        gradients = self.average_gradients()
         # Rows may be looked up already for the next batch. Its backward does not read them.
         with version_counters_preserved(weights):
             for tables, gradient in zip(self._tables, gradients, strict=True):
@@ -147,7 +147,7 @@ class DataParallelTables:
                     table.parameter.grad = part.view_as(table.parameter)
                     table.optimizer.step()
                     table.parameter.grad = None
-        self.forget_gradients()
+        self.zero_grad()
 
 
 def _is_gradient_of(gradient: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipe._compat.managed_collision import NO_ID, ManagedMap, id_maps_in
-from lightning_pipe.engine.ranks.together import from_rank, gather
+from lightning_pipe._compat.managed_collision import NO_ID, IdMapShard, sharded_id_maps
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_rank
 
 # All values of a whole map by the names of its entries. Called once for each map that must be redistributed.
 ReadWhole = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -31,14 +31,16 @@ class IdMaps:
         rows_of: Callable[[str, str], Sequence[Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
-        self._maps = [(name, id_map) for name, module in sorted(modules.items()) for id_map in id_maps_in(name, module)]
+        self._maps = [
+            (name, id_map) for name, module in sorted(modules.items()) for id_map in sharded_id_maps(name, module)
+        ]
         self._rows_of = rows_of
         self._group = group
 
     def __bool__(self) -> bool:
         return bool(self._maps)
 
-    def take_over(self, unsharded: Mapping[str, dict[str, Tensor]]) -> None:
+    def load_unsharded(self, unsharded: Mapping[str, dict[str, Tensor]]) -> None:
         """Fill the maps with the ids of an unsharded module on rank 0. Every rank calls it, after rows are filled."""
 
         def has_ids(ids: Tensor) -> bool:
@@ -46,8 +48,8 @@ class IdMaps:
 
         for _, id_map in self._maps:
             values = unsharded[id_map.name]
-            if from_rank(lambda: has_ids(values[id_map.names[0]]), "", self._group):  # noqa: B023
-                entries = from_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
+            if run_on_rank(lambda: has_ids(values[id_map.names[0]]), "", self._group):  # noqa: B023
+                entries = run_on_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
                 self.redistribute(id_map, [0], lambda _: entries)  # noqa: B023
 
     def windows(self) -> dict[str, dict[str, Tensor]]:
@@ -55,7 +57,7 @@ class IdMaps:
         rank = self._group.rank()
         return {f"{id_map.name}/{rank}": window for _, id_map in self._maps if (window := id_map.window())}
 
-    def moved(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[ManagedMap]:
+    def find_resharded(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[IdMapShard]:
         """Maps whose parts in a checkpoint are not those of the ranks."""
         moved = []
         for _, id_map in self._maps:
@@ -65,7 +67,7 @@ class IdMaps:
                 moved.append(id_map)
         return moved
 
-    def redistribute(self, id_map: ManagedMap, begins: Sequence[int], read: ReadWhole) -> int:
+    def redistribute(self, id_map: IdMapShard, begins: Sequence[int], read: ReadWhole) -> int:
         """Fill a map from a checkpoint with other parts, and move the rows of ids that another rank must hold now.
 
         The table's rows and states must be loaded already. Every rank calls it.
@@ -98,7 +100,7 @@ class IdMaps:
         )
         return cut + int((~has_row).sum())
 
-    def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[ManagedMap]) -> None:
+    def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[IdMapShard]) -> None:
         """Continue windows of a checkpoint, after everything else is loaded."""
         rank = self._group.rank()
         for _, id_map in self._maps:
@@ -107,11 +109,11 @@ class IdMaps:
                 rank_windows = {rank: _merged(id_map, list(rank_windows.values()), rank, self._group.size())}
             id_map.set_window(rank_windows.get(rank, {}))
 
-    def _parts(self, id_map: ManagedMap) -> list[tuple[int, int]]:
-        return gather((id_map.begin, id_map.end), self._group)
+    def _parts(self, id_map: IdMapShard) -> list[tuple[int, int]]:
+        return all_gather_objects((id_map.begin, id_map.end), self._group)
 
     @torch.no_grad()
-    def _put(self, id_map: ManagedMap, local_entries: dict[str, Tensor]) -> None:
+    def _put(self, id_map: IdMapShard, local_entries: dict[str, Tensor]) -> None:
         ids_name, rows_name = id_map.names
         order = local_entries[ids_name].argsort()
         is_used = torch.zeros(id_map.end - id_map.begin, dtype=torch.bool)
@@ -123,7 +125,7 @@ class IdMaps:
 
     @torch.no_grad()
     def _move_rows(
-        self, id_map: ManagedMap, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]
+        self, id_map: IdMapShard, sources: Tensor, targets: Tensor, parts: Sequence[tuple[int, int]]
     ) -> None:
         """Copy rows of the table and their states; targets may be among the sources."""
         moving = sources != targets
@@ -170,7 +172,7 @@ def _new_rows(
     return new_rows
 
 
-def _merged(id_map: ManagedMap, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
+def _merged(id_map: IdMapShard, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
     """The window of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
     merged = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
     is_local = id_map.owners(merged["ids"], ranks) == rank

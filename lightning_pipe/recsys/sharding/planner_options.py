@@ -19,10 +19,10 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.sharders import (
     COLUMN_TYPES,
-    ONLY_WHEN_ASKED,
+    ON_REQUEST_TYPES,
     SHARDING_TYPES,
     check_names,
-    check_types,
+    check_sharding_types,
 )
 
 
@@ -36,11 +36,11 @@ def _value(where: str, hint: Any, value: Any) -> Any:
             names = ", ".join(member.name for member in annotated_type)
             raise SetupError(f"{where} must be one of {names}, got {value!r}. Use one of these names.")
         if annotated_type in (CacheParams, KeyValueParams) and isinstance(value, Mapping):
-            return plain_dataclass(where, annotated_type, value)
+            return dataclass_from_mapping(where, annotated_type, value)
     return value
 
 
-def plain_dataclass(where: str, cls: type, values: Mapping[str, Any]) -> Any:
+def dataclass_from_mapping(where: str, cls: type, values: Mapping[str, Any]) -> Any:
     """Build a dataclass of TorchRec from plain values."""
     hints = typing.get_type_hints(cls)
     allowed = [field.name for field in dataclasses.fields(cls)]
@@ -68,7 +68,9 @@ def read_constraints(
     read: dict[str, ParameterConstraints] = {}
     for name, table_constraints in (constraints or {}).items():
         if not isinstance(table_constraints, ParameterConstraints):
-            table_constraints = plain_dataclass(f"constraints of table {name}", ParameterConstraints, table_constraints)
+            table_constraints = dataclass_from_mapping(
+                f"constraints of table {name}", ParameterConstraints, table_constraints
+            )
         read[name] = dataclasses.replace(table_constraints)
     for table in tables:
         _add_what_must_hold(table, read, without)
@@ -79,20 +81,20 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
     name = table.config.name
     table_constraints = constraints.get(name)
     if table_constraints is not None:
-        check_types(f"constraints of table {name}, sharding_types,", table_constraints.sharding_types, table)
+        check_sharding_types(f"constraints of table {name}, sharding_types,", table_constraints.sharding_types, table)
         kernels = [kernel.value for kernel in EmbeddingComputeKernel]
         check_names(f"constraints of table {name}, compute_kernels,", table_constraints.compute_kernels, kernels)
         if table_constraints.sharding_types:
             return
     assert table.optimizer is not None
     unwanted = set(without)
-    if table.optimizer.step_class is None:
+    if table.optimizer.unfused_class is None:
         unwanted.add(ShardingType.DATA_PARALLEL.value)
     if table.optimizer.row_wise_state:
         unwanted |= COLUMN_TYPES
     allowed = SHARDING_TYPES[table.module_type]
     if unwanted & set(allowed):
-        left_out = unwanted | ONLY_WHEN_ASKED.get(table.module_type, set())
+        left_out = unwanted | ON_REQUEST_TYPES.get(table.module_type, set())
         types = [sharding_type for sharding_type in allowed if sharding_type not in left_out]
         constraints[name] = dataclasses.replace(table_constraints or ParameterConstraints(), sharding_types=types)
 

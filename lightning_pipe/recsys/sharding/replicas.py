@@ -56,7 +56,7 @@ class ReplicaGroups:
         return _own_group(_replicas(self.count))
 
     @contextmanager
-    def counted_per_node(self) -> Generator[None, None, None]:
+    def limit_local_world_size(self) -> Generator[None, None, None]:
         """Context in which TorchRec counts only the ranks of one replica per node.
 
         All ranks of the node would be more than the process group has.
@@ -84,7 +84,7 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
         sync_every: number of table steps between two averages; None for 1.
 
     Returns:
-        The groups, for :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; None for one replica.
+        The groups, for :func:`~lightning_pipe.recsys.sharding.shard_model.shard_model`; None for one replica.
 
     Raises:
         SetupError: a number is invalid, ranks cannot be divided into this number of groups, or another rank has other
@@ -92,7 +92,7 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
     """
     world = dist.group.WORLD
     numbers = [("replicas", repr(count)), ("sync_every", repr(sync_every))]
-    check_agreement(numbers, "number of replicas", world, error=SetupError)
+    check_agreement(numbers, "number of replicas", world, error_class=SetupError)
     replicas = 1 if count is None else count
     steps = 1 if sync_every is None else sync_every
     for name, number in (("replicas", replicas), ("sync_every", steps)):
@@ -127,7 +127,7 @@ def _own_group(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
 # ---------------------------------------------------------------------- plans
 
 
-def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
+def check_replicable(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
     """Check that a table can be sharded in this way inside each replica."""
     if table.is_dynamic or table.maps_ids:
         kind = "is a dynamic table" if table.is_dynamic else "maps ids to rows (managed collision)"
@@ -148,7 +148,7 @@ def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaG
     """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica."""
     for table in tables:
         sharding = _sharding_of(plan, table)
-        check_replicated("the sharding plan", [sharding.sharding_type], table)
+        check_replicable("the sharding plan", [sharding.sharding_type], table)
         if sharding.compute_kernel not in _KERNELS:
             raise SetupError(
                 f"the sharding plan gives table {table.name} the compute kernel {sharding.compute_kernel}, whose cache"
@@ -178,7 +178,7 @@ def _sharding_of(plan: ShardingPlan, table: Table) -> ParameterSharding:
 # ---------------------------------------------------------------------- the average
 
 
-def refuse_norm(replicas: ReplicaAverage | None) -> None:
+def refuse_clipping(replicas: ReplicaAverage | None) -> None:
     """Refuse a norm over all gradients, as used for clipping."""
     if replicas is not None:
         raise SetupError(
@@ -196,14 +196,14 @@ class ReplicaAverage:
         self._states = states
         self._tensors: list[torch.Tensor] | None = None
 
-    def stepped(self) -> None:
+    def step(self) -> None:
         """Count a step of the tables, and average if it is due. Every rank calls it, in the same order."""
         self.steps += 1
         if self.steps >= self.groups.sync_every:
-            self.bring_together()
+            self.average()
 
     @torch.no_grad()
-    def bring_together(self) -> None:
+    def average(self) -> None:
         """Average now, unless no step was made since the last average. Every rank calls it."""
         if not self.steps:
             return

@@ -16,21 +16,21 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.safe_text import shown
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.common.safe_text import short_repr
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.recsys.dense.dense_optimizer import TableParameters
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
-from lightning_pipe.recsys.kernels.gradient_norm import table_norm
+from lightning_pipe.recsys.kernels.gradient_norm import table_gradient_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
-from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
+from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_clipping
 from lightning_pipe.recsys.sharding.table_parameter import refuse_freezing
-from lightning_pipe.recsys.sharding.table_values import full_tensor, pieces_of
+from lightning_pipe.recsys.sharding.table_values import full_tensor, local_shards
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows
+    from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowDump
     from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 
 
@@ -73,7 +73,7 @@ class ShardedModel:
         for name in self.tables:
             refuse_freezing(name, parameters[name])
             self._table_parameters.add_sharded(name, parameters[name])
-        optimizers = {table.name: table.known_optimizer for table in tables}
+        optimizers = {table.name: table.resolved_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
             names = {table.config.name: table.name for table in tables if table.module_name == module_name}
             lookups = lookups_of(sharded)
@@ -89,7 +89,7 @@ class ShardedModel:
         self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
         self._kernels = dict(_leaves("", self.fused_optimizer))
         self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
-        self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
+        self._rate_groups = _merge(all_gather_objects([sorted(names) for names in self._kernels.values()], group))
 
     def refuse_untrained(self) -> None:
         """Check that all tables can be trained.
@@ -112,7 +112,7 @@ class ShardedModel:
             if self._table_parameters.name_of(parameter) is None
         ]
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Copy rank 0's dense buffers, such as BatchNorm's running statistics, to all ranks. Every rank calls it.
 
         Each rank computes its buffers from its own samples. ``DistributedDataParallel`` copies rank 0's before every
@@ -137,18 +137,18 @@ class ShardedModel:
         Call it before tables are read between two averages: before validation and checkpoints.
         """
         if self.replicas is not None:
-            self.replicas.bring_together()
+            self.replicas.average()
 
     def _averaged(self) -> list[Mapping[str, Any]]:
         """State dicts of the tables and of their optimizers."""
         tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Clear the gradients of all parameters, including those of replicated tables."""
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._data_parallel.forget_gradients()
+        self._data_parallel.zero_grad()
 
     def step_data_parallel_tables(self) -> None:
         """Step the replicated tables with the gradients from the tables' backward.
@@ -167,8 +167,8 @@ class ShardedModel:
         Raises:
             SetupError: the tables have replicas, each with different gradients.
         """
-        refuse_norm(self.replicas)
-        return table_norm(gradients, self._data_parallel.average(), self._group, self._device)
+        refuse_clipping(self.replicas)
+        return table_gradient_norm(gradients, self._data_parallel.average_gradients(), self._group, self._device)
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Set every table's rate to its base rate times ``factor``, from the next lookup on."""
@@ -230,7 +230,7 @@ class ShardedModel:
         table = self._of_known_size(name)
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
         prefix = f"{table.config.name}."
-        keys = sorted({key for keys in gather(list(state), self._group) for key in keys})
+        keys = sorted({key for keys in all_gather_objects(list(state), self._group) for key in keys})
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
 
     def _rows_of(self, module: str, table: str) -> list[torch.Tensor]:
@@ -242,7 +242,9 @@ class ShardedModel:
         )
         states = self.fused_optimizer.state_dict()["state"].get(row_table.name, {})
         tensors = [self.sharded_modules[module].state_dict()[row_table.key], *(states[key] for key in sorted(states))]
-        return [piece.values for tensor in tensors if isinstance(tensor, ShardedTensor) for piece in pieces_of(tensor)]
+        return [
+            piece.values for tensor in tensors if isinstance(tensor, ShardedTensor) for piece in local_shards(tensor)
+        ]
 
     def _of_known_size(self, name: str) -> Table:
         table = self._named(name)
@@ -255,7 +257,7 @@ class ShardedModel:
 
     # ------------------------------------------------------------------ rows of dynamic tables
 
-    def without_dynamic(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_dynamic_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict, by names of parameters, without the entries of dynamic tables, which are caches."""
         return {name: value for name, value in state.items() if name not in self._dynamic_names}
 
@@ -263,11 +265,11 @@ class ShardedModel:
     def _dynamic_names(self) -> set[str]:
         return {table.name for table in self.tables.values() if table.is_dynamic}
 
-    def dump_rows(self) -> DumpedRows:
+    def dump_rows(self) -> ModelRowDump:
         """Prepare a commit and a checkpoint of the current rows. All ranks call it together."""
-        from lightning_pipe.recsys.dynamic.tables.row_dump import DumpedRows  # lazy: few models have dynamic tables
+        from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowDump  # lazy: few models have dynamic tables
 
-        return DumpedRows({name: rows.dump() for name, rows in self.dynamic_rows.items()})
+        return ModelRowDump({name: rows.dump() for name, rows in self.dynamic_rows.items()})
 
     def commit_rows(self) -> dict[str, dict[str, Any]]:
         """Commit the current rows, so that all ranks open with them after a crash. All ranks call it together.
@@ -389,5 +391,5 @@ def _check_committed(committed: Any) -> None:
     except (AttributeError, LookupError, TypeError):
         raise SetupError(
             "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress and"
-            f" tables, got {shown(committed)}. Take another checkpoint."
+            f" tables, got {short_repr(committed)}. Take another checkpoint."
         ) from None

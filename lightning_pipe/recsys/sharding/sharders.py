@@ -61,7 +61,7 @@ COLUMN_TYPES = {
 }
 # Sharding types that the planner uses only if the user requests them: grid sharding needs several ranks on each of
 # several nodes, and rows of a feature-processed table are split after position weights are known.
-ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
+ON_REQUEST_TYPES: dict[type[nn.Module], set[str]] = {
     EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
     FeatureProcessedEmbeddingBagCollection: {
         ShardingType.GRID_SHARD.value,
@@ -75,7 +75,7 @@ class _BagSharder(OrderedSharder, EmbeddingBagCollectionSharder):
     kind = OrderedEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
+        return self._comms.supported_sharding_types(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
 
 
 class _SequenceSharder(OrderedSharder, EmbeddingCollectionSharder):
@@ -89,7 +89,7 @@ class _SequenceSharder(OrderedSharder, EmbeddingCollectionSharder):
         return DeduplicatedEmbeddingCollection if module_fqn in self._dedup else self.kind
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
+        return self._comms.supported_sharding_types(SHARDING_TYPES[EmbeddingCollection], pooled=False)
 
 
 class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
@@ -148,11 +148,11 @@ def default_sharders(
     if not dynamic:
         return sharders
     from lightning_pipe.recsys.dynamic.tables.sharded_tables import (  # lazy: few models have dynamic tables
-        DynamicBagSharder,
-        DynamicSequenceSharder,
+        DynamicEmbeddingBagCollectionSharder,
+        DynamicEmbeddingCollectionSharder,
     )
 
-    return [*sharders, DynamicBagSharder(comms), DynamicSequenceSharder(comms)]
+    return [*sharders, DynamicEmbeddingBagCollectionSharder(comms), DynamicEmbeddingCollectionSharder(comms)]
 
 
 def check_names(where: str, names: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
@@ -162,7 +162,7 @@ def check_names(where: str, names: Sequence[str] | None, allowed: Sequence[str],
         raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}. Use some of {', '.join(allowed)} instead.")
 
 
-def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
+def check_sharding_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
     """Check that a table can be sharded by each of the types and trained by its optimizer."""
     why = ""
     if table.module_type is EmbeddingCollection and "data_parallel" in (sharding_types or ()):
@@ -174,7 +174,7 @@ def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) 
             " the parts, which is not the mean. Use another sharding type, or sum pooling."
         )
     assert table.optimizer is not None
-    if ShardingType.DATA_PARALLEL.value in (sharding_types or ()) and table.optimizer.step_class is None:
+    if ShardingType.DATA_PARALLEL.value in (sharding_types or ()) and table.optimizer.unfused_class is None:
         raise SetupError(
             f"{where} names data_parallel for table {table.name}, whose optimizer {table.optimizer.name} moves rows"
             " without a gradient when it steps a whole table. Use another sharding type."

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pipe._compat.torch import ShardedTensor, forget_optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.recsys.modules.tables import Table
 
 BLOCK_BYTES = 64 * 2**20  # rows filled or sent at a time
@@ -32,7 +32,7 @@ class LocalShard:
     values: torch.Tensor  # a view of the storage that the kernel trains
 
 
-def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
+def local_shards(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
     """This rank's parts of a tensor from one of TorchRec's state dicts: sharded, or whole on every rank."""
     if isinstance(tensor, ShardedTensor):
         return [
@@ -83,7 +83,7 @@ def copy_values(
         _copy_rows(block, begin, pieces)
 
 
-def release(original: nn.Parameter) -> None:
+def free_table(original: nn.Parameter) -> None:
     """Free the memory of an unsharded table, whose parameter TorchRec and torch's in-backward optimizers keep alive."""
     original.data = original.data.new_empty(0)
     forget_optimizers_in_backward(original)
@@ -122,13 +122,13 @@ def full_tensor(
     tensor: torch.Tensor | ShardedTensor | None, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
     """Gather a whole tensor on every rank of ``group``. Every rank calls this function."""
-    kinds: list[Any] = gather(None if tensor is None else _description(tensor), group)
+    kinds: list[Any] = all_gather_objects(None if tensor is None else _description(tensor), group)
     shape, dtype, is_whole = next(kind for kind in kinds if kind is not None)
     if is_whole:
         assert isinstance(tensor, torch.Tensor)
         return tensor.detach().clone()
     result = torch.zeros(shape, dtype=dtype, device=device)
-    for piece in [] if tensor is None else pieces_of(tensor):
+    for piece in [] if tensor is None else local_shards(tensor):
         index = tuple(
             slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.values.shape, strict=True)
         )

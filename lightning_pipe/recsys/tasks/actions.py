@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipe.engine import InputError, IterContext, SetupError, State
-from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.engine.runtime.worker import on_worker
+from lightning_pipe.engine.runtime.record_stream import record_stream
+from lightning_pipe.engine.runtime.worker import is_worker_thread
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Requests
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, PendingFeatures
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
-from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, refuse_norm
+from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, refuse_clipping
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
@@ -137,7 +137,7 @@ class RecsysActions:
                 ctx.batch = self._transfer(loader_batch)
             self._rewrite.transferred(loader_batch, ctx.batch)
         except Exception as error:
-            if not (self._rewrite.has_peers or on_worker()):
+            if not (self._rewrite.has_peers or is_worker_thread()):
                 raise
             # Other ranks would wait for this one. The input dist reports the error, and raises it on all of them. From
             # a worker, the error would end the batch that the main thread trains.
@@ -151,25 +151,25 @@ class RecsysActions:
         assert self.balancer is not None
         ctx.balance = None
         if torch.is_grad_enabled():
-            record_use(ctx.batch)
+            record_stream(ctx.batch)
             ctx.balance = self.balancer.start(ctx.batch, ctx.transfer_error)
 
     def balance_finish(self, ctx: RecsysContext) -> None:
         """Wait for the partition and exchange samples."""
         assert self.balancer is not None
         if ctx.balance is not None:
-            record_use(ctx.batch)
+            record_stream(ctx.batch)
             try:
                 ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
             except Exception as error:  # on the rank of the bad batch, the user's own
-                if not on_worker():
+                if not is_worker_thread():
                     raise
                 ctx.transfer_error = error  # for the input dist
         del ctx.balance
 
     def emb_input_dist_start(self, ctx: RecsysContext) -> None:
         """Permute the features and submit one all-to-all of splits for all modules."""
-        record_use(ctx.batch)
+        record_stream(ctx.batch)
         ctx.splits = self._rewrite.start_input_dist(ctx.batch, ctx.transfer_error)
 
     def emb_input_dist_wait(self, ctx: RecsysContext) -> None:
@@ -177,10 +177,10 @@ class RecsysActions:
         try:
             ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
         except Exception as error:  # on the rank of the bad batch, the user's own
-            if not on_worker():
+            if not is_worker_thread():
                 raise
             # The main threads of all ranks must raise it at one point, or some would wait for a rank that has stopped.
-            ctx.input_requests = Requests(ctx.splits.inputs, {}, error)
+            ctx.input_requests = PendingFeatures(ctx.splits.inputs, {}, error)
         del ctx.splits
 
     def emb_prefetch(self, ctx: RecsysContext) -> None:
@@ -195,7 +195,7 @@ class RecsysActions:
         """
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
-            self._bring_rates()
+            self._apply_learning_rates()
         # It is only known later whether the batch will be trained. If it is not, the lookup's step count is undone.
         with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
             ctx.embeddings = self._rewrite.lookup(ctx.features)
@@ -203,11 +203,11 @@ class RecsysActions:
 
     def dense_forward(self, ctx: RecsysContext) -> None:
         """Run the user's step, with the embeddings in place of the sharded modules' calls."""
-        record_use(ctx.batch)
+        record_stream(ctx.batch)
         if self._rewrite.looks_ahead:
-            self._bring_rates()
+            self._apply_learning_rates()
             self._tables_in_training = True
-        step = ctx.take("training_step")
+        step = ctx.pop("training_step")
         if step is None and self._training_step is not None:
             step = partial(self._training_step, ctx.batch)
         ctx.output = None
@@ -225,7 +225,7 @@ class RecsysActions:
 
     def dense_backward(self, ctx: RecsysContext) -> None:
         """Backward of the dense part down to the embeddings, overlapped with the reduction of full gradient buckets."""
-        loss, backward = ctx.loss, ctx.take("run_backward")
+        loss, backward = ctx.loss, ctx.pop("run_backward")
         ctx.loss = None
         takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
         ctx.has_gradients = loss is not None or takes_part
@@ -243,7 +243,7 @@ class RecsysActions:
             # The output dists' part of EmbBackward runs here, so that it overlaps with the reduction of dense
             # gradients.
             try:
-                self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
+                self._tables_backward.run_to_kernels(ctx.embeddings, self._rewrite.skips_unused_in_backward)
             except RuntimeError as error:
                 _refuse_uneven_rows(error)
                 raise
@@ -261,7 +261,7 @@ class RecsysActions:
             if ctx.tables_skipped:
                 window.note_overflow()
             else:
-                window.keep(ctx.embeddings)
+                window.add(ctx.embeddings)
             ctx.has_gradients = False  # the step is the last batch's
 
     def emb_backward(self, ctx: RecsysContext) -> None:
@@ -273,7 +273,7 @@ class RecsysActions:
                 self._rewrite.backward(
                     ctx.embeddings,
                     scale=ctx.gradient_scale if ctx.has("gradient_scale") else None,
-                    agree_unused=self._rewrite.agrees_unused,
+                    agree_unused=self._rewrite.skips_unused_in_backward,
                 )
             except RuntimeError as error:
                 _refuse_uneven_rows(error)
@@ -287,7 +287,7 @@ class RecsysActions:
         """Average the replicas of the tables if the average is due."""
         assert self.replicas is not None
         if ctx.has_gradients and not ctx.tables_skipped:
-            self.replicas.stepped()
+            self.replicas.step()
 
     def finalize_grads(self, ctx: RecsysContext) -> None:
         """Wait until the dense gradients are averaged over all ranks."""
@@ -306,20 +306,20 @@ class RecsysActions:
     def abandon(self, contexts: Iterable[IterContext]) -> None:
         """Undo the lookups of batches that will not be trained, since the tables' optimizers may have counted them."""
         for ctx in contexts:
-            if (embeddings := ctx.take("embeddings")) is not None:
+            if (embeddings := ctx.pop("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
         self._tables_in_training = False
 
-    def _bring_rates(self) -> None:
+    def _apply_learning_rates(self) -> None:
         if self._before_lookup is not None:
             self._before_lookup()
 
 
-def clipping(model: ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
+def make_clip_function(model: ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
     """Function that scales the gradients of a batch down to a norm of at most *max_norm*."""
     if not max_norm > 0:
         raise SetupError(f"max_norm must be a number above 0, or None for no clipping, got {max_norm!r}")
-    refuse_norm(model.replicas)
+    refuse_clipping(model.replicas)
     dense = [parameter for _, parameter in model.dense_parameters()]
 
     def clip(embeddings: Embeddings) -> torch.Tensor:

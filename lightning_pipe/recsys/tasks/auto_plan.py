@@ -9,11 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.network import Message
-from lightning_pipe.engine.planning.planner import plan_variants
+from lightning_pipe.engine.planning.network import Collective
+from lightning_pipe.engine.planning.planner import propose_plan_variants
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
-from lightning_pipe.recsys.plans.named import PLANS, looks_ahead, read_beyond_tables, recsys_plan, suits_caches
+from lightning_pipe.recsys.plans.recsys_plans import (
+    PLANS,
+    looks_up_ahead,
+    lookup_state_besides_tables,
+    recsys_plan,
+    suits_caches,
+)
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
 _WAITED_BY = {task.name: task.waited_by for task in TASKS if task.waited_by is not None}
@@ -32,11 +38,11 @@ def hand_written_plans(
 
     Plans that look up ahead are included only if lookups read nothing but tables.
     """
-    only_tables = not read_beyond_tables(tasks)
+    only_tables = not lookup_state_besides_tables(tasks)
     names = [
         name
         for name, plan in PLANS.items()
-        if not plan.stale and (only_tables or not looks_ahead(plan)) and (on_disk or name != "early_prefetch")
+        if not plan.stale and (only_tables or not looks_up_ahead(plan)) and (on_disk or name != "early_prefetch")
     ]
     plans = [recsys_plan(name, tasks) for name in names]
     return [plan for plan in plans if max_in_flight is None or plan.pipeline_depth <= max_in_flight]
@@ -48,7 +54,7 @@ def recsys_costs(
     peers: bool,
     device: torch.device,
     waits: Mapping[str, float] | None = None,
-    sent: Mapping[str, Message] | None = None,
+    sent: Mapping[str, Collective] | None = None,
 ) -> dict[str, TaskCost]:
     """Costs of the tasks from their times in serial order. The serial plan thus takes the sum of these times."""
     if not peers:
@@ -57,7 +63,7 @@ def recsys_costs(
         waits = {
             waiter: task_times[waiter] for task, waiter in _WAITED_BY.items() if waiter != task and waiter in task_times
         }
-    background: dict[str, float | Message] = dict(sent or {})
+    background: dict[str, float | Collective] = dict(sent or {})
     waited = dict(waits)
     if sent is None:
         background, waited = _background(task_times, waits)
@@ -76,11 +82,11 @@ def recsys_costs(
 
 def _background(
     task_times: Mapping[str, float], waits: Mapping[str, float]
-) -> tuple[dict[str, float | Message], dict[str, float]]:
+) -> tuple[dict[str, float | Collective], dict[str, float]]:
     """Time of each message on an otherwise idle network, by the task that submits it, and the time that each task
     waited for messages."""
     order = list(task_times)
-    background: dict[str, float | Message] = {}
+    background: dict[str, float | Collective] = {}
     waited: dict[str, float] = {}
     shared: set[str] = set()
     for name, waiter in _WAITED_BY.items():
@@ -100,13 +106,13 @@ def _background(
     return background, waited
 
 
-def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
+def recsys_machine(device: torch.device, seconds_between_periods: float = 0.0) -> Machine:
     """Resources that the tasks of this process share with other ranks on the same machine."""
     if device.type == "cuda":
-        return Machine(cores=1.0, device_streams=True, between_periods=beside)
+        return Machine(cores=1.0, device_streams=True, between_periods=seconds_between_periods)
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun; without it, all ranks are taken to be on this machine
     local_ranks = int(ranks) if ranks else dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return Machine(cores=max(1.0, (os.cpu_count() or 1) / local_ranks), between_periods=beside)
+    return Machine(cores=max(1.0, (os.cpu_count() or 1) / local_ranks), between_periods=seconds_between_periods)
 
 
 def recsys_variants(
@@ -115,11 +121,11 @@ def recsys_variants(
     machine: Machine,
     *,
     max_in_flight: int,
-    keep: int,
+    max_plans: int,
 ) -> list[PipelinePlan]:
     """Variants of *hand_written* with the shortest predicted iterations under a Trainer, best first."""
     trains = [task.name for task in TASKS if task.trains and task.name in costs]
-    return plan_variants(
+    return propose_plan_variants(
         hand_written,
         costs,
         machine,
@@ -128,19 +134,19 @@ def recsys_variants(
         # In a period, the hooks around the trained batch follow the transfer of a later batch and precede its training.
         submitted_before=[("H2DAndShuffle", name) for name in trains],
         max_in_flight=max_in_flight,
-        keep=keep,
+        max_variants=max_plans,
     )
 
 
 def propose_plans(
     hand_written: Sequence[PipelinePlan],
     task_times: Mapping[str, float],
-    beside: float,
+    seconds_between_periods: float,
     *,
     max_in_flight: int,
     peers: bool,
     device: torch.device,
-    keep: int,
+    max_plans: int,
     cached: bool = False,
 ) -> list[PipelinePlan]:
     """Variants of *hand_written* for tasks that took *task_times* seconds serially, with *beside* seconds between them.
@@ -148,6 +154,6 @@ def propose_plans(
     If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """
     costs = recsys_costs(task_times, peers=peers, device=device)
-    machine = recsys_machine(device, beside)
-    variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, keep=keep)
+    machine = recsys_machine(device, seconds_between_periods)
+    variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, max_plans=max_plans)
     return [plan for plan in variants if not cached or suits_caches(plan)]

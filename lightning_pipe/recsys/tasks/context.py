@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_pipe.engine import TrainingContext
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Requests, Splits
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, PendingFeatures, PendingSplits
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing.balancer import Balance
+    from lightning_pipe.recsys.balancing.balancer import PendingExchange
 
 
 class RecsysContext(TrainingContext):
@@ -31,9 +31,9 @@ class RecsysContext(TrainingContext):
     """
 
     transfer_error: Exception | None
-    balance: Balance | None
-    splits: Splits
-    input_requests: Requests
+    balance: PendingExchange | None
+    splits: PendingSplits
+    input_requests: PendingFeatures
     features: Features
     embeddings: Embeddings
     trained: bool

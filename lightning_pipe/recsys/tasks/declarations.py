@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_pipe.engine import State
 from lightning_pipe.engine.plans.task import DeclaredIO
-from lightning_pipe.recsys.plans.named import AVERAGING
+from lightning_pipe.recsys.plans.recsys_plans import SYNC_REPLICAS
 from lightning_pipe.recsys.tasks.actions import (
     DENSE_BUFFERS,
     DENSE_GRADIENTS,
@@ -177,12 +177,12 @@ TASKS: tuple[RecsysTask, ...] = (
         late=LateScaling(writes=("embeddings", TABLES), after_step=True),
     ),
     RecsysTask(
-        AVERAGING,
+        SYNC_REPLICAS,
         RecsysActions.sync_replicas,
         reads=("has_gradients", "tables_skipped", TABLES),
         writes=(TABLES, REPLICA_STEPS),
         needs="replicas",
-        waited_by=AVERAGING,
+        waited_by=SYNC_REPLICAS,
         collectives=("replicas",),
         trains=True,
         late=LateScaling(after_step=True),

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
-from lightning_pipe.recsys.plans.named import evaluation_plan
-from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
+from lightning_pipe.recsys.plans.recsys_plans import evaluation_plan
+from lightning_pipe.recsys.tasks.session import RecsysSession, next_must_run_serially
 
 
 class PipelinedEvaluation:
     """Runs a model on batches without training them, as far ahead as the plan of its training.
 
-    Built on every rank while training is suspended (:meth:`RecsysSession.suspended`).
+    Built on every rank while training is suspended (:meth:`RecsysSession.suspend_training`).
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class PipelinedEvaluation:
         self.pipeline = SWPipeline(evaluation_plan(training, tasks), session.device, session.world)
 
     @property
-    def alone(self) -> bool:
+    def runs_next_serially(self) -> bool:
         """True if the next batch must be evaluated alone, with all tasks in serial order."""
-        return starts_alone(self._rewrite, self.pipeline.plan)
+        return next_must_run_serially(self._rewrite, self.pipeline.plan)
 
     @contextmanager
     def attached(self) -> Generator[None, None, None]:
@@ -69,7 +69,7 @@ class PipelinedEvaluation:
                 yield ctx.output
 
     def _next(self, batches: Iterator[Any]) -> IterContext:
-        if self.alone and not self.pipeline.in_flight:
+        if self.runs_next_serially and not self.pipeline.in_flight:
             self.pipeline.begin_serial(batches)
             return self.pipeline.finish()
         return self.pipeline.progress(batches)

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import NoWait
 
-from lightning_pipe._compat.torchrec import feature_processors
+from lightning_pipe._compat.torchrec import feature_processor_parameters
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused import count_lookups, newest_prefetches, prefetch_again
+from lightning_pipe.recsys.kernels.fused_kernels import adjust_iteration_count, newest_prefetches, prefetch_again
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, ModuleInputs, PendingFeatures, PendingSplits
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.context import RecsysContext
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing.balancer import Balance
+    from lightning_pipe.recsys.balancing.balancer import PendingExchange
 
 
 class RecsysReplays:
@@ -45,21 +45,21 @@ class RecsysReplays:
         model = rewrite.model
         self._dense = [parameter for parameter in model.parameters() if id(parameter) not in sharded]
         # Gradients of feature processors. Kernels train the tables, whose parameters have no gradients.
-        self._in_modules = [parameter for module in modules for parameter in feature_processors(module)]
+        self._in_modules = [parameter for module in modules for parameter in feature_processor_parameters(module)]
         self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in buffers]
 
     # ------------------------------------------------------------------ input dist
 
     def balance(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: RecsysContext, balance: Balance | None) -> None:
-            ctx.balance = None if balance is None else balance.around(ctx.batch)
+        def again(ctx: RecsysContext, balance: PendingExchange | None) -> None:
+            ctx.balance = None if balance is None else balance.with_batch(ctx.batch)
 
         # The workloads are known, so another wait for the partition exchanges the samples again.
         return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
 
     def splits(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: RecsysContext, splits: Splits) -> None:
-            inputs = self._rewrite.inputs_again(ctx.batch, _copied(splits.inputs.contexts))
+        def again(ctx: RecsysContext, splits: PendingSplits) -> None:
+            inputs = self._rewrite.rebuild_inputs(ctx.batch, _copied(splits.inputs.contexts))
             ctx.splits = replace(splits, inputs=inputs)
 
         # Another wait for the splits sends the tensors again.
@@ -89,7 +89,7 @@ class RecsysReplays:
             for name, features in captured["distributed"].items():
                 module = self._rewrite.modules[name]
                 if is_dynamic(module):
-                    module.prefetch_again(inputs.contexts[name], features)
+                    module.replay_prefetch(inputs.contexts[name], features)
 
         def prefetched(ctx: RecsysContext) -> Any:
             return newest_prefetches(self._pipelined(ctx.features.distributed))
@@ -109,7 +109,7 @@ class RecsysReplays:
                 ctx.embeddings.keep_ready(name, output)
             if torch.is_grad_enabled():
                 for module in self._pipelined(outputs):
-                    count_lookups(module, 1)
+                    adjust_iteration_count(module, 1)
             for context in ctx.features.inputs.contexts.values():
                 if rows := getattr(context, "rows", None):
                     rows.end(trained=False)
@@ -147,7 +147,7 @@ class RecsysReplays:
             if captured["kernels"] is not None:
                 calls: list[LookupCalls] = [call.lookups for call in embeddings.calls if call.lookups is not None]
                 replicated = list(dict.fromkeys(weights for lookups in calls for weights in lookups.replicated))
-                kernels = list(chain.from_iterable(lookups.kernels for lookups in calls))
+                kernels = list(chain.from_iterable(lookups.kernel_calls for lookups in calls))
                 embeddings.kernel_gradients = KernelGradients(kernels, captured["kernels"], replicated)
                 for weights, gradient in zip(replicated, captured["replicated"], strict=True):
                     weights.grad = gradient
@@ -155,7 +155,7 @@ class RecsysReplays:
         def sent(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
                 self._reducer.prepare()
-                self._reducer.received(self._dense)
+                self._reducer.mark_gradients_ready(self._dense)
 
         in_context = DeclaredIO(capture, again, ("embeddings",))
         return in_context, self._gradients_of(self._dense), DeclaredIO(lambda ctx: None, sent)
@@ -166,7 +166,7 @@ class RecsysReplays:
     def finalize(self) -> tuple[DeclaredIO, ...]:
         def leave_averages(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
-                self._reducer.leave()
+                self._reducer.discard_averages()
 
         return DeclaredIO(lambda ctx: None, leave_averages), self._gradients_of([*self._dense, *self._in_modules])
 
@@ -199,8 +199,8 @@ def _copied(contexts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(context) for name, context in contexts.items()}
 
 
-def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:
-    return Requests(inputs, {name: NoWait(value) for name, value in tensors.items()})
+def _waited_for(inputs: ModuleInputs, tensors: Mapping[str, Any]) -> PendingFeatures:
+    return PendingFeatures(inputs, {name: NoWait(value) for name, value in tensors.items()})
 
 
 def _tensors(output: Any, tensors: list[Tensor]) -> None:

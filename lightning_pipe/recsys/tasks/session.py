@@ -21,14 +21,24 @@ from torch import nn
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.exchanges import exchanging
-from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit
+from lightning_pipe.engine.ranks.gloo_all_to_all import wrap_full_duplex
 from lightning_pipe.engine.ranks.loss_check import check_finite_loss
+from lightning_pipe.engine.ranks.object_collectives import all_reduce_any
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.engine.ranks.together import any_of
+from lightning_pipe.engine.ranks.tensors_at_exit import keep_tensors_alive_at_exit
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused import caches_restored, clear_prefetches, fused_kernels, prefetches_suspended
-from lightning_pipe.recsys.plans.named import input_on_worker, looks_ahead, needs_input_group, suits_caches
+from lightning_pipe.recsys.kernels.fused_kernels import (
+    clear_prefetches,
+    fused_kernels,
+    preserve_caches,
+    suspend_prefetches,
+)
+from lightning_pipe.recsys.plans.recsys_plans import (
+    looks_up_ahead,
+    needs_input_group,
+    runs_input_on_worker,
+    suits_caches,
+)
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
@@ -62,7 +72,7 @@ class RecsysSession:
     ) -> None:
         self.world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self.world is not None:
-            keep_tensors_at_exit()
+            keep_tensors_alive_at_exit()
         self.device = device
         self.module: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._sharded = model if isinstance(model, ShardedModel) else None
@@ -112,7 +122,7 @@ class RecsysSession:
         if self._balancer is not None:
             self._balancer.open(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
-        ahead = self._plan is None or looks_ahead(self._plan)
+        ahead = self._plan is None or looks_up_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
         self._refuse_wrong_caches(self.rewrite)
@@ -146,7 +156,7 @@ class RecsysSession:
     def _refuse_caches(self, rewrite: ModelRewrite) -> None:
         """Refuse windows of tables with a cache: their repeated lookups would move rows that are prefetched already."""
         kernels = (kernel for module in rewrite.modules.values() for kernel in fused_kernels(module))
-        if any_of([any(kernel.lxu_cache_weights.numel() for kernel in kernels)], self.world)[0]:
+        if all_reduce_any([any(kernel.lxu_cache_weights.numel() for kernel in kernels)], self.world)[0]:
             raise SetupError(
                 "accumulate_tables is 'window', but tables have the compute kernel fused_uvm_caching, whose rows a"
                 " repeated lookup would move. Use 'micro_batch', or the compute kernel fused or fused_uvm"
@@ -172,13 +182,13 @@ class RecsysSession:
             rewrite.restore()
 
     @contextmanager
-    def suspended(self, pipeline: SWPipeline | None) -> Iterator[None]:
+    def suspend_training(self, pipeline: SWPipeline | None) -> Iterator[None]:
         """Context that suspends training: the model is as if no batch were in flight, and these batches stay valid."""
         if pipeline is not None:
-            pipeline.settle()  # a worker may still prefetch rows for a training batch
+            pipeline.wait_for_workers()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
         sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
-        with prefetches_suspended(sharded.values()), caches_restored(sharded.values()):
+        with suspend_prefetches(sharded.values()), preserve_caches(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:
@@ -188,13 +198,13 @@ class RecsysSession:
                     rewrite.attach()
 
     @contextmanager
-    def rehearsal(
+    def profiling_tasks(
         self, step: str, plan: PipelinePlan, *, clipped: bool, **actions: Any
     ) -> Iterator[list[PipelineTask]]:
         """Context with tasks that train as the training's tasks do, while that is suspended. Every rank enters it."""
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
-            step, split_backward=clipped, look_ahead=looks_ahead(plan), free_features_early=False
+            step, split_backward=clipped, look_ahead=looks_up_ahead(plan), free_features_early=False
         )
         report = None if self._balancer is None else self._balancer.report
         try:
@@ -275,7 +285,7 @@ class RecsysSession:
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
             if self.world is not None and (plan is None or needs_input_group(plan)):
                 make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
-                self._input_group = exchanging(self._left_at_end(make()))
+                self._input_group = wrap_full_duplex(self._left_at_end(make()))
             self._input_group_known = True
         return self._input_group
 
@@ -294,12 +304,12 @@ class RecsysSession:
         self._undo.close()
 
 
-def starts_alone(rewrite: ModelRewrite, plan: PipelinePlan) -> bool:
+def next_must_run_serially(rewrite: ModelRewrite, plan: PipelinePlan) -> bool:
     """Return True if the next batch must run alone, with all tasks in serial order in the calling thread.
 
     The first batch resolves the rewrite, from an observed step or with collectives that only the main thread may call.
     """
-    return not rewrite.resolved and (rewrite.records or input_on_worker(plan))
+    return not rewrite.resolved and (rewrite.needs_recording or runs_input_on_worker(plan))
 
 
 def _no_loss(output: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_pipe.recsys.dense.dense_optimizer import base_learning_rate, learning_rate_factor
-from lightning_pipe.recsys.kernels.table_schedule import TableSchedule
+from lightning_pipe.recsys.kernels.table_lr_scheduler import TableLRScheduler
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
 
@@ -27,16 +27,16 @@ class TableRates:
             # A search has scaled the rates of tables as well, so they keep the ratio to the rate that it found.
             self._base = sharded.searched_rates.get(base, base)
         rates = {name: table.learning_rate for name, table in sharded.tables.items()}
-        self.schedule = None if schedule is None else TableSchedule(schedule, rates)
+        self.schedule = None if schedule is None else TableLRScheduler(schedule, rates)
 
-    def bring(self) -> None:
+    def apply(self) -> None:
         """Copy the current rates."""
         if self.schedule is not None:
             self._sharded.set_learning_rates(self.schedule.learning_rates())
         elif (optimizer := self._optimizer()).param_groups:
             self._sharded.set_learning_rate_factor(learning_rate_factor(optimizer, self._base))
 
-    def note_search(self, rate: float) -> None:
+    def record_found_lr(self, rate: float) -> None:
         """Note that a search has found *rate* for the dense optimizer, for later trainings that begin with it."""
         if self._base is not None:
             self._sharded.searched_rates[rate] = self._base

@@ -19,14 +19,14 @@ from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, Setu
 from lightning_pipe.engine.common.options import check_whole_number, option_group
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.actions import clipping
+from lightning_pipe.recsys.tasks.actions import make_clip_function
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import SessionOptions, make_balancer
-from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
+from lightning_pipe.recsys.tasks.session import RecsysSession, next_must_run_serially
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TrainPipeline:
 
     Args:
         model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or the
-            result of :func:`~lightning_pipe.recsys.sharding.shard.shard_model` (this project's reducer averages them).
+            result of :func:`~lightning_pipe.recsys.sharding.shard_model.shard_model` (this project's reducer averages them).
             Called with a batch, it returns ``(losses, output)``, as TorchRec's pipelines expect; the losses are summed.
             With a model of ``shard_model``, losses may be None on any rank, which then contributes zero gradients. With
             ``DistributedModelParallel``, losses are None on all ranks or on none.
@@ -127,7 +127,7 @@ class TrainPipeline:
                     " so tables step before the norm of all gradients is known. Pass the model that shard_model()"
                     " returns and set accumulate to 1, or remove max_norm."
                 )
-            clip = clipping(sharded, max_norm)
+            clip = make_clip_function(sharded, max_norm)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._execute_all_batches = execute_all_batches
@@ -209,7 +209,7 @@ class TrainPipeline:
         self.attach()
         self._evaluating = True
         try:
-            with self._closed_by_errors(), self._session.suspended(self.pipeline):
+            with self._closed_by_errors(), self._session.suspend_training(self.pipeline):
                 if self._sharded is not None:
                     self._sharded.sync_replicas()
                 if self._evaluation is None:
@@ -245,7 +245,7 @@ class TrainPipeline:
             cause = error.__cause__
             if not isinstance(cause, PipelineError):
                 raise
-            cause.add_note(error.where)  # the cause describes the error, the note names the task and batch
+            cause.add_note(error.summary)  # the cause describes the error, the note names the task and batch
             raise cause from cause.__cause__
         except BaseException:
             self.close()
@@ -257,7 +257,7 @@ class TrainPipeline:
         return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
-        if self.pipeline.is_empty and starts_alone(self.rewrite, self.pipeline.plan):
+        if self.pipeline.is_empty and next_must_run_serially(self.rewrite, self.pipeline.plan):
             self.pipeline.begin_serial(dataloader_iter)
         else:
             self.pipeline.begin(dataloader_iter)
@@ -297,7 +297,7 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Abandon the batches in flight; :meth:`progress` then starts afresh. All ranks call this at the same batch."""
-        self.pipeline.settle()
+        self.pipeline.wait_for_workers()
         self._session.abandon(self.pipeline.in_flight)
         self.pipeline.abandon()
 

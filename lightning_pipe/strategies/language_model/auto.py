@@ -13,20 +13,20 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe._compat.lightning import training_loader
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.fitted_table import print_report
 from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.report_table import print_report
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.options import LLMOptions
 from lightning_pipe.llm.run.stage_parts import StagePlan
 from lightning_pipe.llm.schedules.checks import splits_backward
-from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, find_schedule
+from lightning_pipe.strategies.auto_plan_options import write_choice
 from lightning_pipe.strategies.language_model.choice_report import choice_report
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
-from lightning_pipe.strategies.plan_finding import write_choice
 
 
 class AutoLLMPipelineStrategy(LLMPipelineStrategy):
@@ -74,9 +74,9 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         check_whole_number("trials", trials, 0)
         check_whole_number("batch_size", batch_size, 1, optional=True)
         super().__init__(num_microbatches=num_microbatches, **options)
-        _refuse_chosen(self._options)
+        _refuse_chosen_options(self._options)
         numbers = {"memory_limit": memory_limit, "trials": trials, "batch_size": batch_size}
-        self._agreed += [(name, repr(value)) for name, value in numbers.items()]
+        self._compared_options += [(name, repr(value)) for name, value in numbers.items()]
         self._init_args = options
         self._memory_limit = memory_limit
         self._trials = trials
@@ -89,7 +89,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         """Chosen candidate and its alternatives; None before ``fit``."""
         return self._choice
 
-    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
+    def _default_plan(self, sizes: ParallelDims) -> StagePlan:
         """Plan for a model that is evaluated before a choice was made."""
         if sizes.pp < 2:
             raise SetupError(
@@ -145,10 +145,12 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             "schedule": candidate.spec.name,
             "num_microbatches": candidate.num_microbatches,
             "stages_per_rank": candidate.stages_per_rank,
-            "split": split | _changed(options.split),
+            "split": split | _non_default_fields(options.split),
         }
         groups = {
-            name: {field: value for field, value in _changed(getattr(options, name)).items() if _is_plain(value)}
+            name: {
+                field: value for field, value in _non_default_fields(getattr(options, name)).items() if _is_plain(value)
+            }
             for name in ("parallel", "batching")
         }
         if options.activation_checkpoint is not None:
@@ -160,12 +162,16 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         return text
 
 
-def _refuse_chosen(options: LLMOptions) -> None:
+def _refuse_chosen_options(options: LLMOptions) -> None:
     """Refuse options that the automatic strategy chooses.
 
     Options with their default values are accepted, since LightningCLI passes all arguments.
     """
-    split = {f"split.{name}": value for name, value in _changed(options.split).items() if name != "tied_embeddings"}
+    split = {
+        f"split.{name}": value
+        for name, value in _non_default_fields(options.split).items()
+        if name != "tied_embeddings"
+    }
     refused = [f"{name}={value!r}" for name, value in split.items()]
     if options.schedule != find_schedule("1f1b"):
         refused.append(f"schedule={options.schedule.name!r}")
@@ -178,7 +184,7 @@ def _refuse_chosen(options: LLMOptions) -> None:
         )
 
 
-def _changed(group: Any) -> dict[str, Any]:
+def _non_default_fields(group: Any) -> dict[str, Any]:
     """Fields of an option group that differ from its defaults."""
     return {
         name: list(value) if isinstance(value, tuple) else value

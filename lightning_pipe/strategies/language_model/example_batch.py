@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pipe._compat.lightning import moved_with_hooks
+from lightning_pipe._compat.lightning import transfer_batch_with_hooks
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -49,7 +49,7 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
         items = dataset.__getitems__(list(range(count)))
     else:
         items = [dataset[place] for place in range(count)]
-    return moved_with_hooks(module, loader.collate_fn(items), torch.device("cpu"))
+    return transfer_batch_with_hooks(module, loader.collate_fn(items), torch.device("cpu"))
 
 
 def _kind(loader: Any) -> str:

@@ -20,7 +20,7 @@ from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_ca
 from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_family, register_varlen
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_attention_family, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -70,7 +70,7 @@ class HFCausalLM(PipelineModule):
         super().__init__()
         require("transformers", "5.23", "models of Hugging Face")
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
-        self.config = read_config(config if self._weights is None else self._weights.config())
+        self.config = to_pretrained_config(config if self._weights is None else self._weights.config())
         if z_loss := getattr(self.config, "z_loss_coefficient", 0.0):
             raise SetupError(
                 f"The config has z_loss_coefficient={z_loss}, for a term of the model's own loss that HFCausalLM does"
@@ -111,8 +111,8 @@ class HFCausalLM(PipelineModule):
                 f"The config of the {model.config.model_type} model has is_decoder=False, so tokens attend to the"
                 " tokens that they are trained to predict, and to padding. Set is_decoder=True."
             )
-        check_family(model)
-        BalanceLoss.of(model)  # raises if the family has another router loss
+        check_attention_family(model)
+        BalanceLoss.from_model(model)  # raises if the family has another router loss
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
         if name is not None and type(head) is nn.Linear and returns_head_results(model):
@@ -189,7 +189,7 @@ class _ChunkedHead(nn.Module):
         return hidden
 
 
-def read_config(config: Any) -> Any:
+def to_pretrained_config(config: Any) -> Any:
     """Return *config* if it is a ``PretrainedConfig``, or build one from a mapping with ``model_type``."""
     try:
         from transformers import AutoConfig, PretrainedConfig

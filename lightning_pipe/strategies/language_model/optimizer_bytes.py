@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_configured
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import like_tensor, shallow_copy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -19,7 +19,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 _SMALL = 2  # elements in each dimension
 
 
-def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]:
+def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> PieceResults[int]:
     """Return the bytes of the states that the module's optimizers keep for each piece of its model.
 
     ``configure_optimizers`` is called with small parameters instead of the model's, and its optimizers run one step on
@@ -46,16 +46,16 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]
             shape = large.get(id(parameter), parameter.shape)
             sizes[id(parameter)] = sum(_grown(tensor, parameter, shape) for tensor in tensors)
     names = {name: sizes.get(id(tensor), 0) for name, tensor in small.named_parameters(remove_duplicate=False)}
-    return by_piece(names, config)
+    return sum_by_model_piece(names, config)
 
 
-def by_piece(sizes: Mapping[str, int], config: ModuleConfig) -> Pieces[int]:
+def sum_by_model_piece(sizes: Mapping[str, int], config: ModuleConfig) -> PieceResults[int]:
     """Sum numbers given by parameter name over each piece of a model."""
 
     def bytes_under(modules: Sequence[str]) -> int:
         return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{fqn}." for fqn in modules)))
 
-    return Pieces(
+    return PieceResults(
         0,
         bytes_under(config.input_fqns),
         tuple(bytes_under([name]) for name in config.layers),

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
-from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.batches.padding import PadValues
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.model.built_stages import BuiltStages
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers
-from lightning_pipe.llm.model.routing_replay import ROUTED_EXPERTS, Mixture, check_routing, take_routing, watch_routers
-from lightning_pipe.llm.parallel.hf_documents import HFDocuments
-from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterMeans, StageHooks
+from lightning_pipe.llm.model.routing_replay import (
+    ROUTED_EXPERTS,
+    MoEBlockInfo,
+    check_routing,
+    install_moe_block_tracking,
+    pop_routed_experts,
+)
+from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
+from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
 
 
 class PipelineModule(StageHooks, pl.LightningModule):
@@ -37,12 +43,12 @@ class PipelineModule(StageHooks, pl.LightningModule):
         # Set by a strategy that runs the model in stages.
         self._run_in_stages: Callable[[Any], BatchResult] | None = None
         self._predict_in_stages: Callable[[Any], Any] | None = None
-        self._mixtures: list[Mixture] | None = None
+        self._mixtures: list[MoEBlockInfo] | None = None
 
     # ------------------------------------------------------------------ steps
 
     def configure_model(self) -> None:
-        self.model = BuiltStages.of(self.build_model() if self.model is None else self.model)
+        self.model = BuiltStages.as_model(self.build_model() if self.model is None else self.model)
 
     def run_batch(self, batch: Any) -> BatchResult:
         """Compute the loss of a batch, in stages if the strategy splits the model.
@@ -57,16 +63,16 @@ class PipelineModule(StageHooks, pl.LightningModule):
         """
         if self._run_in_stages is not None:
             return self._run_in_stages(batch)
-        parts = self._as_one(batch)
+        parts = self._unsplit_microbatches(batch)
         losses, routers = [], []
         for part in parts.items:
-            of_routers = RouterLosses(self.loss_tokens(part), counted=self.router_tokens(part))
+            of_routers = RouterLosses(self.loss_tokens(part), token_mask=self.router_tokens(part))
             with of_routers:
                 loss = self._output(part, self._loss_of(part))
-            losses.append(of_routers.follow(loss))
+            losses.append(of_routers.scale_with_loss(loss))
             routers.append(of_routers)
         tokens = sum(part_losses.tokens for part_losses in routers)
-        means = RouterMeans.of(sum_router_losses(routers))
+        means = RouterLossMeans.from_sums(sum_router_losses(routers))
         return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens, means)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -88,13 +94,13 @@ class PipelineModule(StageHooks, pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         if self._predict_in_stages is not None:
             return self._predict_in_stages(batch)
-        parts = self._as_one(batch)
+        parts = self._unsplit_microbatches(batch)
         results = [self.prediction(self._output(part), part) for part in parts.items]
-        return results if isinstance(batch, (list, tuple)) else parts.trim(results)
+        return results if isinstance(batch, (list, tuple)) else parts.merge_outputs(results)
 
-    def _as_one(self, batch: Any) -> MicroBatches:
+    def _unsplit_microbatches(self, batch: Any) -> MicroBatches:
         count = len(batch) if isinstance(batch, (list, tuple)) else 1
-        return split_batch(batch, count, SequenceKeys(labels=self.ignore_index))
+        return split_batch(batch, count, PadValues(labels=self.ignore_index))
 
     def _loss_of(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         return lambda output: self.summed_loss(output, micro_batch)
@@ -105,10 +111,10 @@ class PipelineModule(StageHooks, pl.LightningModule):
             if self._mixtures is None:
                 is_moe = has_routers(self.model)
                 layers = (self.pipeline_config() or derive_config(self.model)).layers if is_moe else ()
-                self._mixtures = watch_routers(self.model, layers)
-            check_routing(micro_batch, self._mixtures, SequenceKeys().size(micro_batch))
-        micro_batch, contexts = take_routing(micro_batch)
-        arguments, keywords = self._inputs_of_whole(micro_batch)
+                self._mixtures = install_moe_block_tracking(self.model, layers)
+            check_routing(micro_batch, self._mixtures, PadValues().rows_and_length(micro_batch))
+        micro_batch, contexts = pop_routed_experts(micro_batch)
+        arguments, keywords = self._unsplit_inputs(micro_batch)
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
@@ -125,12 +131,12 @@ class PipelineModule(StageHooks, pl.LightningModule):
         output: Tensor = self.model(*arguments, **keywords)
         return output if result_of is None else result_of(output)
 
-    def _inputs_of_whole(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _unsplit_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of the unsplit model."""
         assert self.model is not None
         arguments, keywords = self.model_inputs(micro_batch)
-        documents = HFDocuments.of(self.model)
+        documents = HFDocumentMasking.from_model(self.model)
         if documents is not None:
             documents.check(micro_batch)
-            keywords = documents.keywords(micro_batch, keywords)
+            keywords = documents.add_document_inputs(micro_batch, keywords)
         return arguments, keywords

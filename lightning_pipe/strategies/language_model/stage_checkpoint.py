@@ -22,33 +22,33 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.torch import set_element
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
-    fill_from_folder,
-    misfits,
+    allocate_target,
+    find_mismatches,
+    load_in_place,
+    read_extra_state,
     read_metadata,
-    read_rest,
-    room,
 )
-from lightning_pipe.checkpoints.folder_writing import WriteFolder, write_folder
-from lightning_pipe.checkpoints.named_optimizer import (
+from lightning_pipe.checkpoints.folder_writing import WriteFolder, write_checkpoint
+from lightning_pipe.checkpoints.optimizer_state import (
     Group,
-    by_name,
-    held_names,
+    find_optimizer_mismatches,
     merge_groups,
-    optimizer_problems,
+    optimizer_parameter_names,
     pack_state,
+    replace_numbers_by_names,
 )
-from lightning_pipe.checkpoints.remote_folder import Folder, open_folder, place_of
+from lightning_pipe.checkpoints.remote_folder import Folder, parse_local_or_remote_path, resolve_folder
 from lightning_pipe.checkpoints.stage_layout import (
     KIND,
     MODEL,
     OPTIMIZERS,
     TIED,
+    add_tied_aliases,
     optimizer_part,
-    other_names,
-    with_other_names,
+    tied_aliases,
 )
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
 from lightning_pipe.llm.model.lora import ADAPTER, adapter_text
 
 _FIX = "Build the module and its optimizers as in the run that wrote the checkpoint"
@@ -60,25 +60,31 @@ def save_stage_checkpoint(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     order: Sequence[str],
-    write: WriteFolder = write_folder,
+    write: WriteFolder = write_checkpoint,
 ) -> None:
     """Write Lightning's *checkpoint* dictionary to the folder *path*. Every rank must call this."""
     meta = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-    tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
+    tied = {
+        alias: name
+        for names in all_gather_objects(tied_aliases(module), dist.group.WORLD)
+        for alias, name in names.items()
+    }
     if tied:
         meta[TIED] = tied
     if (text := adapter_text(getattr(module, "model", None))) is not None:
         meta[ADAPTER] = text
     state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
     if OPTIMIZERS in checkpoint:
-        names_by_optimizer = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
+        names_by_optimizer = optimizer_parameter_names(
+            optimizers, module, f"the checkpoint {str(path)!r} cannot be written"
+        )
         groups = []
         for number, (names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
             state[optimizer_part(number)] = {"state": {names[index]: value for index, value in packed["state"].items()}}
-            groups.append([by_name(group, names) for group in packed["param_groups"]])
+            groups.append([replace_numbers_by_names(group, names) for group in packed["param_groups"]])
         meta[OPTIMIZERS] = [
             {"param_groups": merge_groups(ranks, order)}
-            for ranks in zip(*gather(groups, dist.group.WORLD), strict=True)
+            for ranks in zip(*all_gather_objects(groups, dist.group.WORLD), strict=True)
         ]
     write(path, state, meta)
 
@@ -95,34 +101,36 @@ def load_stage_checkpoint(
     failed = f"the checkpoint {str(path)!r} cannot be read"
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
-        opened = open_folder(place_of(path))
-        return opened, read_metadata(opened, (MODEL,), KIND), read_rest(opened, weights_only)
+        opened = resolve_folder(parse_local_or_remote_path(path))
+        return opened, read_metadata(opened, (MODEL,), KIND), read_extra_state(opened, weights_only)
 
-    folder, saved, meta = on_all_ranks(read, failed, dist.group.WORLD)
+    folder, saved, meta = run_on_all_ranks(read, failed, dist.group.WORLD)
     for key in (TIED, ADAPTER):
         meta.pop(key, None)
     stored = meta.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
     trained = list(optimizers or ()) if with_states else []
-    names_by_optimizer = held_names(trained, module, failed)
+    names_by_optimizer = optimizer_parameter_names(trained, module, failed)
     groups: list[list[Group]] = [entry["param_groups"] for entry in stored] if with_states else []
-    tied = other_names(module)
+    tied = tied_aliases(module)
     state: dict[str, Any] = {MODEL: {name: value for name, value in module.state_dict().items() if name not in tied}}
-    ranks = gather([*state[MODEL], *(name for names in names_by_optimizer for name in names)], dist.group.WORLD)
+    ranks = all_gather_objects(
+        [*state[MODEL], *(name for names in names_by_optimizer for name in names)], dist.group.WORLD
+    )
     own_names = ModuleNames(name for names in ranks for name in names)
-    saved = own_names.metadata(saved)
+    saved = own_names.rename_metadata(saved)
     groups = [
         [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
         for of_optimizer in groups
     ]
-    problems = misfits(saved, state, strict) + optimizer_problems(groups, names_by_optimizer, trained)
+    problems = find_mismatches(saved, state, strict) + find_optimizer_mismatches(groups, names_by_optimizer, trained)
     if problems:
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
     for number, names in enumerate(names_by_optimizer):
-        states = _room_for_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
+        states = _allocate_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
         state[optimizer_part(number)] = {"state": states}
-    fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
+    load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if with_states:
         meta[OPTIMIZERS] = [
             pack_state(optimizer, names, of_optimizer, state[optimizer_part(number)]["state"])
@@ -130,16 +138,16 @@ def load_stage_checkpoint(
                 zip(trained, names_by_optimizer, groups, strict=True)
             )
         ]
-    return {**meta, MODEL: with_other_names(state[MODEL], tied)}
+    return {**meta, MODEL: add_tied_aliases(state[MODEL], tied)}
 
 
-def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+def _allocate_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """Allocate tensors for the optimizer states of *parameters*. States of a parameter's size are sharded like it."""
     states: dict[str, Any] = {}
     for key, path in (saved.planner_data or {}).items():
         if path[:2] == (part, "state") and len(path) > 3 and path[2] in parameters:
             like = parameters[path[2]]
-            set_element(states, path[2:], room(saved.state_dict_metadata[key], partial(_empty, like)))
+            set_element(states, path[2:], allocate_target(saved.state_dict_metadata[key], partial(_empty, like)))
     return states
 
 

@@ -20,8 +20,8 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import InputError, PipelineError, SetupError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.plan_choice import contenders, fastest, typical
-from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
+from lightning_pipe.engine.planning.plan_choice import choose_plan, interquartile_mean, select_survivors
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import pad_microbatch
 from lightning_pipe.llm.choice.schedule_choice import (
@@ -30,23 +30,29 @@ from lightning_pipe.llm.choice.schedule_choice import (
     ScheduleCandidate,
     SchedulePrediction,
     calibrate,
-    finalists,
     list_candidates,
-    median_pieces,
+    merge_measurements_by_median,
     microbatch_counts,
-    predict,
+    predict_schedule,
+    select_finalists,
 )
-from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
+from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.measure.links import measure_links, median_links
-from lightning_pipe.llm.measure.rank_memory import Sharing
+from lightning_pipe.llm.measure.rank_memory import ShardCounts
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings, example_of
+from lightning_pipe.llm.run.stage_parts import (
+    StageParts,
+    StagePartsBuilder,
+    StagePlan,
+    StageSettings,
+    make_example_factory,
+)
 from lightning_pipe.llm.schedules.checks import splits_backward
-from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.llm.schedules.specs import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
-from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
+from lightning_pipe.strategies.language_model.optimizer_bytes import optimizer_bytes, sum_by_model_piece
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 T = TypeVar("T")
@@ -76,8 +82,8 @@ class StageChoice:
 class StageChooser:
     """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules."""
 
-    maker: PartsMaker
-    allowed: Callable[[ScheduleSpec], bool]
+    maker: StagePartsBuilder
+    is_schedule_supported: Callable[[ScheduleSpec], bool]
     plan_of: Callable[[ScheduleCandidate], StagePlan]
     num_microbatches: int | None
     memory_limit: int | None
@@ -86,35 +92,43 @@ class StageChooser:
     def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
         """Return the fastest plan for a module, with its alternatives."""
         group, size = self.maker.numbers_group, self.maker.meshes.dimensions.pp
-        config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
-        local_batch = on_all_ranks(batch, "no batch is available for measurements", group)
-        shared_batch = from_rank(lambda: local_batch, "the first rank could not send its batch", group)
+        config = run_on_all_ranks(
+            lambda: get_or_derive_config(module), "the layers of the model cannot be determined", group
+        )
+        local_batch = run_on_all_ranks(batch, "no batch is available for measurements", group)
+        shared_batch = run_on_rank(lambda: local_batch, "the first rank could not send its batch", group)
         counts = _microbatch_counts_of(shared_batch, size, self.num_microbatches)
         measured, notes = self._measure(module, config, shared_batch, counts)
-        limits = [rank_limit for rank_limit in gather(self._limit(), group) if rank_limit is not None]
+        limits = [rank_limit for rank_limit in all_gather_objects(self._limit(), group) if rank_limit is not None]
         limit = min(limits, default=None)
 
         def simulated(calibrated: Calibration | None) -> tuple[list[SchedulePrediction], int]:
-            listed = list_candidates(config, size, measured, by_memory=limit is not None, allowed=self.allowed)
-            results = [predict(candidate, size, measured, calibrated) for candidate in listed]
-            return _that_fit(results, limit, counts), len(results)
+            listed = list_candidates(
+                config, size, measured, by_memory=limit is not None, allowed=self.is_schedule_supported
+            )
+            results = [predict_schedule(candidate, size, measured, calibrated) for candidate in listed]
+            return _filter_by_memory(results, limit, counts), len(results)
 
         failed = "the first rank could not simulate schedules"
-        predictions, number = from_rank(lambda: simulated(None), failed, group)
+        predictions, number = run_on_rank(lambda: simulated(None), failed, group)
         too_large = number - len(predictions)
         if self.trials:
             trials = StageTrials(module, self.maker, shared_batch, self.plan_of)
             runs = [
                 run
-                for prediction in _to_calibrate(predictions)
-                if (run := trials.recorded(prediction.candidate)) is not None
+                for prediction in _calibration_candidates(predictions)
+                if (run := trials.run_recorded(prediction.candidate)) is not None
             ]
             calibration = calibrate(runs, size, measured)
-            predictions, _ = from_rank(lambda: simulated(calibration), failed, group)
+            predictions, _ = run_on_rank(lambda: simulated(calibration), failed, group)
             predictions = trials.run_finalists(predictions, self.trials)
             notes += trials.failed
-        ran = {prediction.candidate: prediction.times for prediction in predictions if prediction.times}
-        best = fastest(ran, ran) if ran else predictions[0].candidate
+        ran = {
+            prediction.candidate: prediction.measured_round_seconds
+            for prediction in predictions
+            if prediction.measured_round_seconds
+        }
+        best = choose_plan(ran, ran) if ran else predictions[0].candidate
         chosen = next(prediction for prediction in predictions if prediction.candidate == best)
         return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
 
@@ -132,31 +146,34 @@ class StageChooser:
         group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
 
         def measure_rank() -> tuple[
-            dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]
+            dict[int, PieceResults[LayerWork]], dict[int, PieceResults[Footprint]], tuple[PieceResults[int], list[str]]
         ]:
-            cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
+            cut = {count: make_padded_microbatches(module, batch, count, settings)[0] for count in counts}
             arguments = module, config, settings, module.trainer.precision_plugin
             work = {
-                count: profiled(measure_work, *arguments, move_data_to_device(item, device), device=device)
+                count: measure_pieces(measure_layer_times, *arguments, move_data_to_device(item, device), device=device)
                 for count, item in cut.items()
             }
             footprints = {
-                count: profiled(measure_footprints, *arguments, item)
+                count: measure_pieces(measure_footprints, *arguments, item)
                 for count, item in cut.items()
                 if group.rank() == 0
             }
-            return work, footprints, optimizer_states(module, config, settings.offload)
+            return work, footprints, estimate_optimizer_bytes(module, config, settings.offload)
 
-        work, footprints, (states, notes) = on_all_ranks(measure_rank, "the layers cannot be measured", group)
-        work_by_rank = gather(work, group)
-        links = gather(measure_links(self.maker.meshes.root["pipeline"].get_group(), device), group)
+        work, footprints, (states, notes) = run_on_all_ranks(measure_rank, "the layers cannot be measured", group)
+        work_by_rank = all_gather_objects(work, group)
+        links = all_gather_objects(measure_links(self.maker.meshes.root["pipeline"].get_group(), device), group)
         return (
             Measurements(
-                {count: median_pieces([rank_work[count] for rank_work in work_by_rank]) for count in counts},
-                from_rank(lambda: footprints, "the first rank could not send its footprints", group),
+                {
+                    count: merge_measurements_by_median([rank_work[count] for rank_work in work_by_rank])
+                    for count in counts
+                },
+                run_on_rank(lambda: footprints, "the first rank could not send its footprints", group),
                 states,
                 median_links(links),
-                sharing_of(settings, module),
+                get_stage_shard_counts(settings, module),
             ),
             notes,
         )
@@ -168,44 +185,48 @@ class Trial:
 
     seconds: tuple[float, ...]
     events: tuple[Sequence[Bar], ...] = ()
-    recorded: float = 0.0
+    recorded_step_seconds: float = 0.0
 
 
 class StageTrials:
     """Runs real steps of candidates, with placeholder values of the model. A candidate that fails is not run again."""
 
     def __init__(
-        self, module: PipelineModule, maker: PartsMaker, batch: Any, plan_of: Callable[[ScheduleCandidate], StagePlan]
+        self,
+        module: PipelineModule,
+        maker: StagePartsBuilder,
+        batch: Any,
+        plan_of: Callable[[ScheduleCandidate], StagePlan],
     ) -> None:
         self._module = module
         self._maker = maker
         self._batch = move_data_to_device(batch, maker.device)
         self._plan_of = plan_of
-        self._out: set[ScheduleCandidate] = set()
+        self._failed_candidates: set[ScheduleCandidate] = set()
         self.failed: list[str] = []
 
-    def recorded(self, candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
+    def run_recorded(self, candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
         """Return a recorded trial as :func:`calibrate` takes it; None if the candidate failed."""
         trial = self._try(candidate, record=True)
-        return None if trial is None else (candidate, trial.events, trial.recorded)
+        return None if trial is None else (candidate, trial.events, trial.recorded_step_seconds)
 
     def run_finalists(self, predictions: Sequence[SchedulePrediction], most: int) -> list[SchedulePrediction]:
         """Run the most promising candidates, and the next ones if all of these fail."""
         seconds: dict[ScheduleCandidate, list[float]] = {}
         remaining = list(predictions)
         while not seconds and (
-            remaining := [prediction for prediction in remaining if prediction.candidate not in self._out]
+            remaining := [prediction for prediction in remaining if prediction.candidate not in self._failed_candidates]
         ):
-            seconds = self._times(finalists(remaining, most))
+            seconds = self._times(select_finalists(remaining, most))
         if not seconds:
             raise SetupError(
                 f"None of {len(predictions)} candidate schedules could be run: {'; '.join(self.failed)}. Fix the errors"
                 " listed, or set trials=0 to choose by simulation only."
             )
         return [
-            replace(prediction, times=tuple(seconds.get(prediction.candidate, ())))
+            replace(prediction, measured_round_seconds=tuple(seconds.get(prediction.candidate, ())))
             for prediction in predictions
-            if prediction.candidate not in self._out
+            if prediction.candidate not in self._failed_candidates
         ]
 
     def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
@@ -215,18 +236,18 @@ class StageTrials:
         for _ in range(_ROUNDS):
             for candidate in remaining:
                 if (trial := self._try(candidate)) is not None:
-                    seconds[candidate].append(typical(trial.seconds))
-            seconds = {tried: times for tried, times in seconds.items() if tried not in self._out}
-            remaining = contenders(seconds, seconds, _HOPELESS) if seconds else []
+                    seconds[candidate].append(interquartile_mean(trial.seconds))
+            seconds = {tried: times for tried, times in seconds.items() if tried not in self._failed_candidates}
+            remaining = select_survivors(seconds, seconds, _HOPELESS) if seconds else []
         return seconds
 
     def _try(self, candidate: ScheduleCandidate, *, record: bool = False) -> Trial | None:
-        if candidate in self._out:
+        if candidate in self._failed_candidates:
             return None
         try:
             return self.run(self._plan_of(candidate), record=record)
         except PipelineError as error:  # on every rank
-            self._out.add(candidate)
+            self._failed_candidates.add(candidate)
             self.failed.append(f"{candidate.spec.name} could not be run: {type(error).__name__}: {error}")
             return None
         except Exception as error:
@@ -244,10 +265,10 @@ class StageTrials:
         module, unsplit_model, maker = self._module, self._module.model, self._maker
         parts: Any = None
         try:
-            parts = maker.make(module, plan, None, placeholders=True)
+            parts = maker.build(module, plan, None, placeholders=True)
             local_stages = parts.split.local_model
             failed = "the stages cannot be converted to the trainer's precision"
-            on_all_ranks(
+            run_on_all_ranks(
                 lambda: module.trainer.precision_plugin.convert_module(local_stages), failed, maker.numbers_group
             )
             with module.trainer.precision_plugin.train_step_context(), torch.enable_grad():
@@ -269,7 +290,7 @@ class StageTrials:
             return Trial(seconds)
         parts.runner.record_events = True
         (recorded,) = self._longest([self._step(parts)])
-        noted = gather(list(parts.runner.events), self._maker.numbers_group)
+        noted = all_gather_objects(list(parts.runner.events), self._maker.numbers_group)
         pipeline = self._maker.meshes.root.mesh.reshape(parts.plan.pipeline_size, -1)[:, 0].tolist()
         return Trial(seconds, tuple(noted[rank] for rank in pipeline), recorded)
 
@@ -285,10 +306,10 @@ class StageTrials:
         return time.perf_counter() - begin
 
     def _longest(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(map(max, zip(*gather(seconds, self._maker.numbers_group), strict=True)))
+        return tuple(map(max, zip(*all_gather_objects(seconds, self._maker.numbers_group), strict=True)))
 
 
-def layers_of(module: PipelineModule) -> ModuleConfig:
+def get_or_derive_config(module: PipelineModule) -> ModuleConfig:
     """Return the layer names of the module's model: its ``pipeline_config``, or one derived from its structure."""
     assert module.model is not None
     config = module.pipeline_config()
@@ -313,27 +334,29 @@ def _microbatch_counts_of(batch: Any, pp_size: int, requested: int | None) -> li
     return [requested]
 
 
-def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
+def make_padded_microbatches(
+    module: PipelineModule, batch: Any, count: int, settings: StageSettings
+) -> list[dict[str, Any]]:
     """Cut a batch into micro-batches, padded to one length as in training."""
-    keys = settings.batching.sequence_keys(module.ignore_index)
+    keys = settings.batching.padding_spec(module.ignore_index)
     items = split_batch(batch, count, keys).items
-    longest = max((keys.size(item)[1] for item in items), default=0)
+    longest = max((keys.rows_and_length(item)[1] for item in items), default=0)
     limits = settings.sizes.length_multiple, module.max_sequence_length
-    length = settings.batching.target_length(longest, *limits)
+    length = settings.batching.padded_length(longest, *limits)
     return [pad_microbatch(item, length, keys) for item in items]
 
 
-def profiled(
-    measure: Callable[..., Pieces[T]],
+def measure_pieces(
+    measure: Callable[..., PieceResults[T]],
     module: PipelineModule,
     config: ModuleConfig,
     settings: StageSettings,
     precision: Precision,
     item: Mapping[str, Any],
     **options: Any,
-) -> Pieces[T]:
-    """Result of ``measure_work`` or ``measure_footprints`` for each piece of the model and a micro-batch."""
-    make = example_of(module, 1, item)
+) -> PieceResults[T]:
+    """Result of ``measure_layer_times`` or ``measure_footprints`` for each piece of the model and a micro-batch."""
+    make = make_example_factory(module, 1, item)
     assert make is not None and module.model is not None
     with precision.train_step_context():
         example = make()
@@ -342,20 +365,22 @@ def profiled(
             config,
             example.args,
             example.kwargs,
-            example.loss_of,
-            prepare=lambda stage: settings.parallelism.checkpoint(stage, config.layers),
+            example.loss_fn,
+            prepare=lambda stage: settings.parallelism.apply_activation_checkpoint(stage, config.layers),
             varies=settings.parallelism.is_checkpointed,
             **options,
         )
 
 
-def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool) -> tuple[Pieces[int], list[str]]:
+def estimate_optimizer_bytes(
+    module: PipelineModule, config: ModuleConfig, offload: bool
+) -> tuple[PieceResults[int], list[str]]:
     """Return the bytes of optimizer states on the device for each piece of the model, and remarks about them.
 
     If ``configure_optimizers`` fails with small parameters, the states are assumed to be those of Adam.
     """
     if offload:
-        return Pieces(0, 0, (0,) * config.num_layers, 0), []
+        return PieceResults(0, 0, (0,) * config.num_layers, 0), []
     try:
         return optimizer_bytes(module, config), []
     except Exception as error:  # user code, called with a model that it may not expect
@@ -365,13 +390,13 @@ def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool
             for name, parameter in module.model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
         }
-        return by_piece(sizes, config), [
+        return sum_by_model_piece(sizes, config), [
             "optimizer states are assumed to be those of Adam, since configure_optimizers failed with small parameters"
             f" ({error})"
         ]
 
 
-def sharing_of(settings: StageSettings, module: PipelineModule) -> Sharing:
+def get_stage_shard_counts(settings: StageSettings, module: PipelineModule) -> ShardCounts:
     """Return the numbers of ranks that share the parameters and activations of a stage of the module's model."""
     assert module.model is not None
     sizes = settings.sizes
@@ -379,10 +404,10 @@ def sharing_of(settings: StageSettings, module: PipelineModule) -> Sharing:
     # Gradients in half precision are added and reduced in float32.
     halves = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.model.parameters())
     unreduced = 2.0 if halves else 1.0
-    return Sharing(shard, sizes.tp, sizes.cp, sizes.ep, unreduced, not sizes.reshard_after_forward)
+    return ShardCounts(shard, sizes.tp, sizes.cp, sizes.ep, unreduced, not sizes.reshard_after_forward)
 
 
-def _that_fit(
+def _filter_by_memory(
     predictions: Sequence[SchedulePrediction], limit: int | None, counts: Sequence[int]
 ) -> list[SchedulePrediction]:
     """Return the predictions that fit into memory, fastest first."""
@@ -403,7 +428,7 @@ def _that_fit(
     return sorted(fitting, key=lambda prediction: prediction.seconds)
 
 
-def _to_calibrate(predictions: Sequence[SchedulePrediction]) -> list[SchedulePrediction]:
+def _calibration_candidates(predictions: Sequence[SchedulePrediction]) -> list[SchedulePrediction]:
     """Return the fastest candidate with backward in one part, and the fastest with backward in two parts."""
     candidates = []
     for parts in (False, True):

@@ -17,31 +17,31 @@ from lightning_pipe.llm.choice.schedule_choice import (
     ScheduleCandidate,
     SchedulePrediction,
     layer_counts,
-    predict,
+    predict_schedule,
 )
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_costs import CostUnit, memory_costs, time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints
-from lightning_pipe.llm.measure.rank_memory import Sharing
+from lightning_pipe.llm.measure.rank_memory import ShardCounts
 from lightning_pipe.llm.model.hf_weights import weights_loaded_later
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
-from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
-from lightning_pipe.llm.split.by_name import split_by_options, split_evenly
+from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
+from lightning_pipe.llm.split.stage_fqns import split_by_options, split_evenly
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import (
-    layers_of,
-    microbatches_of,
-    optimizer_states,
-    profiled,
-    sharing_of,
+    estimate_optimizer_bytes,
+    get_or_derive_config,
+    get_stage_shard_counts,
+    make_padded_microbatches,
+    measure_pieces,
 )
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnsupportedSchedule:
     """A schedule that cannot be used."""
 
     schedule: str
@@ -53,13 +53,13 @@ class StageEstimate:
     """Estimate for a configuration."""
 
     configured: SchedulePrediction
-    others: tuple[SchedulePrediction | Refused, ...]
+    other_schedules: tuple[SchedulePrediction | UnsupportedSchedule, ...]
     rows: int
     length: int
     notes: tuple[str, ...]
 
 
-def precision_plugin(precision: Any) -> Precision:
+def make_precision_plugin(precision: Any) -> Precision:
     """Return Lightning's plugin for the trainer's ``precision``."""
     name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(precision), str(precision))
     if name in ("16-mixed", "bf16-mixed"):
@@ -91,70 +91,72 @@ def estimate_stages(
     if module.model is None:
         with precision.module_init_context(), parameters_on_meta(), weights_loaded_later():
             module.configure_model()
-    config, sharing = layers_of(module), sharing_of(settings, module)
-    item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
-    footprints = profiled(measure_footprints, module, config, settings, precision, item)
-    states, notes = optimizer_states(module, config, settings.offload)
+    config, sharing = get_or_derive_config(module), get_stage_shard_counts(settings, module)
+    item = make_padded_microbatches(module, batch, plan.num_microbatches, settings)[0]
+    footprints = measure_pieces(measure_footprints, module, config, settings, precision, item)
+    states, notes = estimate_optimizer_bytes(module, config, settings.offload)
 
-    def costs(unit: CostUnit) -> Pieces[float]:
+    def costs(unit: CostUnit) -> PieceResults[float]:
         """Costs for splitting as the strategy does, with numbers of operations instead of seconds."""
         if unit == "memory":
             return memory_costs(footprints, states, plan.num_microbatches)
-        return time_costs(operations_of(footprints))
+        return time_costs(convert_flops_to_work(footprints))
 
     layers = layer_counts(config, split_by_options(config, plan.num_stages, plan.split, costs))
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
         notes.append("tokens are assumed to be spread evenly over the experts")
-    comparison = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
+    comparison = (
+        compare_schedules(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
+    )
     rows, length = next(iter(item.values())).shape[:2]
     return StageEstimate(
-        estimate(candidate, size, footprints, states, sharing), tuple(comparison), rows, length, tuple(notes)
+        estimate_schedule(candidate, size, footprints, states, sharing), tuple(comparison), rows, length, tuple(notes)
     )
 
 
-def operations_of(footprints: Pieces[Footprint]) -> Pieces[LayerWork]:
+def convert_flops_to_work(footprints: PieceResults[Footprint]) -> PieceResults[LayerWork]:
     """Floating-point operations of each piece, used instead of seconds."""
-    return Pieces.of(lambda footprint: footprint.operations, footprints)
+    return PieceResults.map(lambda footprint: footprint.operations, footprints)
 
 
-def estimate(
+def estimate_schedule(
     candidate: ScheduleCandidate,
     pp_size: int,
-    footprints: Pieces[Footprint],
-    optimizer_bytes: Pieces[int],
-    sharing: Sharing | None = None,
+    footprints: PieceResults[Footprint],
+    optimizer_bytes: PieceResults[int],
+    sharing: ShardCounts | None = None,
 ) -> SchedulePrediction:
     """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time."""
-    count, shared = candidate.num_microbatches, sharing or Sharing()
-    work = operations_of(footprints)
+    count, shared = candidate.num_microbatches, sharing or ShardCounts()
+    work = convert_flops_to_work(footprints)
     # Ranks of tensor parallelism share the products of layers, and each computes the whole head.
     layers = tuple(LayerWork(*(cost / shared.tensor for cost in layer)) for layer in work.layers)
     measurements = Measurements(
         {count: replace(work, layers=layers)}, {count: footprints}, optimizer_bytes, sharing=shared
     )
-    return predict(candidate, pp_size, measurements)
+    return predict_schedule(candidate, pp_size, measurements)
 
 
-def compare(
+def compare_schedules(
     config: ModuleConfig,
     pp_size: int,
     num_microbatches: int,
-    footprints: Pieces[Footprint],
-    optimizer_bytes: Pieces[int],
-    sharing: Sharing | None = None,
-) -> list[SchedulePrediction | Refused]:
+    footprints: PieceResults[Footprint],
+    optimizer_bytes: PieceResults[int],
+    sharing: ShardCounts | None = None,
+) -> list[SchedulePrediction | UnsupportedSchedule]:
     """Estimate all of PyTorch's schedules, each with its default number of stages and layers split evenly."""
-    results: list[SchedulePrediction | Refused] = []
+    results: list[SchedulePrediction | UnsupportedSchedule] = []
     for spec in SCHEDULES.values():
         try:
-            per_rank = count_stages(spec, pp_size)
+            per_rank = count_stages_per_rank(spec, pp_size)
             check_microbatches(spec, num_microbatches, pp_size, per_rank)
             layers = layer_counts(config, split_evenly(config, pp_size * per_rank))
         except SetupError as error:
-            results.append(Refused(spec.name, str(error)))
+            results.append(UnsupportedSchedule(spec.name, str(error)))
         else:
             candidate = ScheduleCandidate(spec, per_rank, num_microbatches, layers)
-            results.append(estimate(candidate, pp_size, footprints, optimizer_bytes, sharing))
+            results.append(estimate_schedule(candidate, pp_size, footprints, optimizer_bytes, sharing))
     return results

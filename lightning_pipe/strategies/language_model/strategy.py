@@ -19,38 +19,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import accumulates, keep_order_of_loaders, optimizers_to_device
-from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
-from lightning_pipe._compat.torch import empty_optimizers_allowed
+from lightning_pipe._compat.fast_hooks import call_callback_hooks, call_module_hook
+from lightning_pipe._compat.lightning import disable_distributed_sampler, is_accumulating, optimizers_to_device
+from lightning_pipe._compat.torch import allow_empty_optimizers
 from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.llm.batches.batching import Batching
+from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
-from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.model.compiled_layers import disable_donated_buffers
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
-from lightning_pipe.llm.run.optimizer_offload import OffloadedState
-from lightning_pipe.llm.run.optimizer_refusals import refuse_fused, refuse_sharded
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
+from lightning_pipe.llm.run.optimizer_checks import check_not_fused, check_optimizers_for_sharding
+from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.recorder import StageRecorder
-from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_hooks import BatchResult
-from lightning_pipe.llm.run.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
+from lightning_pipe.llm.run.stage_parts import StageParts, StagePartsBuilder, StagePlan, StageSettings
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
-from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.llm.schedules.specs import ScheduleSpec
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.loops import EvaluationProgram, TrainingProgram
-from lightning_pipe.loops.data.batch_source import Uneven
+from lightning_pipe.loops.data.batch_source import UnevenPolicy
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.base import install_loops
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
-from lightning_pipe.strategies.refusals import loss_scaler, refuse_callbacks_of_whole_modules
-from lightning_pipe.strategies.running_work import Running, RunningStages
+from lightning_pipe.strategies.setup_checks import check_callbacks, get_grad_scaler
+from lightning_pipe.strategies.strategy_info import PipelineInfo, StrategyInfo
 
 
 class LLMPipelineStrategy(FolderCheckpointStrategy):
@@ -111,7 +111,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         activation_checkpoint: ActivationCheckpoint | Mapping[str, Any] | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         offload_optimizer: bool = False,
-        uneven_batches: Uneven = "shortest",
+        uneven_batches: UnevenPolicy = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         async_checkpoints: bool = False,
         **arguments: Any,
@@ -124,33 +124,38 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._options = options
         compared: dict[str, Any] = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
         compared["async_checkpoints"] = async_checkpoints
-        self._agreed = [*option_pairs("", options), *((name, repr(value)) for name, value in compared.items())]
-        self._maker: PartsMaker | None = None
+        self._compared_options = [
+            *option_pairs("", options),
+            *((name, repr(value)) for name, value in compared.items()),
+        ]
+        self._maker: StagePartsBuilder | None = None
         self._parts_by_model: dict[int, StageParts] = {}
         self._parts: StageParts | None = None
         self._weights: PretrainedWeights | None = None
         self._restore_buffers: Callable[[], None] | None = None
-        self._offloaded: list[OffloadedState] = []
+        self._offloaded: list[OptimizerStateOffload] = []
         self._program: TrainingProgram | None = None
         self._evaluations: list[EvaluationProgram] = []
-        self._handed_over: PreparedBatch | None = None
+        self._prepared_batch: PreparedBatch | None = None
 
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
         super().setup_environment()
         # This check comes first, since the code below would hang if ranks differed.
-        check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
+        check_agreement(self._compared_options, "pipeline's configuration", dist.group.WORLD, error_class=SetupError)
         settings = self.settings(self.world_size)
         self._check_plan(settings.plan, settings.sizes)
-        self._maker = PartsMaker.of(settings, self.root_device, loss_scaler(self.precision_plugin))
+        self._maker = StagePartsBuilder.from_settings(
+            settings, self.root_device, get_grad_scaler(self.precision_plugin)
+        )
 
     def settings(self, world_size: int) -> StageSettings:
         """Settings of the strategy on *world_size* ranks."""
-        sizes = self._options.parallel.fit(world_size)
-        return self._options.settings(self._first_plan(sizes), sizes)
+        sizes = self._options.parallel.resolve(world_size)
+        return self._options.settings(self._default_plan(sizes), sizes)
 
-    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
+    def _default_plan(self, sizes: ParallelDims) -> StagePlan:
         """Default plan for cutting and scheduling models, which does not depend on the model."""
         return self._options.plan(sizes)
 
@@ -159,7 +164,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
         if self._restore_buffers is None and splits_backward(plan.spec) is not False:
             # Of compiled layers, and of functions that a model compiles, as FlexAttention.
-            self._restore_buffers = keep_backward_buffers()
+            self._restore_buffers = disable_donated_buffers()
         self._options.check_schedule(plan.spec, sizes)
 
     @contextmanager
@@ -169,7 +174,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._weights = None
         if isinstance(module, PipelineModule) and module.model is None:
             self._weights = module.pretrained_weights()
-        with self._parts_maker.building():
+        with self._parts_maker.model_building():
             yield
 
     def _split(self, module: PipelineModule) -> None:
@@ -183,7 +188,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                     " loss scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
                 )
             weights, self._weights = self._weights, None
-            parts = self._parts_maker.make(module, self._plan_for(module), weights)
+            parts = self._parts_maker.build(module, self._plan_for(module), weights)
             self._parts_by_model[id(parts.split.local_model)] = parts
         self._parts = parts
 
@@ -197,10 +202,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if len(self._parts_maker.meshes.same_batch) == 1:
             # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
-            keep_order_of_loaders(trainer)
-        module = checked_module(self.lightning_module, fitting)
+            disable_distributed_sampler(trainer)
+        module = check_pipeline_module(self.lightning_module, fitting)
         if fitting and self.world_size > 1:
-            refuse_callbacks_of_whole_modules(trainer)
+            check_callbacks(trainer)
         self._split(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -214,20 +219,20 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         install_loops(trainer)
         if fitting:
             ZeroGradFirst.install(trainer, self._stage_parts.runs.begin_step)
-            with empty_optimizers_allowed():
+            with allow_empty_optimizers():
                 self.setup_optimizers(trainer)
-            refuse_sharded(self.optimizers, self._parts_maker.settings.sizes)
+            check_optimizers_for_sharding(self.optimizers, self._parts_maker.settings.sizes)
             if self._stage_parts.scaling is not None:
-                refuse_fused(self.optimizers)
+                check_not_fused(self.optimizers)
                 self._stage_parts.scaling.install()
-            self._stage_parts.gradients.check_copies(self.optimizers)
+            self._stage_parts.gradients.check_tied_groups(self.optimizers)
             # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
-            self.precision_plugin.clip_grad_by_norm = self._stage_parts.gradients.clip  # type: ignore[assignment, method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._stage_parts.gradients.clip_grad_norm  # type: ignore[assignment, method-assign]
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
             offloaded = self.optimizers if self._options.offload_optimizer else []
-            self._offloaded = [OffloadedState(optimizer) for optimizer in offloaded]
+            self._offloaded = [OptimizerStateOffload(optimizer) for optimizer in offloaded]
 
     # ------------------------------------------------------------------ stages and data of this rank
 
@@ -237,22 +242,22 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._parts_maker.meshes.root
 
     @property
-    def _parts_maker(self) -> PartsMaker:
+    def _parts_maker(self) -> StagePartsBuilder:
         if self._maker is None:
             raise SetupError("The device mesh does not exist yet. Use it after the trainer has set up the strategy.")
         return self._maker
 
     @property
-    def runner(self) -> PipelineRunner:
+    def runner(self) -> ScheduleRunner:
         """Runner of this rank's stages."""
         return self._stage_parts.runner
 
-    def running(self) -> Running:
+    def strategy_info(self) -> StrategyInfo:
         """Information for callbacks, available after the trainer has set up the strategy."""
-        return Running(
+        return StrategyInfo(
             title=f"schedule {self.schedule_spec.name}",
-            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
-            stages=RunningStages(
+            make_recorder=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
+            stages=PipelineInfo(
                 self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
             ),
         )
@@ -288,7 +293,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
-    def describe_stages(self) -> None:
+    def print_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
         self._stage_parts.describe()
 
@@ -316,7 +321,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return super().process_dataloader(dataloader)
 
     @property
-    def ranks_of_one_batch(self) -> list[list[int]]:
+    def same_batch_ranks(self) -> list[list[int]]:
         """Groups of ranks that read the same batches."""
         return self._parts_maker.meshes.same_batch
 
@@ -329,7 +334,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan. The training loop calls this method when training begins."""
-        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._take_over)
+        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._receive_prepared)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -358,44 +363,46 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._program
 
     def _run_batch(self, batch: Any) -> BatchResult:
-        result = self._stage_parts.runs.run(batch, self._prepared("run", batch))
+        result = self._stage_parts.runs.run(batch, self._pop_prepared("run", batch))
         if self._turn is not None:
             # The loss is a mean over all pipelines, so ranks that do not have this batch log it too.
             self._turn.results.append(result.loss)
         return result
 
     def _predict(self, batch: Any) -> Any:
-        return self._stage_parts.runs.predict(batch, self._prepared("predict", batch))
+        return self._stage_parts.runs.predict(batch, self._pop_prepared("predict", batch))
 
-    def _take_over(self, prepared: PreparedBatch | None) -> None:
-        self._handed_over = prepared
+    def _receive_prepared(self, prepared: PreparedBatch | None) -> None:
+        self._prepared_batch = prepared
 
-    def _prepared(self, step: str, batch: Any) -> PreparedBatch | None:
+    def _pop_prepared(self, step: str, batch: Any) -> PreparedBatch | None:
         if self._turn is None:
             evaluated = next((program.current for program in self._evaluations if program.current is not None), None)
             if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
-                return cast("PreparedBatch | None", evaluated.take("prepared"))
-            handed_over, self._handed_over = self._handed_over, None
+                return cast("PreparedBatch | None", evaluated.pop("prepared"))
+            handed_over, self._prepared_batch = self._prepared_batch, None
             return handed_over
-        self._turn.call(step, move_data_to_device(batch, torch.device("cpu")))
+        self._turn.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))
         return None
 
-    def join_evaluation(self, what: str, detail: Any) -> None:
+    def join_evaluation(self, action: str, payload: Any) -> None:
         """Run a batch of another pipeline without counting it.
 
         The stages of the other pipeline may gather parameters from this rank.
         """
-        if what not in ("run", "predict"):
-            super().join_evaluation(what, detail)
+        if action not in ("run", "predict"):
+            super().join_evaluation(action, payload)
             return
         with self.precision_plugin.forward_context():
-            self._stage_parts.runs.join(move_data_to_device(detail, self.root_device), with_losses=what == "run")
+            self._stage_parts.runs.run_uncounted(
+                move_data_to_device(payload, self.root_device), with_losses=action == "run"
+            )
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
-        ctx = self._training.give_step(lambda: step(*args, **kwargs))
+        ctx = self._training.set_training_step(lambda: step(*args, **kwargs))
         self._training.pipeline.run_until(self._training.forward)
         return ctx.output
 
@@ -425,9 +432,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _divide_by_tokens(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if not accumulates(module.trainer.fit_loop.epoch_loop):
-            self._stage_parts.gradients.finish()
-            self._stage_parts.runs.divide(list(module.parameters()))
+        if not is_accumulating(module.trainer.fit_loop.epoch_loop):
+            self._stage_parts.gradients.finalize_grads()
+            self._stage_parts.runs.divide_gradients(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._training
@@ -473,7 +480,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """
         super().load_optimizer_state_dict(checkpoint)
         for state in self._offloaded:
-            state.rest()  # Lightning has moved the states to the devices of their parameters
+            state.move_to_host()  # Lightning has moved the states to the devices of their parameters
 
     # ------------------------------------------------------------------ end
 
@@ -496,7 +503,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         super().teardown()
 
 
-def checked_module(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
+def check_pipeline_module(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
     """Return the module if a schedule can run it."""
     if not isinstance(module, PipelineModule):
         raise SetupError(

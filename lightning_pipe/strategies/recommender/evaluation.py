@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import PipelinePlan, SWPipeline
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.loops import EvaluationProgram
 from lightning_pipe.loops.programs.default_program import default_evaluation
-from lightning_pipe.loops.uneven_evaluation import Turn
-from lightning_pipe.recsys.kernels.fused import evaluating
+from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator
+from lightning_pipe.recsys.kernels.fused_kernels import disable_lookup_training
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.session import RecsysSession
@@ -25,7 +25,7 @@ from lightning_pipe.recsys.tasks.session import RecsysSession
 LOOKUP = "lookup in "
 
 
-class TableEvaluation:
+class RecsysEvaluation:
     """Evaluates a sharded LightningModule."""
 
     def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
@@ -40,11 +40,11 @@ class TableEvaluation:
 
     def begin(self) -> None:
         """Copy rank 0's buffers to all ranks and average the replicas of tables. Every rank calls this method."""
-        self.refuse_existing_rows()
-        self._sharded.share_buffers()
+        self.check_no_existing_rows()
+        self._sharded.broadcast_buffers()
         self._sharded.sync_replicas()
 
-    def refuse_existing_rows(self) -> None:
+    def check_no_existing_rows(self) -> None:
         """Refuse rows of an earlier run, on the first call. Every rank calls this method.
 
         It is called after checkpoints and user hooks, which may replace these rows.
@@ -54,10 +54,10 @@ class TableEvaluation:
 
         def refuse() -> None:
             for rows in modules:
-                rows.refuse_existing()
+                rows.check_no_existing_rows()
 
         if modules and not rows_are_known:
-            on_all_ranks(refuse, "rows of an earlier run cannot be used", dist.group.WORLD)
+            run_on_all_ranks(refuse, "rows of an earlier run cannot be used", dist.group.WORLD)
 
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
@@ -65,14 +65,14 @@ class TableEvaluation:
         """Build the tasks and the plan for the batches of one dataloader. Every rank calls this method."""
         if not self._session.options.rewrite.evaluation:
             return default_evaluation(trainer, transfer, step, ahead=0)
-        with self._session.suspended(self._training()):
+        with self._session.suspend_training(self._training()):
             evaluation = PipelinedEvaluation(
                 self._session, step, plan, transfer=transfer, lookup_context=self._precision.forward_context
             )
 
         @contextmanager
         def around() -> Generator[None, None, None]:
-            with self._session.suspended(self._training()), evaluation.attached():
+            with self._session.suspend_training(self._training()), evaluation.attached():
                 yield
 
         program = EvaluationProgram(
@@ -80,8 +80,8 @@ class TableEvaluation:
             transfer="H2DAndShuffle",
             forward="DenseForward",
             step="DenseForward",
-            alone=lambda: evaluation.alone,
-            around=around,
+            trains_next_alone=lambda: evaluation.runs_next_serially,
+            evaluation_context=around,
         )
         self.programs.append(program)
         return program
@@ -89,23 +89,27 @@ class TableEvaluation:
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the evaluation step of a batch, in the program that holds the batch."""
         for program in self.programs:
-            if program.current is not None and not program.steps_whole_batch:
-                ctx = program.give_step(step)
+            if program.current is not None and not program.trains_in_one_task:
+                ctx = program.set_training_step(step)
                 program.pipeline.run_until(program.forward)
                 return ctx.output
         # Lookups in the modules' own forwards must not advance the kernels' counters. In training, the rewrite handles
         # the counters.
-        with nullcontext() if torch.is_grad_enabled() else evaluating(self._sharded.sharded_modules.values()):
+        with (
+            nullcontext()
+            if torch.is_grad_enabled()
+            else disable_lookup_training(self._sharded.sharded_modules.values())
+        ):
             return step()
 
     @contextmanager
-    def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
+    def announce_lookups(self, turn: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
         """Context in which lookups of the module's method *step* are announced to *turn*."""
-        with self._session.suspended(self._training()):
+        with self._session.suspend_training(self._training()):
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._session.new_rewrite(step)
             rewrite = self._turn_rewrites[step]
-            rewrite.announce = lambda announced: turn.call(f"{LOOKUP}{announced[0]}", announced)
+            rewrite.announce_lookup = lambda announced: turn.announce_collective(f"{LOOKUP}{announced[0]}", announced)
             rewrite.attach()
             try:
                 yield
@@ -116,7 +120,7 @@ class TableEvaluation:
         """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`."""
         rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.attached)
         with self._precision.forward_context():
-            rewrite.join(detail)
+            rewrite.run_empty_lookup(detail)
 
     def close(self) -> None:
         """Close all programs. May be called again."""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
+from lightning_pipe.engine.ranks.process_groups import new_group, use_default_timeout
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.options import ShardingOptions
-from lightning_pipe.strategies.recommender.quiet import quiet_torchrec
 from lightning_pipe.strategies.recommender.warm_start import WarmStart
+from lightning_pipe.strategies.recommender.warning_filters import filter_torchrec_warnings
 
 _ATTRIBUTE = "_lightning_pipe_sharding"
 
@@ -49,8 +49,8 @@ def shard_once(
     trains: bool = True,
 ) -> ShardedModel:
     """Shard a module in place unless it is already sharded. Every rank calls this function."""
-    quiet_torchrec()
-    check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error=SetupError)
+    filter_torchrec_warnings()
+    check_agreement([("init_from", str(init_from))], "warm start", dist.group.WORLD, error_class=SetupError)
     wire = {"quantized_comms": quantized_comms, "dedup": dedup or None}
     options = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
     requested = {**options, **vars(sharding)}
@@ -64,7 +64,7 @@ def shard_once(
             groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
-            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), default_timeout():
+            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), use_default_timeout():
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
             for group in groups:
@@ -82,13 +82,13 @@ def shard_once(
     return state.model
 
 
-def pending_start(module: pl.LightningModule) -> WarmStart | None:
+def get_pending_warm_start(module: pl.LightningModule) -> WarmStart | None:
     """Checkpoint that a sharded module still needs its initial values from; None without one."""
     state: _Sharding = module.__dict__[_ATTRIBUTE]
     return state.pending
 
 
-def initial_values_set(module: pl.LightningModule) -> None:
+def mark_warm_started(module: pl.LightningModule) -> None:
     """Note that a sharded module has values from a checkpoint, which later runs keep."""
     state: _Sharding = module.__dict__[_ATTRIBUTE]
     state.pending = None

@@ -13,22 +13,27 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_pipe._compat.managed_collision import is_of_map
+from lightning_pipe._compat.managed_collision import is_id_map_entry
 from lightning_pipe.checkpoints.compiled_names import ModuleNames
 from lightning_pipe.checkpoints.folder_reading import (
-    fill_from_folder,
-    misfits,
+    find_mismatches,
+    load_in_place,
+    read_extra_state,
     read_metadata,
-    read_rest,
     sizes_on_ranks,
 )
-from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_folder
-from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, open_folder, place_of
+from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_checkpoint
+from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, parse_local_or_remote_path, resolve_folder
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.strategies.recommender.map_checkpoint import WINDOWS, MapsInFolder, map_names, without_maps
-from lightning_pipe.strategies.recommender.warm_start import Match, WarmStart, match
+from lightning_pipe.strategies.recommender.id_map_checkpoint import (
+    WINDOWS,
+    IdMapLoader,
+    drop_id_maps_from_metadata,
+    match_id_map_names,
+)
+from lightning_pipe.strategies.recommender.warm_start import CheckpointMatch, WarmStart, match_checkpoint
 
 # Key of Lightning's dictionary for the class of each table's optimizer.
 TABLE_OPTIMIZERS = "table_optimizers"
@@ -40,15 +45,15 @@ _FIX = (
 
 
 def save_sharded_checkpoint(
-    checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel, write: WriteFolder = write_folder
+    checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel, write: WriteFolder = write_checkpoint
 ) -> None:
     """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function."""
     sharded.sync_replicas()  # in place, so the tensors in the dictionary are averaged too
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-    state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
+    state = {"model": sharded.drop_dynamic_entries(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
         state |= _table_states(sharded)
-        rest[TABLE_OPTIMIZERS] = {name: table.known_optimizer.name for name, table in sharded.tables.items()}
+        rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
         if windows := sharded.id_maps.windows():
             state[WINDOWS] = windows
     dumped = sharded.dump_rows() if sharded.dynamic_rows else None
@@ -71,15 +76,15 @@ def load_sharded_checkpoint(
     state: dict[str, Any] = {"model": _values(sharded)}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
-    saved = _module_names(sizes_on_ranks(state)).metadata(saved)
-    problems = misfits(saved, state, strict)
+    saved = _module_names(sizes_on_ranks(state)).rename_metadata(saved)
+    problems = find_mismatches(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
-    if not strict and (left_out := misfits(saved, state, True)):
+    if not strict and (left_out := find_mismatches(saved, state, True)):
         rank_zero_info(f"strict_loading is False; checkpoint {str(path)!r} has other values: {'; '.join(left_out)}")
-    maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only)
+    maps = IdMapLoader(sharded.id_maps, folder, saved, weights_only)
     maps.leave_out(state["model"])
-    fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
+    load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     _install(sharded, state["model"], state.get("tables", {}).get("state", {}))
     maps.fill(with_windows=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
@@ -91,27 +96,27 @@ def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_onl
     """Replace a model's initial values by those of a checkpoint, and log which. Every rank calls this function."""
     folder, saved, rest = _open(options.path, weights_only)
     keep = options.optimizer_states == "keep"
-    model = {name: value for name, value in _values(sharded).items() if not is_of_map(name)}
+    model = {name: value for name, value in _values(sharded).items() if not is_id_map_entry(name)}
     states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
     sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
     names = _module_names(sizes)
-    saved, optimizers = names.metadata(saved), rest.get(TABLE_OPTIMIZERS)
+    saved, optimizers = names.rename_metadata(saved), rest.get(TABLE_OPTIMIZERS)
     if isinstance(optimizers, dict):
-        optimizers = names.keys(optimizers)
+        optimizers = names.rename_keys(optimizers)
     world, failed = dist.group.WORLD, "init_from cannot be used"
 
-    def look() -> tuple[Match, dict[str, str]]:
-        matched = match(options, without_maps(saved), optimizers, sizes, sharded.tables)
-        return matched, map_names(sharded.tables, matched.names, saved)
+    def look() -> tuple[CheckpointMatch, dict[str, str]]:
+        matched = match_checkpoint(options, drop_id_maps_from_metadata(saved), optimizers, sizes, sharded.tables)
+        return matched, match_id_map_names(sharded.tables, matched.names, saved)
 
-    matched, of_maps = on_all_ranks(look, failed, world)
-    maps = MapsInFolder(sharded.id_maps, folder, saved, weights_only, of_maps)
+    matched, of_maps = run_on_all_ranks(look, failed, world)
+    maps = IdMapLoader(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
-        on_all_ranks(rows.refuse_existing, failed, world)
+        run_on_all_ranks(rows.check_no_existing_rows, failed, world)
     state: dict[str, Any] = {"model": matched.renamed(model)}
     if of_tables := matched.renamed(states):
         state["tables"] = {"state": of_tables}
-    fill_from_folder(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
+    load_in_place(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
     filled = {name: state["model"][stored_name] for name, stored_name in matched.names.items() if name in model}
     _install(sharded, filled, {name: states[name] for name in matched.names if name in states})
     maps.fill(with_windows=False)
@@ -125,10 +130,10 @@ def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dic
     """Read the metadata of a checkpoint, and the values that rank 0 wrote, on every rank."""
 
     def read() -> tuple[Folder, Any, dict[str, Any]]:
-        opened = open_folder(place_of(path))
-        return opened, read_metadata(opened, ("model",), _KIND), read_rest(opened, weights_only)
+        opened = resolve_folder(parse_local_or_remote_path(path))
+        return opened, read_metadata(opened, ("model",), _KIND), read_extra_state(opened, weights_only)
 
-    return on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
+    return run_on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
 
 
 def _module_names(sizes: Mapping[tuple[Any, ...], Any]) -> ModuleNames:
@@ -150,13 +155,13 @@ def _read_rows(folder: Folder, committed: Any, sharded: ShardedModel, *, with_op
     if sharded.dynamic_rows:
         with ExitStack() as stack:
             failed = f"the checkpoint {str(folder)!r} cannot be read"
-            local = on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
+            local = run_on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
             sharded.read_rows(local, committed, with_optimizers=with_optimizers)
 
 
 def _values(sharded: ShardedModel) -> dict[str, Any]:
     """State dict of the model, with this rank's parts, without the entries of dynamic tables."""
-    return sharded.without_dynamic(sharded.dmp.state_dict())
+    return sharded.drop_dynamic_entries(sharded.dmp.state_dict())
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
@@ -166,5 +171,7 @@ def _table_states(sharded: ShardedModel) -> dict[str, Any]:
     shards of some table, PyTorch's planner takes an empty dictionary for a value that the checkpoint must have.
     """
     state = sharded.fused_optimizer.state_dict()
-    states = {name: table_state for name, table_state in sharded.without_dynamic(state["state"]).items() if table_state}
+    states = {
+        name: table_state for name, table_state in sharded.drop_dynamic_entries(state["state"]).items() if table_state
+    }
     return {"tables": {**state, "state": states}} if states else {}

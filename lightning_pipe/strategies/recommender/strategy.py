@@ -15,17 +15,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import accumulates, optimizers_to_device, sync_batch_norm
+from lightning_pipe._compat.lightning import is_accumulating, optimizers_to_device, sync_batch_norm
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
-from lightning_pipe.loops.data.batch_source import Uneven
+from lightning_pipe.loops.data.batch_source import UnevenPolicy
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
-from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
-from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
-from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.sharding.replicas import refuse_norm
+from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator, UnevenEvaluation
+from lightning_pipe.recsys.kernels.kernel_calls import check_trainable_after_dense_step
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
+from lightning_pipe.recsys.sharding.replicas import refuse_clipping
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import (
@@ -37,39 +37,39 @@ from lightning_pipe.recsys.tasks.options import (
     WireOptions,
     make_balancer,
 )
-from lightning_pipe.recsys.tasks.session import RecsysSession, starts_alone
+from lightning_pipe.recsys.tasks.session import RecsysSession, next_must_run_serially
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
+from lightning_pipe.strategies.auto_plan_options import AUTO, AutoOptions, report_choice
 from lightning_pipe.strategies.base import install_loops
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
-from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
-from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvaluation
-from lightning_pipe.strategies.recommender.shard_once import initial_values_set, pending_start, shard_once
+from lightning_pipe.strategies.recommender.evaluation import LOOKUP, RecsysEvaluation
+from lightning_pipe.strategies.recommender.lightning_adapters import (
+    TransferThreadPolicy,
+    check_batch_before_transfer,
+    extract_loss,
+    last_batch_writer,
+    log_kernel_defaults,
+    remove_tables_from_optimizers,
+)
+from lightning_pipe.strategies.recommender.recsys_profiler import RecsysProfiler
+from lightning_pipe.strategies.recommender.shard_once import get_pending_warm_start, mark_warm_started, shard_once
 from lightning_pipe.strategies.recommender.sharded_checkpoint import (
     load_sharded_checkpoint,
     save_sharded_checkpoint,
     start_from_checkpoint,
 )
 from lightning_pipe.strategies.recommender.table_gradients import TableGradients
-from lightning_pipe.strategies.recommender.table_profile import TableProfile
-from lightning_pipe.strategies.recommender.training import (
-    UsersTransfer,
-    checked_transfer,
-    last_to_replace_the_batch,
-    leave_tables_out,
-    lightning_loss,
-    tell_left_out,
-)
 from lightning_pipe.strategies.recommender.warm_start import WarmStart
-from lightning_pipe.strategies.refusals import (
+from lightning_pipe.strategies.setup_checks import (
+    check_fp16_comms,
+    check_precision,
+    check_training_options,
     clips_gradients,
-    loss_scaler,
-    most_accumulated,
-    refuse_other_precision,
-    refuse_scaled_fp16,
-    refuse_training,
+    get_grad_scaler,
+    max_accumulate_grad_batches,
 )
-from lightning_pipe.strategies.running_work import Running
+from lightning_pipe.strategies.strategy_info import StrategyInfo
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer
@@ -119,7 +119,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             :class:`~lightning_pipe.recsys.BatchBalancer`, or a mapping of its arguments (default None: no exchange).
             Use it if the cost of samples varies; :attr:`balance_report` shows the effect.
         auto: size of the search and file for its result under ``plan="auto"``; see
-            :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`.
+            :class:`~lightning_pipe.strategies.auto_plan_options.AutoOptions`.
         uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
             epoch with the first rank that runs out, ``"error"`` raises an error.
         uneven_evaluation: handling of evaluations in which some ranks have fewer batches: with ``"join"`` (default),
@@ -165,7 +165,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         checks: CheckOptions | Mapping[str, Any] | None = None,
         balancer: bool | BatchBalancer | Mapping[str, Any] | None = None,
         auto: AutoOptions | Mapping[str, Any] | None = None,
-        uneven_batches: Uneven = "shortest",
+        uneven_batches: UnevenPolicy = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
         extra_tasks: Mapping[str, RecsysTask] | None = None,
@@ -205,8 +205,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._program: TrainingProgram | None = None
         self._rates: TableRates | None = None
         self._gradients: TableGradients | None = None
-        self._evaluation: TableEvaluation | None = None
-        self._users_transfer = UsersTransfer(transfer_on_worker)
+        self._evaluation: RecsysEvaluation | None = None
+        self._users_transfer = TransferThreadPolicy(transfer_on_worker)
 
     # ------------------------------------------------------------------ current pipeline, traces and profiles
 
@@ -239,9 +239,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """Stop recording and return the spans in the order in which they ended."""
         return self.pipeline.stop_trace()
 
-    def running(self) -> Running:
+    def strategy_info(self) -> StrategyInfo:
         """Description of the strategy's work for callbacks."""
-        return Running(profile=self.profile)
+        return StrategyInfo(profile=self.profile)
 
     def profile(
         self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int = 7, iterations: int = 10
@@ -267,8 +267,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """
         pipeline = self.pipeline  # raises outside of training
         assert self._session is not None and self.lightning_module is not None
-        with self._session.suspended(pipeline):
-            profile = TableProfile(self.lightning_module.trainer, self._session, lightning_loss, pipeline.plan)
+        with self._session.suspend_training(pipeline):
+            profile = RecsysProfiler(self.lightning_module.trainer, self._session, extract_loss, pipeline.plan)
             return profile.measure(batches, tasks, rounds, iterations)
 
     def _pipeline_in_training(self) -> SWPipeline | None:
@@ -280,12 +280,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
-        self._leave_loaders_of_one_process(trainer)
+        self._keep_loader_order_of_one_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_other_precision(self.precision_plugin)
+        check_precision(self.precision_plugin)
         if fitting:
-            refuse_training(trainer, module, self.precision_plugin, self._in_every_batch)
-            refuse_scaled_fp16(trainer, self.precision_plugin, self._options.wire.comms.backward)
+            check_training_options(trainer, module, self.precision_plugin, self._in_every_batch)
+            check_fp16_comms(trainer, self.precision_plugin, self._options.wire.comms.backward)
             if (batch_norm := sync_batch_norm(self)) is not None:
                 batch_norm.apply(module)
         self.precision_plugin.convert_module(module)
@@ -307,22 +307,22 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         install_loops(trainer)
         setting = self._sharded, self._declared, self.root_device, self._options
         self._session = RecsysSession(*setting, balancer=self._balancer, extra_tasks=self._extra_tasks)
-        self._evaluation = TableEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
+        self._evaluation = RecsysEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
         if fitting:
             self.setup_optimizers(trainer)
             self._rates = TableRates(self._sharded, lambda: self.optimizers[0], self._sparse_lr_scheduler)
             self._gradients = None
-            tell_left_out(self._sharded)
+            log_kernel_defaults(self._sharded)
             if clips_gradients(trainer):
-                refuse_norm(self._sharded.replicas)
-            self._session.begin_training(self._rates.bring)
+                refuse_clipping(self._sharded.replicas)
+            self._session.begin_training(self._rates.apply)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        leave_tables_out(self.optimizers, self.sharded_model)
+        remove_tables_from_optimizers(self.optimizers, self.sharded_model)
 
     # ------------------------------------------------------------------ programs
 
@@ -330,18 +330,18 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """Build the tasks and the plan of the training. The training loop calls this method when training begins."""
         session, sharded, precision = self._session, self.sharded_model, self.precision_plugin
         assert session is not None
-        clipped, loss_scaled = clips_gradients(trainer), loss_scaler(precision) is not None
+        clipped, loss_scaled = clips_gradients(trainer), get_grad_scaler(precision) is not None
         if clipped or loss_scaled:
             # The scale of the tables' gradients is known only after the optimizer step.
-            check_tables_wait(sharded.sharded_modules)
+            check_trainable_after_dense_step(sharded.sharded_modules)
         tasks = session.training_tasks(
             "training_step",
-            transfer=checked_transfer(trainer, transfer),
-            loss_of=lightning_loss,
+            transfer=check_batch_before_transfer(trainer, transfer),
+            loss_of=extract_loss,
             lookup_context=precision.forward_context,
             clipped=clipped,
             loss_scaled=loss_scaled,
-            accumulates=not self._in_every_batch and most_accumulated(trainer) > 1,
+            accumulates=not self._in_every_batch and max_accumulate_grad_batches(trainer) > 1,
         )
         rewrite = session.rewrite
         assert rewrite is not None
@@ -355,12 +355,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
-            "prepared": last_to_replace_the_batch(tasks),
-            "alone": lambda: self._program is not None and starts_alone(rewrite, self._program.pipeline.plan),
+            "prepared": last_batch_writer(tasks),
+            "alone": lambda: self._program is not None and next_must_run_serially(rewrite, self._program.pipeline.plan),
             "on_close": self._end_training,
             "on_abandon": self._abandon,
         }
-        allowed = partial(self._users_transfer.allowed, trainer)
+        allowed = partial(self._users_transfer.adapt_plan, trainer)
         if self._plan != AUTO:
             pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self._program = TrainingProgram(pipeline, **arguments)
@@ -377,7 +377,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             max_in_flight=self._auto.max_in_flight,
             peers=self.world_size > 1,
             device=session.device,
-            keep=exploration.found,
+            max_plans=exploration.max_generated,
         )
         self._program = AutoProgram(
             plans, propose, session.device, session.world, exploration, self._plan_chosen, **arguments
@@ -389,7 +389,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def _abandon(self, contexts: Sequence[Any]) -> None:
         assert self._session is not None
-        self.pipeline.settle()  # a worker may still prefetch rows
+        self.pipeline.wait_for_workers()  # a worker may still prefetch rows
         self._session.abandon(contexts)
 
     def _end_training(self) -> None:
@@ -402,15 +402,15 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """Store the choice; rank 0 prints it and writes the plan."""
         self.plan_choice = choice
         if self.global_rank == 0:
-            tell_choice(choice, self._auto.save_plan)
+            report_choice(choice, self._auto.save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build the tasks and the plan that evaluate the batches of one dataloader."""
         assert self._evaluation is not None
         # Until "auto" has chosen a plan, evaluation follows the default plan.
         plan = self.plan_choice.plan if self.plan_choice else self._declared or recsys_plan("prefetch", recsys_tasks())
-        plan = self._users_transfer.allowed(trainer, plan)
-        return self._evaluation.build(trainer, checked_transfer(trainer, transfer), step, plan)
+        plan = self._users_transfer.adapt_plan(trainer, plan)
+        return self._evaluation.build(trainer, check_batch_before_transfer(trainer, transfer), step, plan)
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
@@ -422,10 +422,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             loop = trainer.fit_loop.epoch_loop
-            window.is_last = not accumulates(loop)
+            window.is_last = not is_accumulating(loop)
             if loop.batch_idx % trainer.accumulate_grad_batches == 0:
                 window.drop()  # Lightning clears the dense gradients here, too, if an earlier window has no end
-        ctx = self._program.give_step(partial(super().training_step, *args, **kwargs))
+        ctx = self._program.set_training_step(partial(super().training_step, *args, **kwargs))
         self._program.pipeline.run_until(self._program.forward)
         output = ctx.output
         if output is None and self.world_size > 1:
@@ -453,8 +453,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             result = closure()
             program.begin_step()
             if gradients is not None:
-                gradients.after_backward(optimizer)
-                if gradients.leave_scaler_alone(optimizer):
+                gradients.report_overflow(optimizer)
+                if gradients.skips_scaler_without_grads(optimizer):
                     return None  # Lightning treats None as a batch without a loss
             return result
 
@@ -488,25 +488,25 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return self._evaluation.run(step)
 
     @contextmanager
-    def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
+    def announce_collectives(self, turn: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
         """Context in which lookups and reductions of an evaluation step are announced to *turn*."""
         assert self._evaluation is not None
-        with super().in_turn(turn, step), self._evaluation.in_turn(turn, step):
+        with super().announce_collectives(turn, step), self._evaluation.announce_lookups(turn, step):
             yield
 
-    def join_evaluation(self, what: str, detail: Any) -> None:
+    def join_evaluation(self, action: str, payload: Any) -> None:
         """Take part with empty input in a collective that another rank has announced."""
-        if what.startswith(LOOKUP):
+        if action.startswith(LOOKUP):
             assert self._evaluation is not None
-            self._evaluation.join(detail)
+            self._evaluation.join(payload)
         else:
-            super().join_evaluation(what, detail)
+            super().join_evaluation(action, payload)
 
     # ------------------------------------------------------------------ begin and end of training and evaluations
 
     def on_train_start(self) -> None:
         assert self._evaluation is not None
-        self._evaluation.refuse_existing_rows()
+        self._evaluation.check_no_existing_rows()
         super().on_train_start()
         for rows in self.sharded_model.dynamic_rows.values():
             rows.saves = self._saves
@@ -520,7 +520,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         # Otherwise the final buffers of ranks would depend on the points at which checkpoints were written.
-        self.sharded_model.share_buffers()
+        self.sharded_model.broadcast_buffers()
         self.sharded_model.sync_replicas()
         if self.sharded_model.dynamic_rows:
             self.sharded_model.commit_rows()
@@ -530,17 +530,17 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def _set_initial_values(self, path: Any) -> None:
         """Read ``init_from``, unless a checkpoint is resumed or the module has had its initial values before."""
         assert self.lightning_module is not None
-        pending = pending_start(self.lightning_module)
+        pending = get_pending_warm_start(self.lightning_module)
         if pending is not None and not path:
             start_from_checkpoint(pending, self.sharded_model, self._weights_only)
-            initial_values_set(self.lightning_module)
+            mark_warm_started(self.lightning_module)
         elif self._init_from is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             reason = f"the run resumes from {str(path)!r}" if path else "the module has been used before"
             rank_zero_info(f"init_from={self._init_from.path!r} is not read, since {reason}")
 
-    def end_saves(self) -> None:
+    def finish_saves(self) -> None:
         try:
-            super().end_saves()
+            super().finish_saves()
         finally:
             for rows in self._sharded.dynamic_rows.values() if self._sharded is not None else ():
                 rows.saves = None
@@ -550,7 +550,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         path = self._agreed_path(filepath, storage_options)
         if self._rates is not None and self._rates.schedule is not None:
             checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
-        self.sharded_model.share_buffers()  # in place, so the buffers in the state dict are updated too
+        self.sharded_model.broadcast_buffers()  # in place, so the buffers in the state dict are updated too
         save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -568,11 +568,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
             schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
-        initial_values_set(module)
+        mark_warm_started(module)
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
+        return self.sharded_model.drop_dynamic_entries(self.sharded_model.dmp.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: :meth:`load_checkpoint` has already filled the module's tensors."""
@@ -585,7 +585,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
                 search = callback.optimal_lr if isinstance(callback, LearningRateFinder) else None
                 if search is not None and (rate := search.suggestion()) is not None:
-                    self._rates.note_search(rate)
+                    self._rates.record_found_lr(rate)
         for part in (self._program, self._evaluation, self._session):
             if part is not None:
                 part.close()

@@ -22,7 +22,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
-from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
+from lightning_pipe.strategies.setup_checks import CLIP_BY_VALUE_ERROR, get_grad_scaler
 
 
 class TableGradients:
@@ -38,7 +38,7 @@ class TableGradients:
         self._precision = precision
         self._sharded = sharded
         self._device = device
-        self._scaler = loss_scaler(precision)
+        self._scaler = get_grad_scaler(precision)
         self._current = current
         self._without_step = False
         self._clip_dense = precision.clip_grad_by_norm
@@ -80,7 +80,7 @@ class TableGradients:
         if ctx is not None and not stepped and not self._without_step:
             ctx.tables_skipped = True
 
-    def after_backward(self, optimizer: Optimizer) -> None:
+    def report_overflow(self, optimizer: Optimizer) -> None:
         """Report an overflow of the tables' gradients to the scaler, between the closure and the plugin's unscaling."""
         ctx = self._current()
         if self._scaler is None or ctx is None or not ctx.tables_skipped:
@@ -90,7 +90,7 @@ class TableGradients:
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.inf)
 
-    def leave_scaler_alone(self, optimizer: Optimizer) -> bool:
+    def skips_scaler_without_grads(self, optimizer: Optimizer) -> bool:
         """Return True if the scaler cannot step because no rank had a loss, and so no dense gradient exists."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._without_step = self._scaler is not None and all(parameter.grad is None for parameter in parameters)
@@ -108,4 +108,4 @@ class TableGradients:
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Replacement of the plugin's method."""
-        raise SetupError(CLIPS_BY_VALUE)
+        raise SetupError(CLIP_BY_VALUE_ERROR)

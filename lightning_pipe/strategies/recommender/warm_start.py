@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_pipe.checkpoints.remote_folder import place_of
+from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path
 from lightning_pipe.checkpoints.resized_metadata import resized_metadata
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice, option_group
-from lightning_pipe.engine.common.safe_text import printable
+from lightning_pipe.engine.common.safe_text import escape_unprintable
 from lightning_pipe.recsys.modules.tables import Table
 
 Sizes = Mapping[tuple[Any, ...], torch.Size | None]
@@ -59,7 +59,7 @@ class WarmStart:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | Path) or str(self.path).strip() in ("", "."):
             raise SetupError(f"init_from.path is {self.path!r}; expected the path or URL of a checkpoint folder")
-        object.__setattr__(self, "path", str(place_of(self.path)))
+        object.__setattr__(self, "path", str(parse_local_or_remote_path(self.path)))
         check_choice("init_from.optimizer_states", self.optimizer_states, ("keep", "reset"))
         check_choice("init_from.dense", self.dense, ("all", "matching"))
         check_choice("init_from.smaller_tables", self.smaller_tables, ("refuse", "cut"))
@@ -73,7 +73,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
-class Match:
+class CheckpointMatch:
     """Entries of a checkpoint that a model starts with."""
 
     names: Mapping[str, str]
@@ -86,7 +86,9 @@ class Match:
         return {self.names[name]: value for name, value in values.items() if name in self.names}
 
 
-def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes, tables: Mapping[str, Table]) -> Match:
+def match_checkpoint(
+    options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes, tables: Mapping[str, Table]
+) -> CheckpointMatch:
     """Match a checkpoint with a model. Ranks do not communicate; all get the same result."""
     keys = {path: key for key, path in saved.planner_data.items()}
     stored = {path: getattr(saved.state_dict_metadata[key], "size", None) for path, key in keys.items()}
@@ -118,7 +120,7 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
             former = optimizers.get(stored_name) if isinstance(optimizers, Mapping) else None
             was, states = stored_states.get(stored_name), model_states.get(name, {})
             for fix, problem in _misfits(
-                former, was, tables[name].known_optimizer.name, states, stored_shape[0], shape[0]
+                former, was, tables[name].resolved_optimizer.name, states, stored_shape[0], shape[0]
             ):
                 problems[fix].append(f"table {name} {problem}")
         if stored_shape[0] != shape[0]:
@@ -146,7 +148,9 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
         problems["Use a checkpoint of this module"].append(difference)
     if problems:
         text = " ".join(f"{'; '.join(descriptions)}. {fix}." for fix, descriptions in problems.items())
-        raise SetupError(printable(f"init_from: the checkpoint {options.path!r} does not fit the module: {text}"))
+        raise SetupError(
+            escape_unprintable(f"init_from: the checkpoint {options.path!r} does not fit the module: {text}")
+        )
     present, used = names.keys() | stored_shapes.keys(), model_shapes.keys() | names.values()
     changes = {
         "grown, with initial values in new rows": grown,
@@ -170,7 +174,12 @@ def match(options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes
         f"init_from: {len(dense)} dense values of the checkpoint {options.path!r} are not read, since the module has no"
         f" values of their names: {', '.join(dense[:10])}. If these have changed, use the names of the checkpoint"
     )
-    return Match(names, resized_metadata(saved, resized), printable(report), printable(warning) if dense else "")
+    return CheckpointMatch(
+        names,
+        resized_metadata(saved, resized),
+        escape_unprintable(report),
+        escape_unprintable(warning) if dense else "",
+    )
 
 
 def _misfits(

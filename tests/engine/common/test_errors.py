@@ -7,8 +7,8 @@ from lightning_pipe.engine import InputError, PlanError, SetupError, TaskError
 
 def test_a_failed_task_says_where_and_what() -> None:
     error = TaskError("EmbForward", 3, 1, 2, ValueError("no row 7"))
-    assert error.where == "task 'EmbForward' of iteration 3 (stage 1) failed on rank 2"
-    assert str(error) == f"{error.where} with ValueError: no row 7"
+    assert error.summary == "task 'EmbForward' of iteration 3 (stage 1) failed on rank 2"
+    assert str(error) == f"{error.summary} with ValueError: no row 7"
     assert (error.task, error.iteration, error.stage, error.rank) == ("EmbForward", 3, 1, 2)
 
 

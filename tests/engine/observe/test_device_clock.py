@@ -59,8 +59,8 @@ def test_events_are_placed_on_the_hosts_clock_whatever_speed_the_devices_has(dev
     with mock.patch("time.perf_counter", device.host):
         clock = DeviceClock(torch.device("cuda"), device)
         device.milliseconds = 250.0
-        early = clock.now()
+        early = clock.record_event()
         device.milliseconds = 700.0
-        late = clock.now()
+        late = clock.record_event()
         device.milliseconds = 1000.0
-        assert clock.resolve([late, early]) == pytest.approx([HOST_AT_ZERO + 0.707, HOST_AT_ZERO + 0.2525])
+        assert clock.to_host_seconds([late, early]) == pytest.approx([HOST_AT_ZERO + 0.707, HOST_AT_ZERO + 0.2525])

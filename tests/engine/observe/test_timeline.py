@@ -83,7 +83,9 @@ def test_a_task_that_waits_for_work_on_micro_batches_in_other_threads_holds_it()
         (0, "train")
     ]
     # Not the task itself, which would hide what it waited for; nor what was done again in the meantime.
-    found = [timeline.bars[position] for position in sorted(timeline.critical, key=lambda p: timeline.bars[p].start)]
+    found = [
+        timeline.bars[position] for position in sorted(timeline.critical_path, key=lambda p: timeline.bars[p].start)
+    ]
     assert [(bar.name, bar.stage) for bar in found if bar.rank == 0] == [
         ("copy", None),
         ("forward", 0),
@@ -157,7 +159,7 @@ def test_the_path_waits_for_other_ranks_and_inside_tasks_that_enclose_others_by_
 
 def holes(timeline: Timeline) -> list[tuple[float, float]]:
     """Times between the first start and the last end of a path that lie neither in its bars nor in its named waits."""
-    path = [timeline.bars[position] for position in timeline.critical]
+    path = [timeline.bars[position] for position in timeline.critical_path]
     assert all(wait.name for wait in timeline.critical_waits)
     spans = sorted((bar.start, bar.end) for bar in (*path, *timeline.critical_waits))
     found, reached = [], spans[0][0] if spans else 0.0
@@ -201,7 +203,7 @@ def test_the_path_of_an_execution_is_without_gaps_and_begins_where_work_began(ma
     timeline, idle = made
     assert holes(timeline) == []
     assert all(wait.end - wait.start <= idle for wait in timeline.critical_waits)
-    path = [timeline.bars[position] for position in timeline.critical]
+    path = [timeline.bars[position] for position in timeline.critical_path]
     assert min(bar.start for bar in path) <= min(bar.start for bar in timeline.bars) + idle
     assert max(bar.end for bar in path) == max(bar.end for bar in timeline.bars)
 
@@ -241,4 +243,4 @@ def test_the_path_of_a_recorded_run_is_without_gaps() -> None:
     assert all(bar.submitted is None for bar in bars if bar.lane == "main")
     timeline = Timeline(bars, plan.dependencies)
     assert holes(timeline) == []
-    assert min(timeline.bars[position].start for position in timeline.critical) == min(bar.start for bar in bars)
+    assert min(timeline.bars[position].start for position in timeline.critical_path) == min(bar.start for bar in bars)

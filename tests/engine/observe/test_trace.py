@@ -8,7 +8,7 @@ from lightning_pipe.engine.observe.trace import Trace
 
 
 def test_a_full_trace_keeps_the_latest_spans() -> None:
-    trace = Trace(keep=3)
+    trace = Trace(max_spans=3)
     for iteration in range(5):
         trace.end("task", iteration, "main", None, trace.begin())
     assert [span.iteration for span in trace.spans()] == [2, 3, 4]

@@ -10,12 +10,12 @@ from benchmarks.costs_text import dump_costs
 from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.planning.costs import TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
-from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.network import Collective
 
 FULL = CostsFile(
     {
         "Copy": TaskCost(0.0004, "copy", launch=0.00001),
-        "Exchange": TaskCost(0.0001, background=Message("all_to_all", 2e6), waited_by="Train"),
+        "Exchange": TaskCost(0.0001, background=Collective("all_to_all", 2e6), waited_by="Train"),
         "Lookup": TaskCost(0.0002, background=0.0003, waited_by="Lookup"),
         "Fetch": TaskCost(0.0002, background=0.0003, background_resource="disk", waited_by="Train"),
         "Train": TaskCost(0.005, "host"),
@@ -39,7 +39,7 @@ def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
     found = load_costs("tasks: {Train: 5, Send: {all_reduce: 2MB}, Rest: {}}")
     assert found.tasks == {
         "Train": TaskCost(0.005),
-        "Send": TaskCost(0.0, background=Message("all_reduce", 2e6)),
+        "Send": TaskCost(0.0, background=Collective("all_reduce", 2e6)),
         "Rest": TaskCost(0.0),
     }
     assert found == CostsFile(found.tasks)

@@ -11,8 +11,13 @@ import pytest
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
-from lightning_pipe.engine.planning.planner import plan_variants
+from lightning_pipe.engine.planning.plan_choice import (
+    choose_plan,
+    interquartile_mean,
+    max_generated_plans,
+    select_survivors,
+)
+from lightning_pipe.engine.planning.planner import propose_plan_variants
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import random_graph
 
@@ -64,7 +69,7 @@ def input_then_training(**options: Any) -> tuple[PipelinePlan, dict[str, TaskCos
 
 def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> None:
     serial, costs = input_then_training()
-    best = plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)[0]
+    best = propose_plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)[0]
     assert simulate(best, costs).seconds_per_iteration == pytest.approx(7e-3)
     # The simplest of those: both in one worker, one batch ahead.
     assert len(best.thread_groups) == 2
@@ -74,7 +79,9 @@ def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> Non
 @pytest.mark.parametrize("pair", [("step", "copy"), ("copy", "train"), ("exchange", "copy")])
 def test_a_task_is_submitted_after_the_task_that_it_must_follow(pair: tuple[str, str]) -> None:
     serial, costs = input_then_training()
-    variants = plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT, submitted_before=[pair])
+    variants = propose_plan_variants(
+        [serial], costs, Machine(), movable=INPUT, on_workers=INPUT, submitted_before=[pair]
+    )
     assert variants
     for plan in variants:
         assert plan.order.index(pair[0]) < plan.order.index(pair[1])
@@ -85,14 +92,14 @@ def test_tasks_that_may_not_move_keep_their_stage_and_all_tasks_keep_their_strea
     streams = {"copy": "memcpy", "exchange": "data_dist", "train": None, "step": None}
     written = PipelinePlan([(serial.tasks[name], TaskSchedule(stream=streams[name])) for name in streams])
     machine = Machine(cores=1, device_streams=True)
-    for plan in plan_variants([written], costs, machine, movable=INPUT):
+    for plan in propose_plan_variants([written], costs, machine, movable=INPUT):
         assert {name: where.stream for name, where in plan.schedule.items()} == streams
         assert plan.schedule["train"] == plan.schedule["step"] == TaskSchedule()
 
 
 def test_collectives_of_a_process_group_stay_in_their_thread() -> None:
     serial, costs = input_then_training(collectives=("world",))
-    variants = plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)
+    variants = propose_plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)
     assert variants
     assert all(plan.schedule["copy"].thread_group == "main" for plan in variants)
 
@@ -103,7 +110,7 @@ def test_collectives_of_a_process_group_stay_in_their_thread() -> None:
 def chosen(by_hand: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> str:
     """The fastest of plans by what they took: ``hand0``, ``hand1`` ..., ``auto0`` ..."""
     hand = {f"hand{index}": times for index, times in enumerate(by_hand)}
-    return fastest({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
+    return choose_plan({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
 
 
 def test_the_winner_is_never_slower_than_the_best_hand_written_plan() -> None:
@@ -115,12 +122,12 @@ def test_the_winner_is_never_slower_than_the_best_hand_written_plan() -> None:
         times = [[speed + 0.05 * draw.random() for _ in range(rounds)] for speed in speeds]
         hand = draw.randint(1, len(speeds) - 1)
         winner = chosen(times[:hand], times[hand:])
-        best = min(map(typical, times[:hand]))
+        best = min(map(interquartile_mean, times[:hand]))
         measured = times[int(winner[4:]) + (hand if winner.startswith("auto") else 0)]
-        assert typical(measured) <= best
+        assert interquartile_mean(measured) <= best
         if winner.startswith("auto"):
             won += 1
-            assert typical(measured) < best
+            assert interquartile_mean(measured) < best
     assert won > 30
 
 
@@ -131,17 +138,17 @@ def test_a_plan_that_is_faster_in_every_round_wins_although_the_machine_drifts()
 
 
 def test_what_is_typical_is_the_mean_of_the_middle_half() -> None:
-    assert typical([3.0]) == 3.0
-    assert typical([1.0, 4.0]) == 2.5
-    assert typical([9.0, 1.0, 2.0]) == 2.0
-    assert typical([99.0, 1.0, 2.0, 4.0]) == 3.0
-    assert typical([0.0, 99.0, 2.0, 4.0, 6.0, 8.0, 0.0, 99.0]) == 5.0
+    assert interquartile_mean([3.0]) == 3.0
+    assert interquartile_mean([1.0, 4.0]) == 2.5
+    assert interquartile_mean([9.0, 1.0, 2.0]) == 2.0
+    assert interquartile_mean([99.0, 1.0, 2.0, 4.0]) == 3.0
+    assert interquartile_mean([0.0, 99.0, 2.0, 4.0, 6.0, 8.0, 0.0, 99.0]) == 5.0
 
 
 def left(by_hand: Sequence[Sequence[float]], found: Sequence[Sequence[float]] = ()) -> list[str]:
     """Those that go on."""
     hand = {f"hand{index}": times for index, times in enumerate(by_hand)}
-    return contenders({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
+    return select_survivors({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
 
 
 def test_plans_that_lose_beyond_noise_drop_out_of_the_race() -> None:
@@ -155,9 +162,9 @@ def test_plans_that_lose_beyond_noise_drop_out_of_the_race() -> None:
 
 
 def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
-    assert [most_found(rounds) for rounds in range(1, 9)] == [0, 0, 0, 0, 1, 3, 6, 12]
+    assert [max_generated_plans(rounds) for rounds in range(1, 9)] == [0, 0, 0, 0, 1, 3, 6, 12]
     for rounds in range(1, 9):
-        most = most_found(rounds)
+        most = max_generated_plans(rounds)
         assert chosen([[1.0] * rounds], [[0.5] * rounds] * (most + 1)) == "hand0"
         if most:
             assert chosen([[1.0] * rounds], [[0.5] * rounds] * most) == "auto0"
@@ -166,5 +173,5 @@ def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
 def test_plans_that_have_dropped_out_share_in_the_level_too() -> None:
     hand, winner, loser = {"hand": [1.0] * 5}, {"auto0": [0.5] * 5}, {"auto1": [9.0] * 3}
     # Five of five is enough to take one of one, and not one of two, whichever of them is still measured.
-    assert fastest({**hand, **winner}, ["hand"]) == "auto0"
-    assert fastest({**hand, **winner, **loser}, ["hand"]) == "hand"
+    assert choose_plan({**hand, **winner}, ["hand"]) == "auto0"
+    assert choose_plan({**hand, **winner, **loser}, ["hand"]) == "hand"

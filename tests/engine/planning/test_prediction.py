@@ -4,8 +4,8 @@ import pytest
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.network import Message, NetworkModel
-from lightning_pipe.engine.planning.prediction import first_break, predict
+from lightning_pipe.engine.planning.network import Collective, NetworkModel
+from lightning_pipe.engine.planning.prediction import find_scaling_break, predict
 
 
 def exchange(latency: float, bandwidth: float) -> tuple[PipelinePlan, dict[str, TaskCost], Machine]:
@@ -16,16 +16,16 @@ def exchange(latency: float, bandwidth: float) -> tuple[PipelinePlan, dict[str, 
     ]
     plan = PipelinePlan([(task, TaskSchedule()) for task in tasks], name="plain")
     costs = {
-        "Send": TaskCost(0.0, background=Message("all_to_all", 1e6), waited_by="Train"),
+        "Send": TaskCost(0.0, background=Collective("all_to_all", 1e6), waited_by="Train"),
         "Train": TaskCost(0.01),
-        "Reduce": TaskCost(0.0, background=Message("all_reduce", 1e3), waited_by="Reduce"),
+        "Reduce": TaskCost(0.0, background=Collective("all_reduce", 1e3), waited_by="Reduce"),
     }
     return plan, costs, Machine(cores=1, network=NetworkModel(latency, bandwidth, 2))
 
 
 def test_a_plan_breaks_at_the_first_power_of_two_that_costs_a_tenth_more() -> None:
     plan, costs, machine = exchange(latency=1e-5, bandwidth=1e9)
-    found = first_break(plan, costs, machine, 2, 4096)
+    found = find_scaling_break(plan, costs, machine, 2, 4096)
     # 10.53 ms with two ranks; 11.39 with 16, 11.90 with 32: the all-to-all has grown by 0.77, the all-reduce by 0.60.
     assert found.ranks == 32
     assert found.seconds == pytest.approx(10e-3 + (31e-5 + 31 / 32 * 1e-3) + 2 * (31e-5 + 31 / 32 * 1e-6))
@@ -36,7 +36,7 @@ def test_a_plan_breaks_at_the_first_power_of_two_that_costs_a_tenth_more() -> No
 
 def test_a_plan_that_does_not_break_is_told_with_its_time_at_the_end() -> None:
     plan, costs, machine = exchange(latency=0.0, bandwidth=1e12)
-    found = first_break(plan, costs, machine, 2, 4096)
+    found = find_scaling_break(plan, costs, machine, 2, 4096)
     assert (found.ranks, found.task) == (None, "")
     assert found.seconds == pytest.approx(0.01, rel=0.01)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
 from lightning_pipe.engine.observe.timeline import BACKGROUND, TASK, Bar, Timeline
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.planning.network import Collective, NetworkModel
 from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from tests.engine.random_plans import World, build, random_schedules, random_tasks
 from tests.engine.synthetic import random_graph
@@ -73,7 +73,7 @@ def test_a_task_can_wait_for_its_own_background_work() -> None:
     costs = {"lookup": TaskCost(2.0, "compute", 3.0, "network", "lookup"), "train": 4.0}
     result = run(plan, costs)
     assert result.seconds_per_iteration == pytest.approx(9.0)
-    assert result.busy == pytest.approx({"compute": 6 / 9 / 2, "network": 3 / 9})
+    assert result.utilization == pytest.approx({"compute": 6 / 9 / 2, "network": 3 / 9})
     assert result.exposed == pytest.approx({"lookup": 5.0, "train": 4.0})
 
 
@@ -95,14 +95,16 @@ def test_a_turn_in_the_global_order_is_held_while_a_task_works_and_not_while_it_
 def test_work_is_bars_of_which_a_timeline_finds_the_critical_path() -> None:
     fetch, train = chain("fetch", "train")
     plan = PipelinePlan([(fetch, TaskSchedule(1, "memcpy", "w")), (train, TaskSchedule())])
-    work = run(plan, {"fetch": 3.0, "train": TaskCost(5.0, background=1.0)}, at_least=4).work
+    work = run(plan, {"fetch": 3.0, "train": TaskCost(5.0, background=1.0)}, min_iterations=4).bars
     assert [bar.end for bar in work] == sorted(bar.end for bar in work)
     assert Bar(0, "w", "fetch", TASK, 3.0, 6.0, 1) in work
     assert Bar(0, "main", "train", TASK, 3.0, 8.0, 0) in work
     assert Bar(0, "network", "train", BACKGROUND, 8.0, 9.0, 0) in work
     done = [bar for bar in work if bar.kind == TASK and bar.iteration is not None and bar.iteration < 3]
     timeline = Timeline(done, plan.dependencies)
-    critical = [(timeline.bars[position].name, timeline.bars[position].iteration) for position in timeline.critical]
+    critical = [
+        (timeline.bars[position].name, timeline.bars[position].iteration) for position in timeline.critical_path
+    ]
     assert sorted(critical) == [("fetch", 0), ("train", 0), ("train", 1), ("train", 2)]
 
 
@@ -124,10 +126,10 @@ def test_a_stream_keeps_its_order_and_waits_for_other_streams_events() -> None:
     costs = {"copy": TaskCost(3.0, "copy"), "train": 5.0}
     same_batch = PipelinePlan([(copy, TaskSchedule(0, "memcpy")), (train, TaskSchedule())])
     # The thread runs ahead: the next copy begins while this batch trains.
-    result = run(same_batch, costs, DEVICE, at_least=4)
+    result = run(same_batch, costs, DEVICE, min_iterations=4)
     assert result.seconds_per_iteration == pytest.approx(5.0)
-    device = {(bar.name, bar.iteration): (bar.start, bar.end) for bar in result.work if bar.kind == "device"}
-    assert {bar.lane for bar in result.work if bar.kind == "device"} == {"stream memcpy", "stream current"}
+    device = {(bar.name, bar.iteration): (bar.start, bar.end) for bar in result.bars if bar.kind == "device"}
+    assert {bar.lane for bar in result.bars if bar.kind == "device"} == {"stream memcpy", "stream current"}
     assert device["copy", 0] == (0.0, 3.0)
     assert device["train", 0] == (3.0, 8.0)
     assert device["copy", 1] == (3.0, 6.0)
@@ -141,11 +143,11 @@ def test_a_stream_keeps_its_order_and_waits_for_other_streams_events() -> None:
 
 def test_collectives_take_what_the_formulas_say() -> None:
     network = NetworkModel(latency=1e-3, bandwidth=1e6, ranks=4)
-    assert network.seconds(Message("all_to_all", 8e6)) == pytest.approx(3e-3 + 6.0)
-    assert network.seconds(Message("all_reduce", 8e6)) == pytest.approx(6e-3 + 12.0)
-    assert network.seconds(Message("broadcast", 8e6)) == pytest.approx(5e-3 + 12.0)
-    assert network.seconds(Message("broadcast", 1.0)) == pytest.approx(2e-3 + 2e-6)
-    assert NetworkModel(1e-3, 1e6, 1).seconds(Message("all_reduce", 8e6)) == 0
+    assert network.seconds(Collective("all_to_all", 8e6)) == pytest.approx(3e-3 + 6.0)
+    assert network.seconds(Collective("all_reduce", 8e6)) == pytest.approx(6e-3 + 12.0)
+    assert network.seconds(Collective("broadcast", 8e6)) == pytest.approx(5e-3 + 12.0)
+    assert network.seconds(Collective("broadcast", 1.0)) == pytest.approx(2e-3 + 2e-6)
+    assert NetworkModel(1e-3, 1e6, 1).seconds(Collective("all_reduce", 8e6)) == 0
 
 
 # ---------------------------------------------------------------------- what holds for any plan
@@ -157,8 +159,8 @@ def test_the_steady_state_is_the_mean_over_many_iterations(seed: int) -> None:
     for plan in graph.variants(keep=12):
         result = simulate(plan, graph.costs, graph.machine)
         assert result.is_steady
-        assert max(result.busy.values()) <= 1 + 1e-9
-        retired = simulate(plan, graph.costs, graph.machine, at_least=120).retired
+        assert max(result.utilization.values()) <= 1 + 1e-9
+        retired = simulate(plan, graph.costs, graph.machine, min_iterations=120).iteration_ends
         assert (retired[-1] - retired[39]) / (len(retired) - 40) == pytest.approx(
             result.seconds_per_iteration, rel=0.02
         )
@@ -187,7 +189,7 @@ def test_threads_do_in_the_simulation_what_they_do_in_the_pipeline(data: st.Data
         }
 
     found = within(HANG, real, plan)
-    simulated = simulate(plan, costs, at_least=iterations, at_most=iterations).work
+    simulated = simulate(plan, costs, min_iterations=iterations, max_iterations=iterations).bars
     for group, expected in found.items():
         order = [(bar.name, bar.iteration) for bar in simulated if bar.lane == group]
         started = [work for work in expected if work in order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
-from lightning_pipe.engine.plans.collectives import turns_of
+from lightning_pipe.engine.plans.collectives import assign_sequencers
 from tests.engine.fake_device import fake_device
 
 MAIN, WORKER = TaskSchedule(), TaskSchedule(thread_group="w")
@@ -18,7 +18,7 @@ def task(name: str, *groups: str) -> PipelineTask:
 
 def turns(*scheduled: tuple[PipelineTask, TaskSchedule], has_streams: bool = False) -> dict[str, int]:
     tasks = [one for one, _ in scheduled]
-    return turns_of(tasks, {one.name: where for one, where in scheduled}, has_streams=has_streams)
+    return assign_sequencers(tasks, {one.name: where for one, where in scheduled}, has_streams=has_streams)
 
 
 @pytest.mark.parametrize(("first", "second"), [(MAIN, WORKER), (MAIN_IN_TURN, WORKER), (MAIN, WORKER_IN_TURN)])

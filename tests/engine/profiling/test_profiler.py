@@ -69,11 +69,11 @@ def test_in_a_serial_plan_each_task_is_exposed_by_all_of_its_time(clock: Clock) 
     result = TaskProfiler(chain(clock), [0, 1], rounds=3, iterations=4).profile_many()
     assert result.seconds == pytest.approx(7.0)
     assert (result.plan, result.rounds, result.iterations) == ("chain", 3, 4)
-    assert result.own == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0})
+    assert result.task_seconds == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0})
     assert result.exposed == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0})
     for one in result.tasks.values():
         assert (one.low, one.high) == pytest.approx((one.exposed, one.exposed))
-        assert one.with_it == ()
+        assert one.included_tasks == ()
 
 
 def test_a_machine_that_gets_slower_changes_nothing_of_what_tasks_cost(clock: Clock) -> None:
@@ -108,8 +108,8 @@ def test_tasks_whose_work_goes_with_another_are_named(clock: Clock) -> None:
     pipeline = SWPipeline(PipelinePlan([(task, _HERE) for task in tasks]))
     result = TaskProfiler(pipeline, [0], rounds=2, iterations=3).profile_many(["forward", "other"])
     assert result.tasks["forward"].exposed == pytest.approx(4.0)
-    assert result.tasks["forward"].with_it == ("backward",)
-    assert result.tasks["other"].with_it == ()
+    assert result.tasks["forward"].included_tasks == ("backward",)
+    assert result.tasks["other"].included_tasks == ()
 
 
 def test_each_batch_is_replayed_with_what_it_was_captured_with(clock: Clock) -> None:
@@ -207,7 +207,7 @@ def test_a_task_that_cannot_be_replayed_has_its_own_time_alone(clock: Clock) -> 
     profiler = TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=2)
     result = profiler.profile_many()
     assert result.exposed == pytest.approx({"a": 1.0})
-    assert result.tasks["schedule"] == TaskProfile(5.0, not_measured="not replayed: its neighbors would wait")
+    assert result.tasks["schedule"] == TaskProfile(5.0, unmeasured_reason="not replayed: its neighbors would wait")
     with pytest.raises(PlanError, match="'schedule' cannot be replayed, since its neighbors would wait"):
         profiler.profile("schedule")
 
@@ -228,7 +228,10 @@ def test_what_cannot_be_profiled_is_refused(clock: Clock) -> None:
 
 
 def test_a_result_is_read_back_from_its_text() -> None:
-    tasks = {"a": TaskProfile(1e-3, 5e-4, 4e-4, 6e-4, ("b",)), "b": TaskProfile(2e-3, not_measured="not replayed: so")}
+    tasks = {
+        "a": TaskProfile(1e-3, 5e-4, 4e-4, 6e-4, ("b",)),
+        "b": TaskProfile(2e-3, unmeasured_reason="not replayed: so"),
+    }
     result = ProfileResult("serial", 3e-3, tasks, 7, 10)
     assert ProfileResult.from_json(result.to_json()) == result
     for text in ("", "{}", '{"tasks": 3}', '{"plan": "serial", "seconds": "long", "tasks": {}}', "[1]"):
@@ -239,7 +242,7 @@ def test_a_result_is_read_back_from_its_text() -> None:
 def test_the_report_has_a_line_for_each_task() -> None:
     tasks = {
         "start_sparse_dist": TaskProfile(0.1, 5e-4, -4e-4, 6e-4, ("b",)),
-        "b": TaskProfile(2e-3, not_measured="not replayed: so"),
+        "b": TaskProfile(2e-3, unmeasured_reason="not replayed: so"),
     }
     console = Console(record=True, width=80, markup=False)
     console.print(ProfileResult("serial", 2e-3, tasks, 7, 10).report())
@@ -276,7 +279,7 @@ def test_tasks_are_ranked_by_the_least_that_they_cost() -> None:
         "not measured": TaskProfile(1e-3),
     }
     profile = ProfileResult("plan", 1e-2, tasks, 7, 10)
-    assert profile.ranked == ["sure", "wide"]
-    assert profile.in_noise == ""
+    assert profile.exposed_tasks == ["sure", "wide"]
+    assert profile.noise_warning == ""
     noisy = replace(profile, tasks={**tasks, "b": tasks["doubtful"], "c": tasks["doubtful"]})
-    assert noisy.in_noise.startswith("3 of 5 intervals contain 0 and are wide: too noisy to rank")
+    assert noisy.noise_warning.startswith("3 of 5 intervals contain 0 and are wide: too noisy to rank")

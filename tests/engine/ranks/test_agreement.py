@@ -47,7 +47,7 @@ def errors_of_cases(rank: int, world_size: int) -> tuple[dict[str, str], dict[st
     pair: Any = dist.new_group([1, 2])
     if rank > 0:
         try:
-            check_agreement(BASE[rank:], "list of parameters", pair, error=SetupError)
+            check_agreement(BASE[rank:], "list of parameters", pair, error_class=SetupError)
         except SetupError as error:
             others["in a group of two"] = str(error)
     with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("entries were sent")):

@@ -7,20 +7,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import timeout_of
-from lightning_pipe.engine.ranks.process_groups import default_timeout, new_group
+from lightning_pipe._compat.torch import group_timeout
+from lightning_pipe.engine.ranks.process_groups import new_group, use_default_timeout
 from tests.distributed import run_ranks
 from tests.patience import HANG
 
 
 def made(rank: int, world_size: int) -> tuple[int, list[timedelta]]:
-    with default_timeout():
+    with use_default_timeout():
         of_others = dist.new_group()
     asked = new_group(timeout=timedelta(seconds=HANG - 1))
     total = torch.tensor(rank + 1)
     dist.all_reduce(total, group=asked)
     groups = [None, new_group(), new_group(backend="gloo"), of_others, asked, dist.new_group()]
-    return int(total), [timeout_of(group) for group in groups]
+    return int(total), [group_timeout(group) for group in groups]
 
 
 def test_groups_have_the_default_groups_timeout_and_so_can_those_of_other_libraries() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.runtime.captured import ByReference, capture
+from lightning_pipe.engine.runtime.captured import ByReference, take_snapshot
 
 
 class Pair(NamedTuple):
@@ -60,26 +60,26 @@ NESTED: dict[str, tuple[Any, Any]] = {
 def test_tensors_are_copied_through_any_nesting(name: str) -> None:
     make, tensor_of = NESTED[name]
     value = make()
-    kept = capture(value)
+    kept = take_snapshot(value)
     tensor_of(value).add_(10)
-    first = kept.give()
+    first = kept.make_copy()
     assert type(first) is type(value)
     assert tensor_of(first).tolist() == [1.0, 2.0]
     tensor_of(first).mul_(7)
-    assert tensor_of(kept.give()).tolist() == [1.0, 2.0]
+    assert tensor_of(kept.make_copy()).tolist() == [1.0, 2.0]
 
 
 def test_containers_are_new_each_time() -> None:
-    kept = capture({"numbers": [1, 2]})
-    kept.give()["numbers"].append(3)
-    assert kept.give() == {"numbers": [1, 2]}
-    bounded = capture(deque([1], maxlen=2)).give()
+    kept = take_snapshot({"numbers": [1, 2]})
+    kept.make_copy()["numbers"].append(3)
+    assert kept.make_copy() == {"numbers": [1, 2]}
+    bounded = take_snapshot(deque([1], maxlen=2)).make_copy()
     assert bounded.maxlen == 2
 
 
 def test_what_is_held_twice_is_one_object_in_what_is_given() -> None:
     tensor, numbers = two(), [1]
-    found = capture((tensor, [tensor], numbers, numbers)).give()
+    found = take_snapshot((tensor, [tensor], numbers, numbers)).make_copy()
     assert found[0] is found[1][0]
     assert found[2] is found[3]
     assert found[0] is not tensor
@@ -89,7 +89,7 @@ def test_an_object_that_holds_itself_is_rebuilt_around_itself() -> None:
     holder: Any = Pair.__new__  # any function: kept as it is
     node = type("Node", (), {})()
     node.values, node.own, node.function = two(), node, holder
-    found = capture(node).give()
+    found = take_snapshot(node).make_copy()
     assert found is not node
     assert found.own is found
     assert found.function is holder
@@ -101,26 +101,26 @@ def test_what_holds_no_tensor_is_kept_as_it_is() -> None:
     settings.numbers = [1]
     parameter = next(module.parameters())
     for value in (lock, module, generator, settings, parameter, None, 3, "text", torch.float32):
-        assert capture(value).give() is value
+        assert take_snapshot(value).make_copy() is value
 
 
 def test_by_reference_nothing_is_copied() -> None:
     tensor = two()
-    assert capture([ByReference(tensor)]).give()[0] is tensor
+    assert take_snapshot([ByReference(tensor)]).make_copy()[0] is tensor
 
 
 def test_gradients_are_grafted_on_tensors_that_had_some_and_on_no_others() -> None:
     weights = torch.ones(2, requires_grad=True)
-    kept = capture({"with": weights * 2, "without": two()})
-    plain = kept.give()
+    kept = take_snapshot({"with": weights * 2, "without": two()})
+    plain = kept.make_copy()
     assert not plain["with"].requires_grad
-    grafted = kept.give(lambda tensor: tensor * weights)
+    grafted = kept.make_copy(lambda tensor: tensor * weights)
     assert grafted["with"].requires_grad
     assert not grafted["without"].requires_grad
 
 
 def test_tensors_of_inference_mode_are_copied_each_time() -> None:
     with torch.inference_mode():
-        kept = capture(two())
-        kept.give().add_(1)
-        assert kept.give().tolist() == [1.0, 2.0]
+        kept = take_snapshot(two())
+        kept.make_copy().add_(1)
+        assert kept.make_copy().tolist() == [1.0, 2.0]

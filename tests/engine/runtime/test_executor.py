@@ -18,7 +18,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskError,
     TaskSchedule,
-    submitted,
+    end_submission_turn,
 )
 from tests.engine.fake_device import fake_device
 from tests.engine.within import within
@@ -116,7 +116,7 @@ def test_a_task_that_says_it_has_submitted_lets_the_next_submit_while_it_still_w
 
     def first(ctx: IterContext) -> None:
         log.append("first submits")
-        submitted()
+        end_submission_turn()
         second_has_submitted.wait()
         log.append("first has waited")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
+from lightning_pipe.engine.runtime.fork_garbage import freeze_gc_in_forks
 from tests.distributed import run_ranks
 from tests.patience import HANG
 
@@ -37,7 +37,7 @@ def fork_with_garbage(rank: int, world_size: int) -> tuple[str, int | None]:
     cycle: list[Any] = [group, thrown]
     cycle.append(cycle)
     dist.destroy_process_group(group)
-    keep_garbage_from_forks()
+    freeze_gc_in_forks()
     del group, cycle, thrown
     worker = context.Process(target=collect, args=(told,), daemon=True)
     worker.start()

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipe.engine.runtime.thread_state import capture, entered
+from lightning_pipe.engine.runtime.thread_state import get_thread_state, use_thread_state
 from tests.engine.within import within
 from tests.patience import HANG
 
@@ -74,10 +74,10 @@ def in_a_worker(body: Callable[[], object], state: Any) -> tuple[object, bool]:
     results: list[Any] = []
 
     def run() -> None:
-        before = capture()
-        with entered(state):
+        before = get_thread_state()
+        with use_thread_state(state):
             results.append(body())
-        results.append(capture() == before)
+        results.append(get_thread_state() == before)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -105,9 +105,9 @@ def test_a_worker_sees_what_the_submitting_thread_has_and_is_itself_again_afterw
     make: Callable[[], AbstractContextManager[Any]], probe: Callable[[], object]
 ) -> None:
     with make():
-        state = capture()
+        state = get_thread_state()
         here = probe()
-    plain, _ = in_a_worker(probe, capture())
+    plain, _ = in_a_worker(probe, get_thread_state())
     assert make is nullcontext or probe is inference or here != plain, "the probe sees no difference"
     assert in_a_worker(probe, state) == (here, True)
 
@@ -116,12 +116,12 @@ def test_several_settings_are_carried_together() -> None:
     with ExitStack() as stack:
         for manager in (torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), CountFunctions()):
             stack.enter_context(manager)
-        state = capture()
+        state = get_thread_state()
         here = grad(), autocast(), device(), functions()
     assert in_a_worker(lambda: (grad(), autocast(), device(), functions()), state) == (here, True)
 
 
 def test_a_grad_mode_inside_inference_mode_is_kept() -> None:
     with torch.inference_mode(), torch.set_grad_enabled(True):
-        state = capture()
+        state = get_thread_state()
     assert in_a_worker(lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), state)[0] == (True, True)

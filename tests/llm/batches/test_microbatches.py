@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_tokens, split_batch
-from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.batches.padding import PadValues
 
 
 def batch_of(rows: int, length: int = 3) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: 
     assert (whole[rows:] == batch["input_ids"][-1]).all()
     for key in ("input_ids", "labels", "mask", "weight"):
         outputs = [item[key] for item in micro_batches.items]
-        assert torch.equal(micro_batches.trim(outputs), batch[key])
+        assert torch.equal(micro_batches.merge_outputs(outputs), batch[key])
 
 
 def test_the_users_batch_is_left_as_it_was() -> None:
@@ -103,9 +103,9 @@ def test_what_cannot_be_cut_by_rows_is_refused_by_name_for_several_micro_batches
 def test_rows_are_cut_in_the_dimension_given_for_a_key(rows: int, num_microbatches: int) -> None:
     batch = batch_of(rows) | {"table": torch.rand(3), "boundaries": (torch.rand(2),)}
     dims = {"moved": 2, "input_ids": 1, "table": None, "boundaries": None}
-    expected = split_batch(batch | {"boundaries": ()}, num_microbatches, SequenceKeys(chunk_dims={"table": None})).items
+    expected = split_batch(batch | {"boundaries": ()}, num_microbatches, PadValues(chunk_dims={"table": None})).items
     moved = batch | {"input_ids": batch["input_ids"].mT, "moved": batch["input_ids"].mT[None]}
-    found = split_batch(moved, num_microbatches, SequenceKeys(chunk_dims=dims))
+    found = split_batch(moved, num_microbatches, PadValues(chunk_dims=dims))
     assert found.rows == rows
     for item, other in zip(found.items, expected, strict=True):
         assert torch.equal(item["input_ids"].mT, other["input_ids"])
@@ -118,7 +118,7 @@ def test_rows_are_cut_in_the_dimension_given_for_a_key(rows: int, num_microbatch
 def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
     for dims in ({"bias": 1}, {"bias": 3}):
         with pytest.raises(InputError, match=r"'bias', a tensor of shape \(4, 3\), .* dimension [13] is the batch"):
-            split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, SequenceKeys(chunk_dims=dims))
+            split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, PadValues(chunk_dims=dims))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_description_of_a_packed_row_is_refused_with_a_list_as_the_only_fix(ke
         with pytest.raises(
             InputError, match=r"rows\. Pass a list of 4 micro-batches instead, each one packed row with"
         ):
-            split_batch(batch, 4, SequenceKeys(chunk_dims=dims))
+            split_batch(batch, 4, PadValues(chunk_dims=dims))
     rows = [{"input_ids": torch.ones(1, 3), key: value} for _ in range(4)]
     assert all(item[key] is value for item in split_batch(rows, 4).items)
 
@@ -154,14 +154,14 @@ def test_the_named_entry_of_chunk_dims_lets_the_value_be_cut(value: Any, dim: in
     named = re.search(r"Name the dimension of its rows in batching.chunk_dims, such as (\d)", str(caught.value))
     assert (named and int(named[1])) == dim
     assert "batching.chunk_dims to None to give all of 'extra' to each micro-batch" in str(caught.value)
-    assert split_batch(batch, 2, SequenceKeys(chunk_dims={"extra": None})).items[1]["extra"] is value
+    assert split_batch(batch, 2, PadValues(chunk_dims={"extra": None})).items[1]["extra"] is value
     if dim is not None:
-        item = split_batch(batch, 2, SequenceKeys(chunk_dims={"extra": dim})).items[1]
+        item = split_batch(batch, 2, PadValues(chunk_dims={"extra": dim})).items[1]
         assert item["extra"].shape[dim] == 2
 
 
 def test_outputs_may_be_none() -> None:
-    joined = split_batch(batch_of(3), 2).trim([(torch.zeros(2), None), (torch.ones(2), None)])
+    joined = split_batch(batch_of(3), 2).merge_outputs([(torch.zeros(2), None), (torch.ones(2), None)])
     assert joined[0].tolist() == [0, 0, 1]
     assert joined[1] is None
 
@@ -188,7 +188,7 @@ def test_a_short_list_is_filled_with_its_last_micro_batch_without_labels() -> No
     assert [count_tokens(item["labels"]) for item in micro_batches.items] == [5, 4, 0, 0]
     assert torch.equal(micro_batches.items[3]["cu_seq_lens_q"], batch[1]["cu_seq_lens_q"])
     outputs = [torch.full((1, 2), float(index)) for index in range(4)]
-    assert micro_batches.trim(outputs).tolist() == [[0, 0], [1, 1]]
+    assert micro_batches.merge_outputs(outputs).tolist() == [[0, 0], [1, 1]]
     with pytest.raises(InputError, match=r"a list of 2 micro-batches; expected num_microbatches=4"):
         split_batch(batch, 4, strict=True)
 
@@ -219,8 +219,8 @@ def test_a_batch_without_rows_is_refused(batch: Any, found: str) -> None:
 def test_outputs_that_are_not_rows_are_not_trimmed() -> None:
     micro_batches = split_batch(batch_of(3), 2)
     with pytest.raises(InputError, match=r"\[\(2, 1\), \(1, 1\)\].*2 tensors with a total of 4 rows"):
-        micro_batches.trim([torch.ones(2, 1), torch.ones(1, 1)])
+        micro_batches.merge_outputs([torch.ones(2, 1), torch.ones(1, 1)])
     with pytest.raises(InputError, match=r"\[\(4,\)\]"):
-        micro_batches.trim([torch.ones(4)])
+        micro_batches.merge_outputs([torch.ones(4)])
     with pytest.raises(InputError, match=r"\[\(\), \(\)\]"):
-        micro_batches.trim([torch.tensor(1.0)] * 2)
+        micro_batches.merge_outputs([torch.tensor(1.0)] * 2)

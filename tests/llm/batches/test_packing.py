@@ -13,7 +13,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.batches.packing import PackedDocuments, pack, split_rows
+from lightning_pipe.llm.batches.packing import PackedDocuments, assign_documents_to_rows, split_into_packed_rows
 from tests.tiers import sampled
 
 LENGTH = 16
@@ -58,7 +58,10 @@ def pieces(batches: list[dict[str, Tensor]]) -> list[tuple[list[int], list[int]]
 @settings(max_examples=200, deadline=None, database=None)
 @given(LENGTHS)
 def test_each_document_is_in_one_row_and_best_fit_needs_no_more_rows(lengths: list[int]) -> None:
-    sequential, best = pack(lengths, LENGTH, "sequential"), pack(lengths, LENGTH)
+    sequential, best = (
+        assign_documents_to_rows(lengths, LENGTH, "sequential"),
+        assign_documents_to_rows(lengths, LENGTH),
+    )
     for rows in (sequential, best):
         assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
         assert all(0 < sum(lengths[number] for number in row) <= LENGTH for row in rows)
@@ -118,7 +121,7 @@ def test_each_epoch_has_another_order_and_an_abandoned_one_is_followed_by_a_whol
 
 def test_rows_as_micro_batches_have_the_boundaries_of_their_documents() -> None:
     batch = next(iter(PackedDocuments(documents([5, 9, 12]), LENGTH, 2, method="sequential")))
-    first, second = split_rows(batch)
+    first, second = split_into_packed_rows(batch)
     assert first["cu_seq_lens_q"].tolist() == first["cu_seq_lens_k"].tolist() == [0, 5, 16]
     assert (first["max_length_q"], second["max_length_k"]) == (11, 16)
     assert second["cu_seq_lens_q"].tolist() == [0, 16]
@@ -129,7 +132,7 @@ def test_rows_as_micro_batches_have_the_boundaries_of_their_documents() -> None:
 
 
 def loader(workers: int, rank: int, ranks: int, **options: Any) -> StatefulDataLoader:
-    data = PackedDocuments(some(), LENGTH, 2, window=10, seed=2, rank=rank, ranks=ranks, **options)
+    data = PackedDocuments(some(), LENGTH, 2, window=10, seed=2, rank=rank, num_replicas=ranks, **options)
     return StatefulDataLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
 

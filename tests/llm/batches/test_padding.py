@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import (
-    SequenceKeys,
+    PadValues,
     pad_microbatch,
 )
 from tests.llm.document_masks import block_diagonal_mask
@@ -46,7 +46,7 @@ def test_padding_comes_at_the_end_and_cutting_it_off_gives_the_sequences_back(
     rows: int, length: int, more: int
 ) -> None:
     micro_batch = micro_batch_of(rows, length)
-    padded = pad_microbatch(micro_batch, length + more, SequenceKeys(others={"inputs_embeds": 0.5}))
+    padded = pad_microbatch(micro_batch, length + more, PadValues(extra_pad_values={"inputs_embeds": 0.5}))
     values = {"input_ids": 0, "labels": -100, "attention_mask": 0, "position_ids": 0, "inputs_embeds": 0.5}
     for key, value in values.items():
         assert torch.equal(padded[key][:, :length], micro_batch[key])
@@ -58,12 +58,16 @@ def test_padding_comes_at_the_end_and_cutting_it_off_gives_the_sequences_back(
 
 def test_the_length_follows_the_dimension_of_the_rows() -> None:
     micro_batch = micro_batch_of(2, 3) | {"position_ids": torch.arange(18).view(3, 2, 3)}
-    keys = SequenceKeys(chunk_dims={"position_ids": 1})
+    keys = PadValues(chunk_dims={"position_ids": 1})
     padded = pad_microbatch(micro_batch, 5, keys)["position_ids"]
     assert padded.shape == (3, 2, 5)
     assert torch.equal(padded[..., :3], micro_batch["position_ids"])
     assert not padded[..., 3:].any()
-    assert keys.size(micro_batch) == keys.size({"position_ids": micro_batch["position_ids"]}) == (2, 3)
+    assert (
+        keys.rows_and_length(micro_batch)
+        == keys.rows_and_length({"position_ids": micro_batch["position_ids"]})
+        == (2, 3)
+    )
 
 
 @settings(max_examples=60, deadline=None, database=None)

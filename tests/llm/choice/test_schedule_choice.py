@@ -12,18 +12,18 @@ from lightning_pipe.llm.choice.schedule_choice import (
     ScheduleCandidate,
     SchedulePrediction,
     calibrate,
-    finalists,
     list_candidates,
     microbatch_counts,
-    predict,
+    predict_schedule,
+    select_finalists,
     stage_durations,
 )
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import KINDS, actions_of
+from lightning_pipe.llm.schedules.simulation import KINDS, list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.llm.measure.test_rank_memory import STATES, footprint
 
 CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
@@ -43,9 +43,12 @@ def measured(
 
     bare = footprint(output=hidden)
     return Measurements(
-        {count: Pieces(NOTHING, NOTHING, tuple(share(one, count) for one in layers), NOTHING) for count in counts},
         {
-            count: Pieces(bare, bare, (footprint(after_forward=100 // count, output=hidden),) * 4, bare)
+            count: PieceResults(NOTHING, NOTHING, tuple(share(one, count) for one in layers), NOTHING)
+            for count in counts
+        },
+        {
+            count: PieceResults(bare, bare, (footprint(after_forward=100 // count, output=hidden),) * 4, bare)
             for count in counts
         },
         STATES,
@@ -101,7 +104,7 @@ def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_sca
         one.layers_per_stage for one in list_candidates(CONFIG, 2, known, by_memory=False) if one.spec.name == "1f1b"
     }
     assert splits == {(3, 1), (2, 2)}
-    heavy = Measurements(known.work, known.footprints, Pieces(0, 10**6, (0,) * 4, 0))
+    heavy = Measurements(known.work, known.footprints, PieceResults(0, 10**6, (0,) * 4, 0))
     splits = {
         one.layers_per_stage for one in list_candidates(CONFIG, 2, heavy, by_memory=True) if one.spec.name == "1f1b"
     }
@@ -113,7 +116,7 @@ def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_sca
 
 def test_stages_take_what_their_layers_take_beyond_a_stage_without_any() -> None:
     base, layer = LayerWork(0.5, 0.25, 0.125, 0.125), LayerWork(1.5, 2.25, 1.125, 1.125)
-    found = stage_durations(Pieces(base, LayerWork(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
+    found = stage_durations(PieceResults(base, LayerWork(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
     assert found[0, "forward"] == 0.5 + 0.25 + 1.0
     assert (found[1, "forward"], found[1, "input_backward"], found[1, "weight_backward"]) == (1.5, 1.125, 1.125)
     # The first stage's inputs are data.
@@ -122,18 +125,18 @@ def test_stages_take_what_their_layers_take_beyond_a_stage_without_any() -> None
 
 
 def test_a_step_takes_what_the_actions_take_and_has_the_known_bubble() -> None:
-    found = predict(candidate("1f1b"), 2, measured())
+    found = predict_schedule(candidate("1f1b"), 2, measured())
     assert found.seconds == pytest.approx((4 + 2 - 1) * 2 * 3.0)
     assert found.bubble == pytest.approx(1 / 5)
 
 
 def test_messages_overhead_and_scales_make_it_longer() -> None:
-    plain = predict(candidate("gpipe", 1), 2, measured((1,))).seconds
+    plain = predict_schedule(candidate("gpipe", 1), 2, measured((1,))).seconds
     known = measured((1,), link=Link(1.0, 0.5), hidden=4)
-    calibration = Calibration({"forward": 2.0}, overhead=0.25, fixed=7.0)
+    calibration = Calibration({"forward": 2.0}, overhead=0.25, step_overhead=7.0)
     # Two forwards are as long again, a message of 3 s goes each way, and gaps not hidden behind one are two.
     forwards = 2 * known.work[1].layers[0].forward * 2
-    assert predict(candidate("gpipe", 1), 2, known, calibration).seconds == pytest.approx(
+    assert predict_schedule(candidate("gpipe", 1), 2, known, calibration).seconds == pytest.approx(
         plain + forwards + 2 * 3.0 + 2 * 0.25 + 7.0
     )
 
@@ -145,7 +148,7 @@ def test_what_a_real_step_shows_is_found_again() -> None:
     for one in (candidate("1f1b"), candidate("interleaved_zero_bubble", layers=(1, 1, 1, 1))):
         durations = stage_durations(known.work[4], one.layers_per_stage)
         events = []
-        for row in actions_of(one.spec, 2, 4, one.stages_per_rank).values():
+        for row in list_compute_actions(one.spec, 2, 4, one.stages_per_rank).values():
             now, noted = 0.0, []
             for action in row:
                 kind = KINDS[action.computation_type]
@@ -158,12 +161,12 @@ def test_what_a_real_step_shows_is_found_again() -> None:
         runs.append((one, events, longest + 2.0))
     found = calibrate(runs, 2, known)
     assert found.scales == pytest.approx(scales)
-    assert found.fixed == pytest.approx(2.0)
+    assert found.step_overhead == pytest.approx(2.0)
     assert 0.4 < found.overhead < 0.5  # there is no gap before the first action
 
 
 def test_finalists_are_the_fastest_and_of_no_schedule_too_many() -> None:
     names = ["gpipe"] * 4 + ["1f1b", "looped_bfs"]
     given = [SchedulePrediction(candidate(name), float(place), 0.0, ()) for place, name in enumerate(names)]
-    assert [one.seconds for one in finalists(given, 3)] == [0.0, 1.0, 4.0]
-    assert [one.seconds for one in finalists(given[::-1], 5)] == [0.0, 1.0, 4.0, 5.0]
+    assert [one.seconds for one in select_finalists(given, 3)] == [0.0, 1.0, 4.0]
+    assert [one.seconds for one in select_finalists(given[::-1], 5)] == [0.0, 1.0, 4.0, 5.0]

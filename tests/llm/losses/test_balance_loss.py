@@ -34,7 +34,7 @@ def sums(logits: list[Tensor], counted: Tensor | None) -> Tensor:
 def test_loss_and_gradients_are_transformers_own(masked: bool) -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]) if masked else None
     own, theirs = layers(), layers()
-    loss = LOSS.of_sums(sums(own, None if mask is None else mask.bool()))
+    loss = LOSS.compute_from_sums(sums(own, None if mask is None else mask.bool()))
     expected = LOSS.coefficient * load_balancing_loss_func(tuple(theirs), EXPERTS, TOP_K, mask)  # type: ignore[arg-type]
     assert isinstance(expected, Tensor)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=WITHIN)
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_transformers_own(masked: bool) -> None:
 
 
 def test_a_micro_batch_without_tokens_has_no_loss() -> None:
-    assert float(LOSS.of_sums(sums(layers(), torch.zeros(2, 4, dtype=torch.bool)))) == 0.0
+    assert float(LOSS.compute_from_sums(sums(layers(), torch.zeros(2, 4, dtype=torch.bool)))) == 0.0
 
 
 def test_sums_have_a_gradient_also_where_no_router_is() -> None:
@@ -69,17 +69,17 @@ def model_of(family: str, **given: Any) -> nn.Module:
 
 def test_a_config_enables_it() -> None:
     on = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "num_local_experts": EXPERTS}
-    assert BalanceLoss.of(model_of("mixtral", **on)) == LOSS
+    assert BalanceLoss.from_model(model_of("mixtral", **on)) == LOSS
     for off in ({"output_router_logits": False}, {"router_aux_loss_coef": 0.0}):
-        assert BalanceLoss.of(model_of("mixtral", **on | off)) is None
-    assert BalanceLoss.of(model_of("llama", output_router_logits=True)) is None
+        assert BalanceLoss.from_model(model_of("mixtral", **on | off)) is None
+    assert BalanceLoss.from_model(model_of("llama", output_router_logits=True)) is None
 
 
 def test_a_loss_of_another_kind_is_refused() -> None:
     with pytest.raises(
-        SetupError, match=r"router loss of DogeForCausalLM is not .*load_balancing_loss_func.*tap_routers"
+        SetupError, match=r"router loss of DogeForCausalLM is not .*load_balancing_loss_func.*add_router_losses"
     ):
-        BalanceLoss.of(model_of("doge", output_router_logits=True, router_aux_loss_coef=0.3))
+        BalanceLoss.from_model(model_of("doge", output_router_logits=True, router_aux_loss_coef=0.3))
 
 
 def test_router_logits_are_moved_out_of_a_models_results() -> None:
@@ -88,7 +88,7 @@ def test_router_logits_are_moved_out_of_a_models_results() -> None:
 
     base = nn.Identity()
     output, other = Output(), SimpleNamespace()
-    with BalanceLoss.taking_logits(base) as found:
+    with BalanceLoss.capture_router_logits(base) as found:
         base(output)
         base(other)
     assert [float(one) for one in found] == [1.0, 0.0]

@@ -20,7 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.losses.cross_entropy import check_sum, chunked_cross_entropy, shift_labels, summed_cross_entropy
+from lightning_pipe.llm.losses.cross_entropy import (
+    check_loss_is_sum,
+    chunked_cross_entropy,
+    shift_labels,
+    summed_cross_entropy,
+)
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY = 6, 23
@@ -346,9 +351,9 @@ def test_a_mean_is_refused_and_a_sum_is_let_be() -> None:
     def summed(output: Tensor, target: Any) -> Tensor:
         return summed_cross_entropy(output, target["labels"])
 
-    check_sum(summed, summed(output, target), output, target)
+    check_loss_is_sum(summed, summed(output, target), output, target)
     with pytest.raises(InputError, match=r"for a micro-batch, and .* for twice its rows, as a mean does"):
-        check_sum(mean_loss, mean_loss(output, target), output, target)
+        check_loss_is_sum(mean_loss, mean_loss(output, target), output, target)
 
 
 def test_a_loss_that_takes_its_own_rows_only_is_let_be() -> None:
@@ -356,5 +361,5 @@ def test_a_loss_that_takes_its_own_rows_only_is_let_be() -> None:
         return (output * torch.ones(3, 1)).sum() / len(output)
 
     output = torch.ones(3, 4)
-    check_sum(own_rows, own_rows(output, {}), output, {})
-    check_sum(mean_loss, torch.tensor(float("nan")), output, {})
+    check_loss_is_sum(own_rows, own_rows(output, {}), output, {})
+    check_loss_is_sum(mean_loss, torch.tensor(float("nan")), output, {})

@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.losses.router_losses import RouterLosses, pass_router_logits, sum_router_losses
+from lightning_pipe.llm.losses.router_losses import RouterLosses, attach_router_losses, sum_router_losses
 from lightning_pipe.llm.model.moe import MoE
 from tests.rounding import Reference
 
@@ -99,7 +99,7 @@ def test_following_the_main_loss_finds_whatever_scale_it_gets_later() -> None:
     layer, x, losses = make_layer(), inputs(), RouterLosses(TOKENS)
     with losses:
         output = layer(x)
-    loss = losses.follow(main_loss(output))
+    loss = losses.scale_with_loss(main_loss(output))
     assert torch.equal(loss, main_loss(output))
     (loss / 3 * 1024.0).backward()
     assert_close(gradients(layer, x), lambda: expected(scale=1024.0 / 3))
@@ -166,10 +166,10 @@ def test_their_sums_give_means_over_routers_and_tokens() -> None:
     all_to_one = torch.tensor([[9.0, -9.0, -9.0, -9.0]]).repeat(5, 1)
     first, second = RouterLosses(12), RouterLosses(20)
     with first:
-        pass_router_logits(balanced, 1)
-        pass_router_logits(balanced, 1)
+        attach_router_losses(balanced, 1)
+        attach_router_losses(balanced, 1)
     with second:
-        pass_router_logits(all_to_one, 1)
+        attach_router_losses(all_to_one, 1)
     balance, z, count = sum_router_losses([first, second, RouterLosses(100)]).tolist()
     assert count == 2 * 12 + 20
     assert balance == pytest.approx(24 * 1.0 + 20 * 4.0)
@@ -179,9 +179,9 @@ def test_their_sums_give_means_over_routers_and_tokens() -> None:
 def test_half_precision_logits_have_losses_in_float32() -> None:
     logits = torch.randn(50, EXPERTS, dtype=torch.bfloat16, requires_grad=True)
     with RouterLosses(1) as losses:
-        passed = pass_router_logits(logits, 2, balance_coefficient=1.0)
+        passed = attach_router_losses(logits, 2, balance_coefficient=1.0)
     passed.sum().backward()
     assert passed.dtype == torch.bfloat16
     with RouterLosses(1) as exact:
-        pass_router_logits(logits.float(), 2)
+        attach_router_losses(logits.float(), 2)
     assert torch.equal(sum_router_losses([losses]), sum_router_losses([exact]))

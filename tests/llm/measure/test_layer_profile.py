@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_costs import measure_costs
-from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
-from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
+from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
@@ -122,12 +122,12 @@ def loss_of(output: Tensor, part: nn.Module) -> Tensor:
     return output.square().sum()
 
 
-def footprints(model: nn.Module, **options: Any) -> Pieces[Footprint]:
+def footprints(model: nn.Module, **options: Any) -> PieceResults[Footprint]:
     return measure_footprints(model, CONFIG, (ids(),), {}, loss_of, **options)
 
 
 def test_each_kind_of_work_is_timed_by_itself() -> None:
-    found = measure_work(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
+    found = measure_layer_times(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
     assert found.layers == (LayerWork(1.25, 6.0, 2.0, 4.0),) * 2
     assert found.empty == LayerWork(0.25, 0.0, 0.0, 0.0)
 
@@ -136,7 +136,7 @@ def test_measuring_leaves_model_and_random_numbers_as_they_are() -> None:
     with parameters_on_meta():
         model = Plain()
     state = torch.get_rng_state()
-    measure_work(model, CONFIG, (ids(),), {}, loss_of)
+    measure_layer_times(model, CONFIG, (ids(),), {}, loss_of)
     footprints(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(one.is_meta and one.grad is None for one in model.parameters())
@@ -219,7 +219,7 @@ class Measured:
     def __init__(self, mode: Literal["full", "selective"] | None) -> None:
         self.stage = make_stage(shallow_copy(Plain()), CONFIG, ["layers.0"], 1, 3).train()
         if mode is not None:
-            checkpoint_layers(self.stage, CONFIG.layers, mode)
+            apply_activation_checkpoint(self.stage, CONFIG.layers, mode)
         for one in self.stage.parameters():
             one.grad = torch.zeros_like(one)
 
@@ -250,7 +250,7 @@ class Measured:
 def test_bytes_without_memory_are_those_of_a_real_run(mode: Literal["full", "selective"] | None) -> None:
     def prepare(stage: StageModule) -> None:
         if mode is not None:
-            checkpoint_layers(stage, CONFIG.layers, mode)
+            apply_activation_checkpoint(stage, CONFIG.layers, mode)
 
     (found, _) = footprints(Plain(), prepare=prepare).layers
     real = Measured(mode)
@@ -262,7 +262,9 @@ def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are
     model = Plain()
     model.layers[1]._buffers.clear()  # so that they are alike in all else
     found = footprints(
-        model, prepare=lambda stage: checkpoint_layers(stage, CONFIG.layers, "full", 2), varies=lambda index: index % 2
+        model,
+        prepare=lambda stage: apply_activation_checkpoint(stage, CONFIG.layers, "full", 2),
+        varies=lambda index: index % 2,
     )
     again, not_again = found.layers
     assert again.after_forward < not_again.after_forward
@@ -300,7 +302,7 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
 # ---------------------------------------------------------------------- one number a layer
 
 
-def costs(model: nn.Module, **options: Any) -> Pieces[float]:
+def costs(model: nn.Module, **options: Any) -> PieceResults[float]:
     return measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
 
 
@@ -333,7 +335,7 @@ def fails(output: Tensor, part: nn.Module) -> Tensor:
     raise KeyError("labels")
 
 
-def two_ranks(rank: int, world: int) -> tuple[Pieces[float], str]:
+def two_ranks(rank: int, world: int) -> tuple[PieceResults[float], str]:
     model = Timed()
     if rank == 1:
         model.layers.append(Slow())  # what the other ranks would measure does not matter

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.llm.measure.links import Link, measure_links, median_links, neighbors
+from lightning_pipe.llm.measure.links import Link, measure_links, median_links, neighbor_pairs
 from tests.distributed import run_ranks
 
 
 def test_neighbors_are_a_ring() -> None:
-    assert neighbors(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    assert neighbors(2) == [(0, 1)]
-    assert neighbors(1) == []
+    assert neighbor_pairs(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert neighbor_pairs(2) == [(0, 1)]
+    assert neighbor_pairs(1) == []
 
 
 def test_of_several_pipelines_each_number_is_the_median() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, _policy, checkpoint_layers
+from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, _policy, apply_activation_checkpoint
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import (
@@ -55,7 +55,7 @@ def run(stage: StageModule, around: AbstractContextManager[Any] | None = None) -
 
 def checkpointed(mode: Any = "full", every: int = 1, dropout: float = 0.3) -> StageModule:
     stage = whole_stage(dropout)
-    checkpoint_layers(stage, CONFIG.layers, mode, every)
+    apply_activation_checkpoint(stage, CONFIG.layers, mode, every)
     return stage
 
 
@@ -85,7 +85,7 @@ def test_only_layers_whose_index_is_a_multiple_are_computed_again(mode: Any) -> 
 
 def test_which_layers_are_computed_again_does_not_depend_on_the_split() -> None:
     last = make_stage(make_model(), CONFIG, ["layers.1", "layers.2", "layers.3", "head"], 1, 2)
-    checkpoint_layers(last, CONFIG.layers, "full", every=3)
+    apply_activation_checkpoint(last, CONFIG.layers, "full", every_n_layers=3)
     hidden = torch.rand(2, 3, 8, requires_grad=True)
     last(hidden, factor=torch.rand(3)).sum().backward()
     assert [layer.forwards for layer in layers_of(last)] == [1, 1, 2]
@@ -266,7 +266,7 @@ class Changing(nn.Module):
 )
 def test_a_layer_that_cannot_be_computed_again_is_an_error(what: str, says: str) -> None:
     stage = StageModule(nn.Sequential(Changing(what)), 0, 1)
-    checkpoint_layers(stage, ["0"])
+    apply_activation_checkpoint(stage, ["0"])
     x = torch.rand(2, 2)
     output = stage(x)
     if what == "in place":
@@ -280,7 +280,7 @@ def test_another_mode_or_no_layers_at_all_are_refused() -> None:
     with pytest.raises(SetupError, match="is 'some'; expected one of 'full', 'selective'"):
         ActivationCheckpoint(mode)
     with pytest.raises(SetupError, match="is 0; expected a whole number, 1 or more"):
-        ActivationCheckpoint(every=0)
+        ActivationCheckpoint(every_n_layers=0)
 
 
 # ---------------------------------------------------------------------- schedules, on two ranks
@@ -303,7 +303,7 @@ def run_schedules(rank: int, world_size: int, cases: list[Any]) -> dict[Any, Any
     for schedule, mode, sharded in cases:
         if schedule not in plain:
             plain[schedule], _ = train_stages(rank, schedule)
-        prepare = functools.partial(checkpoint_layers, layers=CONFIG.layers, mode=mode)
+        prepare = functools.partial(apply_activation_checkpoint, layers=CONFIG.layers, mode=mode)
         mine, stages = train_stages(rank, schedule, prepare, sharded=sharded)
         found[schedule, mode, sharded] = {
             "wrong": unequal(mine, plain[schedule]),

@@ -11,8 +11,8 @@ import torch._functorch.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
-from lightning_pipe.llm.model.compiled_layers import compile_layers, keep_backward_buffers
+from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
+from lightning_pipe.llm.model.compiled_layers import compile_layers, disable_donated_buffers
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import CONFIG, inputs, loss_of, make_model, train_stages, unequal, whole_stage
@@ -78,7 +78,7 @@ class Doubled(TorchFunctionMode):
 @pytest.mark.parametrize("mode", sampled(["full", "selective"], lambda mode: mode == "full"))
 def test_activation_checkpointing_is_the_compilers_business_then(mode: Any) -> None:
     stage = whole_stage()
-    checkpoint_layers(stage, CONFIG.layers, mode)
+    apply_activation_checkpoint(stage, CONFIG.layers, mode)
     compile_layers(stage, CONFIG.layers, **OPTIONS)
     assert not unequal(run(stage), run(whole_stage()), TOLERANCE)
 
@@ -87,7 +87,7 @@ def test_activation_checkpointing_is_the_compilers_business_then(mode: Any) -> N
 def test_function_modes_act_in_compiled_layers_too(mode: Any) -> None:
     stage, plain = whole_stage(), whole_stage()
     if mode:
-        checkpoint_layers(stage, CONFIG.layers, mode)
+        apply_activation_checkpoint(stage, CONFIG.layers, mode)
     compile_layers(stage, CONFIG.layers, backend="aot_eager")
     without = run(plain)
     with Doubled():
@@ -99,8 +99,8 @@ def test_function_modes_act_in_compiled_layers_too(mode: Any) -> None:
 def test_keeping_backwards_buffers_is_undone() -> None:
     config = torch._functorch.config
     assert config.donated_buffer
-    restore = keep_backward_buffers()
-    inner = keep_backward_buffers()
+    restore = disable_donated_buffers()
+    inner = disable_donated_buffers()
     inner()
     assert not config.donated_buffer
     restore()
@@ -113,7 +113,7 @@ def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_co
         earlier = whole_stage()
         compile_layers(earlier, CONFIG.layers, **OPTIONS)
         run(earlier)
-    restore = keep_backward_buffers()
+    restore = disable_donated_buffers()
     try:
         stage = whole_stage()
         compile_layers(stage, CONFIG.layers, **OPTIONS)
@@ -143,13 +143,13 @@ OFTEN = ("1f1b, two lengths", "zero bubble, sharded, selective")
 
 def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, list[str]]:
     wrong: dict[str, list[str]] = {}
-    restore = keep_backward_buffers()
+    restore = disable_donated_buffers()
     for case in cases:
         schedule, mode, sharded, lengths = CASES[case]
 
         def prepare(stage: StageModule, mode: Any = mode) -> None:
             if mode is not None:
-                checkpoint_layers(stage, CONFIG.layers, mode)
+                apply_activation_checkpoint(stage, CONFIG.layers, mode)
             compile_layers(stage, CONFIG.layers, **OPTIONS)
 
         expected, _ = train_stages(rank, schedule, lengths=lengths)

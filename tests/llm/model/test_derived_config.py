@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config, returns_head_results, tried_config
+from lightning_pipe.llm.model.derived_config import derive_config, refine_config_by_trial, returns_head_results
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
@@ -192,11 +192,11 @@ def test_a_config_of_a_users_own_is_tried_too() -> None:
     given = ModuleConfig(
         3, "model.layers", ("model.embed", "model.norm", "model.positions", "model.tower"), ("lm_head",)
     )
-    config = tried_config(CausalLM(), given)
+    config = refine_config_by_trial(CausalLM(), given)
     assert config.input_fqns == ("model.embed", "model.positions", "model.tower")
     assert config.output_fqns == ("model.norm", "lm_head")
-    assert tried_config(CausalLM(), config) is config
-    assert tried_config(nn.Sequential(), given) is given
+    assert refine_config_by_trial(CausalLM(), config) is config
+    assert refine_config_by_trial(nn.Sequential(), given) is given
 
 
 def test_a_trial_takes_no_memory_and_no_random_numbers_and_changes_nothing() -> None:

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Pretr
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.losses.router_losses import RouterLosses, pass_router_logits, sum_router_losses
+from lightning_pipe.llm.losses.router_losses import RouterLosses, attach_router_losses, sum_router_losses
 from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.hf_experts import skip_experts, tap_routers
+from lightning_pipe.llm.model.hf_experts import add_router_losses, skip_experts
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 from tests.rounding import Reference
 
 KINDS: list[type[PretrainedConfig]] = [MixtralConfig, Qwen3MoeConfig, OlmoeConfig]
@@ -61,7 +61,7 @@ def test_a_tapped_layer_of_hugging_face_has_the_loss_of_its_model(kind: type[Pre
 
     expected = Reference.of(untapped)
     model = make_hf(kind, 1)
-    tap_routers(model, balance_coefficient=model.config.router_aux_loss_coef * 2)
+    add_router_losses(model, balance_coefficient=model.config.router_aux_loss_coef * 2)
     with RouterLosses(TOKENS) as losses:
         found, _ = hf_gradients(model)
     balance, _, count = sum_router_losses([losses]).tolist()
@@ -76,7 +76,7 @@ def test_a_router_that_returns_something_else_is_named() -> None:
 
     block = nn.Module()
     block.gate, block.experts = Router(8, EXPERTS), nn.ModuleList()
-    tap_routers(nn.Sequential(block), balance_coefficient=0.1)
+    add_router_losses(nn.Sequential(block), balance_coefficient=0.1)
     with pytest.raises(InputError, match=r"Router returned Tensor; expected a tuple of its logits, and of the weights"):
         block.gate(torch.ones(2, 8))
 
@@ -87,7 +87,7 @@ def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_laye
     together = load_balancing_loss_func(tuple(logits), EXPERTS, 1)
     with RouterLosses(1) as losses:
         for layer in logits:
-            pass_router_logits(layer, 1)
+            attach_router_losses(layer, 1)
     balance, _, count = sum_router_losses([losses]).tolist()
     # Each layer sends all to one expert, and together they look half balanced. The other three are probable by
     # exp(-9) to 1, which is 3.7e-4 of all.
@@ -97,7 +97,7 @@ def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_laye
 
 def test_a_model_without_routers_cannot_be_tapped() -> None:
     with pytest.raises(SetupError, match="Sequential has no module with experts and a gate or router"):
-        tap_routers(nn.Sequential(nn.Linear(2, 2)), balance_coefficient=0.1)
+        add_router_losses(nn.Sequential(nn.Linear(2, 2)), balance_coefficient=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +109,6 @@ def test_shapes_of_stages_with_experts_are_found_without_data(kind: type[Pretrai
         make_stage(shallow_copy(fake), config, names, index, 2).eval()
         for index, names in enumerate(split_evenly(config, 2))
     ]
-    first, last = StageShapes(stages, mode).of((torch.zeros(2, 5, dtype=torch.long),), {})
+    first, last = StageShapes(stages, mode).infer((torch.zeros(2, 5, dtype=torch.long),), {})
     assert first.outputs[0].shape == last.inputs[0].shape == (2, 5, 8)
     assert last.outputs[0].shape == (2, 5, 17)

@@ -30,10 +30,10 @@ from lightning_pipe.llm.model.hf_weights import (
     weights_loaded_later,
 )
 from lightning_pipe.llm.model.module_config import is_inside
-from lightning_pipe.llm.model.stage_module import registered_tensors
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from lightning_pipe.strategies.language_model.stage_checkpoint import save_stage_checkpoint
 from tests.strategies.llm_cases import SEED, TinyLM, hf_config
 
@@ -83,7 +83,7 @@ def part_of(folder: Path, rank: int, ranks: int = 2) -> dict[str, Tensor]:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """All there are, with buffers that no state dict has."""
-    return {name: tensor.detach() for name, tensor in registered_tensors(model)}
+    return {name: tensor.detach() for name, tensor in named_parameters_and_buffers(model)}
 
 
 def assert_same(found: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.run.stage_runner import StageRunner
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
     SEED,

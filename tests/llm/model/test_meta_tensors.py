@@ -13,7 +13,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules, parameters_on_meta
 from lightning_pipe.llm.model.module_config import is_inside
-from lightning_pipe.llm.model.stage_module import registered_tensors
+from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
 
 NAMES = ("embed", "layers.0", "layers.1", "layers.2", "head")
 
@@ -60,7 +60,7 @@ def initialized(kind: Any, *kept: str, seed: int = 0) -> Any:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return dict(registered_tensors(model))
+    return dict(named_parameters_and_buffers(model))
 
 
 @pytest.mark.parametrize("kind", [Decoder, Initialized, llama])

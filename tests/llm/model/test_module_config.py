@@ -11,7 +11,7 @@ from torch import nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.split.by_name import split_at
+from lightning_pipe.llm.split.stage_fqns import split_at
 
 GIVEN: dict[str, Any] = {
     "num_layers": 3,

@@ -154,5 +154,5 @@ def test_under_autocast_the_router_stays_exact_and_the_experts_do_not(
 def test_shapes_are_found_without_data() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make_layer())
     fake, mode = fake_copy(model)
-    (shape,) = StageShapes([fake], mode).of((inputs(),), {})
+    (shape,) = StageShapes([fake], mode).infer((inputs(),), {})
     assert shape.outputs[0].shape == (3, 5, WIDTH)

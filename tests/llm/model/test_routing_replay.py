@@ -20,7 +20,13 @@ from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.llm.model.routing_replay import Mixture, RoutingReplay, check_routing, mixtures_of, watch_routers
+from lightning_pipe.llm.model.routing_replay import (
+    MoEBlockInfo,
+    RoutingReplay,
+    check_routing,
+    find_moe_blocks,
+    install_moe_block_tracking,
+)
 from lightning_pipe.llm.model.stage_module import make_stage
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
@@ -36,7 +42,7 @@ EXPERTS, CHOSEN, LAYERS = 4, 2, 4
 def family_model(family: str) -> Any:
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(HFCausalLM(config_of(family), attention=attention_of(family)).config)
-    watch_routers(model, derive_config(model).layers)
+    install_moe_block_tracking(model, derive_config(model).layers)
     return model.train()
 
 
@@ -91,7 +97,7 @@ def test_replayed_experts_are_not_masked_by_a_router_that_limits_its_choice_to_g
     for parameter in block.parameters():
         nn.init.normal_(parameter)
     model, x = nn.Sequential(block), torch.randn(3, 5, 8)
-    watch_routers(model, ["0"])
+    install_moe_block_tracking(model, ["0"])
     # Each token has the two experts of one group.
     group = torch.randint(2, (3, 5, 1, 1), generator=torch.Generator().manual_seed(3))
     given = torch.cat([2 * group, 2 * group + 1], -1)
@@ -186,7 +192,7 @@ def test_a_layer_of_any_mixtures_is_recomputed_to_the_bit(layer: nn.Module, mode
 
 def test_choices_recorded_in_inference_mode_are_replayed_in_training() -> None:
     model = nn.Sequential(MoE(6, 10, EXPERTS, CHOSEN))
-    watch_routers(model, ["0"])
+    install_moe_block_tracking(model, ["0"])
     replay, x = RoutingReplay(), torch.randn(3, 6)
     with torch.inference_mode(), replay:
         before = model(x)
@@ -211,8 +217,8 @@ class Unusual(nn.Module):
 
 def test_choices_that_do_not_fit_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), MoE(6, 10, EXPERTS, CHOSEN))
-    mixtures = watch_routers(model, ["0", "1"])
-    assert mixtures == mixtures_of(model, ["0", "1"]) == [Mixture("1", 1, EXPERTS, CHOSEN)]
+    mixtures = install_moe_block_tracking(model, ["0", "1"])
+    assert mixtures == find_moe_blocks(model, ["0", "1"]) == [MoEBlockInfo("1", 1, EXPERTS, CHOSEN)]
     x, given = torch.randn(3, 5, 6), torch.zeros(3, 5, 2, CHOSEN, dtype=torch.long)
     size = "here \\(3, 5, at least 2, 2\\)"
     for wrong, message in (
@@ -237,12 +243,12 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="no layer of the model can replay choices"):
         check_routing({"routed_experts": given}, [], (3, 5))
     unusual = nn.Sequential(Unusual())
-    watch_routers(unusual, ["0"])
+    install_moe_block_tracking(unusual, ["0"])
     with pytest.raises(InputError, match="0 does not choose its experts by a topk"), RoutingReplay():
         unusual(x[0])
     for several in (Several(2), Several(1)):
         ambiguous = nn.Sequential(several)
-        watch_routers(ambiguous, ["0"])
+        install_moe_block_tracking(ambiguous, ["0"])
         with pytest.raises(InputError, match="is not the first call of a mixture in its layer"), RoutingReplay():
             ambiguous(x)
 

@@ -72,7 +72,7 @@ def ids(rows: int = 2, length: int = 5) -> Tensor:
 
 def test_every_stages_inputs_and_output_are_known_on_the_meta_device() -> None:
     shapes, _ = shapes_of()
-    first, last = shapes.of((ids(),), {})
+    first, last = shapes.infer((ids(),), {})
     assert [(tuple(one.shape), one.dtype) for one in first.inputs] == [((2, 5), torch.int64)]
     assert tuple(first.outputs[0].shape) == tuple(last.inputs[0].shape) == (2, 5, WIDTH)
     assert tuple(last.outputs[0].shape) == (2, 5, VOCABULARY)
@@ -82,34 +82,34 @@ def test_every_stages_inputs_and_output_are_known_on_the_meta_device() -> None:
 def test_no_random_number_is_drawn() -> None:
     shapes, _ = shapes_of()
     before = torch.get_rng_state()
-    shapes.of((ids(),), {})
+    shapes.infer((ids(),), {})
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_stages_are_asked_once_for_a_shape_and_again_for_another() -> None:
     shapes, (_, last) = shapes_of()
     for rows in (2, 2, 3, 2):
-        shapes.of((ids(rows),), {"factor": torch.ones(1)})
+        shapes.infer((ids(rows),), {"factor": torch.ones(1)})
     assert last.runs == 2
-    shapes.of((ids(2),), {"factor": None})
+    shapes.infer((ids(2),), {"factor": None})
     assert last.runs == 3
 
 
 def test_an_output_under_autocast_has_its_type() -> None:
     shapes, _ = shapes_of()
-    assert shapes.of((ids(),), {})[1].outputs[0].dtype is torch.float32
+    assert shapes.infer((ids(),), {})[1].outputs[0].dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert shapes.of((ids(),), {})[1].outputs[0].dtype is torch.bfloat16
+        assert shapes.infer((ids(),), {})[1].outputs[0].dtype is torch.bfloat16
 
 
 def test_a_forward_that_reads_values_is_refused_with_the_stage_and_the_fix() -> None:
     with pytest.raises(SetupError, match=r"stage 1 cannot be run without data.*where it is made"):
-        shapes_of(Reading)[0].of((ids(),), {})
+        shapes_of(Reading)[0].infer((ids(),), {})
 
 
 def test_a_stage_that_gives_no_tensors_is_refused() -> None:
     with pytest.raises(SetupError, match=r"stage 0 gave a dict; expected a tensor, or a tuple"):
-        shapes_of(first=Mapped)[0].of((ids(),), {})
+        shapes_of(first=Mapped)[0].infer((ids(),), {})
 
 
 class Passing(nn.Module):
@@ -157,17 +157,17 @@ def test_a_layer_that_passes_other_values_than_tensors_is_named_with_their_types
 ) -> None:
     hidden, config = torch.zeros(2, 5, WIDTH), ModuleConfig(2, "")
     with pytest.raises(SetupError) as caught:
-        stages_of(nn.Sequential(Passing(*others), Passing(*others)), config).of((hidden,), {})
+        stages_of(nn.Sequential(Passing(*others), Passing(*others)), config).infer((hidden,), {})
     assert f"stage 0 gave a tuple of ({kinds}), which '0' (Passing) returned; expected a tensor" in str(caught.value)
     fixed = stages_of(nn.Sequential(KeepingAttributes(*others), KeepingAttributes(*others)), config)
     keywords = dict(zip(("mask", "factor"), others, strict=False))
-    by_keyword = stages_of(TakingKeywords(), ModuleConfig(2, "layers")).of((hidden,), keywords)
-    for shapes in (fixed.of((hidden,), {}), by_keyword):
+    by_keyword = stages_of(TakingKeywords(), ModuleConfig(2, "layers")).infer((hidden,), keywords)
+    for shapes in (fixed.infer((hidden,), {}), by_keyword):
         assert [tuple(one.shape) for one in shapes[0].outputs] == [(2, 5, WIDTH)]
 
 
 def test_a_stage_may_give_several_tensors_of_which_some_have_gradients() -> None:
-    first, last = shapes_of(OfPair, first=Pair)[0].of((ids(),), {})
+    first, last = shapes_of(OfPair, first=Pair)[0].infer((ids(),), {})
     assert [one.shape for one in first.outputs] == [one.shape for one in last.inputs] == [(2, 5, WIDTH), (2, 5)]
     assert [one.requires_grad for one in first.outputs] == [one.requires_grad for one in last.inputs] == [True, False]
     assert {tuple(one.shape) for one in last.outputs} == {(2, 5, VOCABULARY), (2, 5)}
@@ -175,7 +175,7 @@ def test_a_stage_may_give_several_tensors_of_which_some_have_gradients() -> None
 
 def test_what_a_frozen_stage_gives_has_a_gradient_since_it_may_be_trained_later() -> None:
     fake, mode = fake_copy(nn.ModuleList([First(), Last()]).requires_grad_(False))
-    assert StageShapes(list(fake.children()), mode).of((ids(),), {})[0].outputs[0].requires_grad
+    assert StageShapes(list(fake.children()), mode).infer((ids(),), {})[0].outputs[0].requires_grad
 
 
 class Asking(First):
@@ -184,14 +184,14 @@ class Asking(First):
 
 
 def test_a_question_to_values_that_does_not_decide_on_shapes_is_answered() -> None:
-    assert shapes_of(first=Asking)[0].of((ids(),), {})[0].outputs[0].shape == (2, 5, WIDTH)
+    assert shapes_of(first=Asking)[0].infer((ids(),), {})[0].outputs[0].shape == (2, 5, WIDTH)
 
 
 def test_the_check_is_made_once_with_hidden_states_and_real_keywords() -> None:
     seen: list[tuple[Tensor, Mapping[str, Any]]] = []
     shapes, _ = shapes_of(check=lambda hidden, kwargs: seen.append((hidden, kwargs)))
     for length in (5, 6):
-        shapes.of((ids(2, length),), {"factor": torch.full((1,), 3.0)})
+        shapes.infer((ids(2, length),), {"factor": torch.full((1,), 3.0)})
     ((hidden, kwargs),) = seen
     assert hidden.shape == (2, 5, WIDTH)
     assert hidden.device.type == "cpu"
@@ -206,4 +206,4 @@ def test_what_failed_the_check_once_fails_it_again() -> None:
     shapes, _ = shapes_of(check=refuse)
     for _ in range(2):
         with pytest.raises(SetupError, match="no"):
-            shapes.of((ids(),), {})
+            shapes.infer((ids(),), {})

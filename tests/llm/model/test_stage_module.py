@@ -31,16 +31,16 @@ from transformers import (
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.slots import InputSlot, LayerSlot, Passage
+from lightning_pipe.llm.model.slots import InputSlot, LayerSlot, StageHiddenStates
 from lightning_pipe.llm.model.stage_module import (
     PassThrough,
     StageModule,
+    check_passes_through,
     make_stage,
-    run_empty,
     shallow_copy,
     tied_parameters,
 )
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 
 VOCABULARY, LENGTH, WIDTH = 32, 7, 16
 SMALL: dict[str, Any] = {
@@ -299,7 +299,7 @@ def test_a_stand_in_holds_nothing_and_hands_on_its_first_argument() -> None:
     assert not list(stand_in.state_dict())
     assert stand_in(x, 1, mask=2) is x
     assert stand_in(hidden=x, mask=2) is x
-    assert LayerSlot(replaced, 2, Passage(), False, False)(x) == (x, None)
+    assert LayerSlot(replaced, 2, StageHiddenStates(), False, False)(x) == (x, None)
     assert vars(stand_in).items() >= {"in_features": 2, "attention_type": "sliding", "training": False}.items()
 
 
@@ -361,9 +361,9 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
 
     hidden = torch.rand(2, LENGTH, WIDTH)
     model = Transformer()
-    run_empty(model, derive_config(model), hidden, mask=None)
+    check_passes_through(model, derive_config(model), hidden, mask=None)
     with pytest.raises(SetupError, match=r"Scaled cannot be cut.*changes its input"):
-        run_empty(Scaled(), derive_config(model), hidden, mask=None)
+        check_passes_through(Scaled(), derive_config(model), hidden, mask=None)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
@@ -379,7 +379,7 @@ def test_trying_a_model_sees_a_buffer_on_the_hidden_states(multiplies: bool) -> 
 
     model = Buffered()
     with pytest.raises(SetupError, match=r"Buffered cannot be cut.*changes its input"):
-        run_empty(model, derive_config(model), torch.rand(2, LENGTH, WIDTH))
+        check_passes_through(model, derive_config(model), torch.rand(2, LENGTH, WIDTH))
 
 
 class Dropping(Transformer):
@@ -391,7 +391,7 @@ def test_trying_a_model_sees_what_only_training_does_and_draws_no_random_numbers
     model = Dropping().eval()
     random = torch.get_rng_state()
     with pytest.raises(SetupError, match=r"Dropping cannot be cut.*changes its input"):
-        run_empty(model, derive_config(model), torch.rand(2, LENGTH, WIDTH, generator=torch.Generator()))
+        check_passes_through(model, derive_config(model), torch.rand(2, LENGTH, WIDTH, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -401,7 +401,7 @@ def test_trying_a_model_does_not_change_it() -> None:
         if config is None:
             derive_config(model)
         else:
-            run_empty(model, config, torch.rand(2, LENGTH, WIDTH))
+            check_passes_through(model, config, torch.rand(2, LENGTH, WIDTH))
         assert not any(module.training or module._forward_pre_hooks for module in model.modules())
         assert not any(isinstance(module, PassThrough) for module in model.modules())
         after = dict([*model.named_parameters(), *model.named_buffers()])

@@ -12,7 +12,7 @@ from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from tests.scenarios.language_models.test_llm_dimensions import ExpertsLM
 from tests.strategies.llm_cases import TinyLM
 

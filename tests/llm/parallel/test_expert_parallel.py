@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelize_experts
+from lightning_pipe.llm.parallel.expert_parallel import apply_expert_parallel, check_experts
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 
@@ -55,11 +55,11 @@ def on_four_ranks(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("expert",))
     for name, tokens in FLOWS.items():
         layer = make_layer()
-        parallelize_experts(layer, mesh)
+        apply_expert_parallel(layer, mesh)
         found[name] = run_layer(layer, tokens(rank))
     uneven = init_device_mesh("cpu", (1, 4), mesh_dim_names=("expert", "shard"))
     try:
-        parallelize_experts(MoE(6, 8, 4, 1), uneven["expert"], uneven["shard"])
+        apply_expert_parallel(MoE(6, 8, 4, 1), uneven["expert"], uneven["shard"])
     except SetupError as error:
         found["uneven"] = str(error)
     return found

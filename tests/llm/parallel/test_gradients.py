@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lightning_pipe.llm.parallel.gradients import (
     GradientNorm,
-    clip_by_norm,
+    clip_grads_with_norm,
     force_sum_reduction,
     scale_gradients,
 )
@@ -93,7 +93,7 @@ def in_two_stages(rank: int, world_size: int) -> dict[str, Any]:
         for order in (tuple(SHAPES), GROUPED):
             held = stage_of(rank, whole_model(case))
             norm = GradientNorm(order, held, dist.group.WORLD)()
-            clip_by_norm(held.values(), 0.5, norm)
+            clip_grads_with_norm(held.values(), 0.5, norm)
             results["norms"][case, order] = norm
             results["clipped"][case, order] = {name: value.grad for name, value in held.items()}
 
@@ -194,7 +194,7 @@ def over_two_shards(rank: int, world_size: int) -> dict[Any, Any]:
             results[name, "norms"] = norm_of()
             scale_gradients(model.parameters(), 0.25)
             results[name, "scaled"] = full_gradients(model)
-            clip_by_norm(model.parameters(), 0.1, norm_of())
+            clip_grads_with_norm(model.parameters(), 0.1, norm_of())
             results[name, "clipped"] = full_gradients(model)
             # Of a shard that one rank alone has.
             part = cast(DTensor, named["2.weight"].grad).to_local()

@@ -13,8 +13,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from lightning_pipe._compat.attention import attend, attend_backward
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 from lightning_pipe.llm.parallel.ring_attention import RingAttention
+from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, chunk_positions
 from tests.distributed import run_ranks
 from tests.llm.attention_cases import CASES, Results, deviations, hugging_face, over_ranks, tokens
 from tests.tiers import sampled, wanted
@@ -97,7 +97,7 @@ def of_other_widths(rank: int, size: int) -> tuple[float, float]:
         expected = F.scaled_dot_product_attention(query, key, value, mask, **options)
         expected.nan_to_num().sum().backward()
         parts = [tensor[:, :, own].clone().requires_grad_() for tensor in whole]
-        attention = None if mask is None else FullAttention(mask=mask[None, None])
+        attention = None if mask is None else AttentionPattern(mask=mask[None, None])
         with RingAttention(group, attention):
             query, key, value = parts
             found = F.scaled_dot_product_attention(query, key, value, None, **options)

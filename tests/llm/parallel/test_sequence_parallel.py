@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.parallel.dimensions import ParallelDims
-from lightning_pipe.llm.parallel.sequence_parallel import check_sequences
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
+from lightning_pipe.llm.parallel.sequence_parallel import check_sequence_parallel
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
@@ -169,4 +169,4 @@ def test_models_that_need_all_tokens_between_blocks_are_refused(model: Any, name
     names = derive_config(built)
     plan = derive_tensor_plan(built, names)
     with pytest.raises(SetupError, match=named):
-        check_sequences(built, names, plan, resolve_tensor_plan(built, names, plan, 2))
+        check_sequence_parallel(built, names, plan, resolve_tensor_plan(built, names, plan, 2))

@@ -23,13 +23,13 @@ from lightning_pipe.llm.model.hf_experts import skip_experts
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
-from lightning_pipe.llm.parallel.data_parallel import parallelize_stage
+from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
 from lightning_pipe.llm.parallel.gradients import GradientNorm
-from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients, parallelize_tensors
+from lightning_pipe.llm.parallel.tensor_parallel import TensorParallelGradients, apply_tensor_parallel
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan
-from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
-from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -181,7 +181,7 @@ class Trainee:
         config = derive_config(model)
         spec = find_schedule(case.schedule)
         size, rank = self.mesh["pipeline"].size(), self.mesh["pipeline"].get_local_rank()
-        count = size * count_stages(spec, size)
+        count = size * count_stages_per_rank(spec, size)
         fqns = split_evenly(config, count)
         fake, mode = fake_copy(model)
         skip_experts(fake)
@@ -191,15 +191,15 @@ class Trainee:
         mine = stages_of_rank(spec, rank, size)
         self.stages = {index: make_stage(shallow_copy(model), config, fqns[index], index, count) for index in mine}
         for stage in self.stages.values():
-            parallelize_tensors(stage, config, self.mesh["tensor"], plan)
+            apply_tensor_parallel(stage, config, self.mesh["tensor"], plan)
             for name in {"shard", "replicate"} & case.mesh.keys():
-                parallelize_stage(stage, config.layers, self.mesh[name], reshard_after_forward=case.reshard)
+                apply_data_parallel(stage, config.layers, self.mesh[name], reshard_after_forward=case.reshard)
         if isinstance(self.module, HFCausalLM) and count - 1 in self.stages:
             # Whose head the loss takes.
             self.module.model = self.stages[count - 1].module
-        self.gradients = [TensorGradients(stage.module, self.mesh["tensor"]) for stage in self.stages.values()]
+        self.gradients = [TensorParallelGradients(stage.module, self.mesh["tensor"]) for stage in self.stages.values()]
         group = self.mesh["pipeline"].get_group()
-        self.runner = PipelineRunner(self.stages, count, spec, group, torch.device("cpu"), StageShapes(shapes, mode))
+        self.runner = ScheduleRunner(self.stages, count, spec, group, torch.device("cpu"), StageShapes(shapes, mode))
 
     def train(self, data: Sequence[Mapping[str, Tensor]]) -> list[float]:
         steps = [StageInputs((inputs_of(self.case.model, batch),), {}, batch) for batch in data]
@@ -209,7 +209,7 @@ class Trainee:
 
     def finish(self) -> None:
         for one in self.gradients:
-            one.finish()
+            one.all_reduce()
 
     def held(self) -> dict[str, nn.Parameter]:
         return {name: one for stage in self.stages.values() for name, one in stage.module.named_parameters()}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import prune
+from lightning_pipe.llm.model.stage_module import replace_other_modules
 from lightning_pipe.llm.parallel.tensor_plan import derive_tensor_plan, resolve_tensor_plan
 from tests.strategies.llm_cases import hf_config
 
@@ -141,7 +141,7 @@ def test_heads_may_be_any_number_where_the_parts_are_gathered() -> None:
 
 def test_a_stage_may_lack_the_layers_that_an_entry_is_for() -> None:
     model, config = known("llama")
-    prune(model, config, ["model.layers.0"])
+    replace_other_modules(model, config, ["model.layers.0"])
     other = {"model.layers.3.mlp.up_proj": "colwise"}
     assert resolve_tensor_plan(model, config, other, 2) == {}
     both = {**other, "model.layers.0.mlp.up_proj": "colwise"}

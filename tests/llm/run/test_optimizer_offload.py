@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.run.optimizer_offload import OffloadedState
+from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
 from tests.llm.second_device import DEVICE, SecondDevice, TensorThere
 
 STEPS = 3
@@ -46,11 +46,11 @@ def train(
     bucket_bytes: int | None = None,
     steps: range = range(1, STEPS + 1),
     loaded: Any = None,
-) -> tuple[list[nn.Parameter], Optimizer, OffloadedState | None]:
+) -> tuple[list[nn.Parameter], Optimizer, OptimizerStateOffload | None]:
     """Parameters, one of which never has a gradient, after some steps; the state is offloaded if buckets are given."""
     parameters = [nn.Parameter(value.to(device)) for value in (loaded[0] if loaded else values(0))]
     optimizer = build(groups(parameters))
-    offloaded = None if bucket_bytes is None else OffloadedState(optimizer, bucket_bytes)
+    offloaded = None if bucket_bytes is None else OptimizerStateOffload(optimizer, bucket_bytes)
     if loaded:
         optimizer.load_state_dict(loaded[1])
     for step in steps:
@@ -139,11 +139,11 @@ def test_the_state_is_on_the_host_whole_when_a_step_returns(bucket_bytes: int, s
 def test_state_that_is_moved_off_the_device_is_on_the_host_whole(slow_device: SecondDevice) -> None:
     _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE)
     expected = copy.deepcopy(inner(optimizer.state_dict()))
-    offloaded = OffloadedState(optimizer)
+    offloaded = OptimizerStateOffload(optimizer)
     assert same(optimizer.state_dict(), expected)
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].to(DEVICE)
-    offloaded.rest()
+    offloaded.move_to_host()
     assert same(optimizer.state_dict(), expected)
 
 
@@ -191,7 +191,7 @@ def test_closures_hooks_and_schedulers_see_one_step() -> None:
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    OffloadedState(optimizer, bucket_bytes=1)
+    OptimizerStateOffload(optimizer, bucket_bytes=1)
     optimizer.register_step_post_hook(lambda used, *_: calls.append(f"after {len(used.param_groups[0]['params'])}"))
 
     def closure() -> float:
@@ -229,7 +229,7 @@ def test_an_optimizer_that_is_not_pytorchs_steps_all_of_its_parameters_at_once(d
 
 def test_an_optimizer_that_evaluates_its_closure_in_the_step_is_refused() -> None:
     with pytest.raises(SetupError, match="LBFGS"):
-        OffloadedState(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+        OptimizerStateOffload(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
 
 
 # ---------------------------------------------------------------------- DTensors
@@ -253,7 +253,7 @@ def test_sharded_parameters_are_stepped_as_they_are_without(name: str) -> None:
             fully_shard(part, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
         optimizer = OPTIMIZERS[name](model.parameters())
         if offload:
-            OffloadedState(optimizer, bucket_bytes=1)
+            OptimizerStateOffload(optimizer, bucket_bytes=1)
         for step in range(STEPS):
             model(torch.full((2, 4), float(step + 1))).square().sum().backward()
             optimizer.step()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import count_tokens
+from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.run.preparation import BatchPreparation, StepInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 

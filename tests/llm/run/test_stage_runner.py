@@ -179,7 +179,7 @@ def faults(rank: int) -> dict[str, Any]:
 def described(schedule: str, **options: Any) -> str:
     runner, _ = make(None, schedule, **options)
     with redirect_stdout(StringIO()) as printed, mock.patch.dict(os.environ, {"COLUMNS": "200"}):
-        runner.describe_stages()
+        runner.print_stages()
     return printed.getvalue()
 
 

@@ -16,14 +16,14 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.checks import (
-    check_combination,
     check_microbatches,
-    describe_replacement,
-    fitting_schedule,
+    check_schedule_sharding,
+    choose_supported_schedule,
+    describe_fallback,
     splits_backward,
 )
-from lightning_pipe.llm.schedules.named import SCHEDULES, find_schedule
-from lightning_pipe.llm.schedules.simulation import actions_of
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES, find_schedule
 from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule, VOfMulti
 
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -67,7 +67,7 @@ def test_a_refusal_names_numbers_that_are_taken() -> None:
 def test_a_number_that_a_schedule_does_not_take_runs_under_one_with_the_same_stages(name: str) -> None:
     spec = SCHEDULES[name]
     for m in range(1, 14):
-        used = fitting_schedule(spec, m, 4)
+        used = choose_supported_schedule(spec, m, 4)
         assert used.placement == spec.placement
         assert (used is spec) == needed(name, m, 4)
         check_microbatches(used, m, 4)
@@ -127,7 +127,7 @@ def write(path: Path, rows: list[list[str]]) -> Path:
 
 
 def computing(name: str) -> list[list[str]]:
-    return [list(map(str, row)) for row in actions_of(SCHEDULES[name], 2, 4).values()]
+    return [list(map(str, row)) for row in list_compute_actions(SCHEDULES[name], 2, 4).values()]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "looped_bfs", "zbv_zero_bubble"])
@@ -138,8 +138,8 @@ def test_a_file_that_pytorch_wrote_is_taken(tmp_path: Path, name: str) -> None:
     with pytest.raises(SetupError, match=r"num_microbatches is 8; the schedule in .* is for 4. Use 4"):
         check_microbatches(spec, 8, 2)
     other = {"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]
-    assert fitting_schedule(spec, 8, 2).name == other
-    assert f"run under {other}" in describe_replacement(spec, 8, 2)
+    assert choose_supported_schedule(spec, 8, 2).name == other
+    assert f"run under {other}" in describe_fallback(spec, 8, 2)
 
 
 def test_a_file_in_which_ranks_wait_for_each_other_is_refused(tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_just_zero_bubble_and_dualpipev_have_backwards_in_two_parts(name: str) -
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_resharding_after_forward_is_refused_with_backwards_in_two_parts(name: str) -> None:
     spec = SCHEDULES[name]
-    check_combination(spec, None, reshard_after_forward=True)
-    check_combination(spec, "replicate", reshard_after_forward=True)
-    check_combination(spec, "fsdp", reshard_after_forward=False)
+    check_schedule_sharding(spec, None, reshard_after_forward=True)
+    check_schedule_sharding(spec, "replicate", reshard_after_forward=True)
+    check_schedule_sharding(spec, "fsdp", reshard_after_forward=False)
     if name in SPLIT:
         with pytest.raises(SetupError, match=f"schedule {name} runs .* set reshard_after_forward to false"):
-            check_combination(spec, "fsdp", reshard_after_forward=True)
+            check_schedule_sharding(spec, "fsdp", reshard_after_forward=True)
     else:
-        check_combination(spec, "fsdp", reshard_after_forward=True)
+        check_schedule_sharding(spec, "fsdp", reshard_after_forward=True)
 
 
 def test_resharding_is_refused_with_the_users_classes_and_files_too_where_they_split(tmp_path: Path) -> None:
@@ -171,14 +171,14 @@ def test_resharding_is_refused_with_the_users_classes_and_files_too_where_they_s
     whole = find_schedule(write(tmp_path / "whole.csv", computing("looped_bfs")))
     for spec in (split, find_schedule(OwnZeroBubble)):
         with pytest.raises(SetupError, match="set reshard_after_forward to false"):
-            check_combination(spec, "fsdp", reshard_after_forward=True)
-    check_combination(whole, "fsdp", reshard_after_forward=True)
+            check_schedule_sharding(spec, "fsdp", reshard_after_forward=True)
+    check_schedule_sharding(whole, "fsdp", reshard_after_forward=True)
     with pytest.raises(SetupError, match="lists no actions, so it may run"):
-        check_combination(find_schedule(Refuses), "fsdp", reshard_after_forward=True)
+        check_schedule_sharding(find_schedule(Refuses), "fsdp", reshard_after_forward=True)
 
 
 def test_schedules_that_never_reduce_gradients_are_refused_where_stages_are_shared() -> None:
     spec = find_schedule(ListsNothing)
-    check_combination(spec, None, reshard_after_forward=False)
+    check_schedule_sharding(spec, None, reshard_after_forward=False)
     with pytest.raises(SetupError, match="Derive it from _PipelineScheduleRuntime"):
-        check_combination(spec, "replicate", reshard_after_forward=False)
+        check_schedule_sharding(spec, "replicate", reshard_after_forward=False)

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, simulate
+from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, list_compute_actions, simulate
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.llm.schedule_cases import backward_order, stage_of
 
 EVEN: dict[Kind, float] = {"forward": 1, "backward": 2, "input_backward": 1, "weight_backward": 1}
@@ -19,7 +19,7 @@ EVEN: dict[Kind, float] = {"forward": 1, "backward": 2, "input_backward": 1, "we
 def timeline_of(
     name: str, pp_size: int, m: int, stages_per_rank: int | None = None, **options: Any
 ) -> ScheduleTimeline:
-    actions = actions_of(SCHEDULES[name], pp_size, m, stages_per_rank)
+    actions = list_compute_actions(SCHEDULES[name], pp_size, m, stages_per_rank)
     stages = {action.stage_index for row in actions.values() for action in row}
     durations = {(stage, kind): taken for stage in stages for kind, taken in EVEN.items()}
     return simulate(actions, durations, **options)
@@ -32,7 +32,7 @@ def parse(*rows: str) -> dict[int, list[_Action]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp_size", [1, 4])
 def test_every_microbatch_goes_once_forward_and_once_backward_through_every_stage(name: str, pp_size: int) -> None:
-    actions = actions_of(SCHEDULES[name], pp_size, 8)
+    actions = list_compute_actions(SCHEDULES[name], pp_size, 8)
     stages = pp_size * (1 if SCHEDULES[name].placement == "single" else 2)
     done = [str(action) for row in actions.values() for action in row]
     assert len(done) == len(set(done))
@@ -44,13 +44,27 @@ def test_every_microbatch_goes_once_forward_and_once_backward_through_every_stag
 
 def test_the_last_rank_of_1f1b_begins_with_the_first_microbatch() -> None:
     """The list of torch 2.13 has it begin with the second, and end with one that is not there."""
-    assert list(map(str, actions_of(SCHEDULES["1f1b"], 2, 3)[1])) == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
-    assert list(map(str, actions_of(SCHEDULES["1f1b"], 2, 3)[0])) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert list(map(str, list_compute_actions(SCHEDULES["1f1b"], 2, 3)[1])) == [
+        "1F0",
+        "1B0",
+        "1F1",
+        "1B1",
+        "1F2",
+        "1B2",
+    ]
+    assert list(map(str, list_compute_actions(SCHEDULES["1f1b"], 2, 3)[0])) == [
+        "0F0",
+        "0F1",
+        "0B0",
+        "0F2",
+        "0B1",
+        "0B2",
+    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_added_in_ascending_order_but_for_looped_bfs(name: str) -> None:
-    actions = actions_of(SCHEDULES[name], 2, 4)
+    actions = list_compute_actions(SCHEDULES[name], 2, 4)
     stages = 2 if SCHEDULES[name].placement == "single" else 4
     expected = [3, 2, 1, 0] if name == "looped_bfs" else [0, 1, 2, 3]
     assert [backward_order(actions, stage) for stage in range(stages)] == [expected] * stages
@@ -68,8 +82,8 @@ def test_the_bubble_of_gpipe_and_1f1b_is_the_known_one(name: str, pp_size: int, 
 
 @pytest.mark.parametrize("m", [4, 8])
 def test_activations_of_all_microbatches_live_under_gpipe_and_of_p_minus_rank_under_1f1b(m: int) -> None:
-    assert [timeline_of("gpipe", 4, m).peak_live(rank) for rank in range(4)] == [m] * 4
-    assert [timeline_of("1f1b", 4, m).peak_live(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [timeline_of("gpipe", 4, m).peak_live_microbatches(rank) for rank in range(4)] == [m] * 4
+    assert [timeline_of("1f1b", 4, m).peak_live_microbatches(rank) for rank in range(4)] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
-from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.llm.schedules.step import build_schedule, run_schedule
+from lightning_pipe.llm.schedules.execution import build_schedule, run_schedule
+from lightning_pipe.llm.schedules.simulation import list_compute_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
 from lightning_pipe.llm.schedules.timed_stage import TimedStage, median_durations
 from tests.distributed import run_ranks
 from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages, stage_of
@@ -52,7 +52,7 @@ def make_neighbor_late(stages: list[TimedStage], rank: int, name: str) -> None:
 
 def record(rank: int, name: str) -> Recorded:
     recorded, spec = Recorded(), SCHEDULES[name]
-    pieces = make_pieces(2 * count_stages(spec, 2))
+    pieces = make_pieces(2 * count_stages_per_rank(spec, 2))
 
     def timed_loss(output: Tensor, target: Tensor) -> Tensor:
         start = time.perf_counter()
@@ -79,14 +79,14 @@ def ranks() -> list[dict[str, Recorded]]:
 
 def of_neighbor(name: str, rank: int, event: Bar) -> bool:
     """Whether what the event needs comes from the other rank."""
-    stages = {action.stage_index: r for r, row in actions_of(SCHEDULES[name], 2, 4).items() for action in row}
+    stages = {action.stage_index: r for r, row in list_compute_actions(SCHEDULES[name], 2, 4).items() for action in row}
     step = {"forward": -1, "backward": 1, "input_backward": 1, "weight_backward": 0}[event.kind]
     return stages.get(stage_of(event) + step, rank) != rank
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_ran_is_what_the_schedule_lists_in_its_order(ranks: list[dict[str, Recorded]], name: str) -> None:
-    for rank, row in actions_of(SCHEDULES[name], 2, MICROBATCHES).items():
+    for rank, row in list_compute_actions(SCHEDULES[name], 2, MICROBATCHES).items():
         events = [event for event in ranks[rank][name].train if event.kind in KINDS]
         assert [f"{e.stage}{KINDS[e.kind]}{e.microbatch}" for e in events] == list(map(str, row))
 
@@ -124,7 +124,7 @@ def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, Recorded]], name: str) -> None:
-    last = 2 * count_stages(SCHEDULES[name], 2) - 1
+    last = 2 * count_stages_per_rank(SCHEDULES[name], 2) - 1
     for recorded in ranks:
         forwards = [e for e in recorded[name].train if (e.stage, e.kind) == (last, "forward")]
         losses = recorded[name].losses[: len(forwards)]

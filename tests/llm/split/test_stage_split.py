@@ -181,7 +181,7 @@ def test_the_memory_of_other_ranks_parts_is_released() -> None:
 def test_shapes_of_every_stage_are_known_on_every_rank() -> None:
     ids = row_batches(1)[0]["input_ids"]
     for mine in ((0,), (1,)):
-        first, last = split(TinyLM, mine, 2).shapes.of((ids,), {})
+        first, last = split(TinyLM, mine, 2).shapes.infer((ids,), {})
         assert tuple(first.outputs[0].shape) == (*ids.shape, WIDTH)
         assert tuple(last.outputs[0].shape) == (*ids.shape, VOCABULARY)
 
@@ -219,8 +219,8 @@ def test_a_forward_that_a_stage_would_do_again_is_refused_when_shapes_are_first_
 ) -> None:
     ids = row_batches(1)[0]["input_ids"]
     with pytest.raises(SetupError, match=says):
-        split(kind, (0,), 2).shapes.of((ids,), {})
-    split(kind, (0,), 1).shapes.of((ids,), {})  # a single stage runs it once
+        split(kind, (0,), 2).shapes.infer((ids,), {})
+    split(kind, (0,), 1).shapes.infer((ids,), {})  # a single stage runs it once
 
 
 def test_tied_parameters_are_refused_with_both_names_where_that_is_asked_for() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.ranks.statuses import Statuses
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched
+from lightning_pipe.loops.data.batch_source import Fetched, SynchronizedBatchSource
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
@@ -48,10 +48,10 @@ class Message:
 class Reader:
     """Takes batches from a source; with *messages*, a step follows each, except after every fourth."""
 
-    def __init__(self, statuses: Statuses, messages: bool) -> None:
+    def __init__(self, statuses: BatchStatusExchange, messages: bool) -> None:
         self.statuses, self.messages, self.count = statuses, messages, 0
 
-    def next(self, source: AgreedSource) -> Fetched:
+    def next(self, source: SynchronizedBatchSource) -> Fetched:
         fetched = source()
         self.count += 1
         if self.messages and self.count % 4:
@@ -61,7 +61,7 @@ class Reader:
                 self.statuses.travels_in(Message(status))
         return fetched
 
-    def drain(self, source: AgreedSource) -> list[Fetched]:
+    def drain(self, source: SynchronizedBatchSource) -> list[Fetched]:
         batches = []
         while True:
             try:
@@ -157,7 +157,7 @@ def fit_again() -> list[int]:
     return [*trained, len(module.trained)]
 
 
-def given_by_sources(rank: int, statuses: Statuses, messages: bool) -> dict[str, Any]:
+def given_by_sources(rank: int, statuses: BatchStatusExchange, messages: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     reader = Reader(statuses, messages)
 
@@ -166,8 +166,8 @@ def given_by_sources(rank: int, statuses: Statuses, messages: bool) -> dict[str,
         kept: Sequence[Callable[[], Fetched]] = (),
         remaining: int | None = 0,
         uneven: Literal["shortest", "error"] = "shortest",
-    ) -> AgreedSource:
-        return AgreedSource(fetch, kept, statuses, lambda: remaining, uneven)
+    ) -> SynchronizedBatchSource:
+        return SynchronizedBatchSource(fetch, kept, statuses, lambda: remaining, uneven)
 
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))
@@ -194,7 +194,7 @@ def given_by_sources(rank: int, statuses: Statuses, messages: bool) -> dict[str,
 
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    statuses = Statuses()
+    statuses = BatchStatusExchange()
     found["sources"] = [given_by_sources(rank, statuses, messages) for messages in (False, True)]
     statuses.close()
     found["without a length"] = fit((5, 8)[rank], sized=False)

@@ -38,7 +38,7 @@ def test_batches_that_are_skipped_are_done_too(skipped: int) -> None:
 
 
 def test_what_is_abandoned_comes_first_in_the_next_ledger() -> None:
-    ledger = InFlightLedger(numbered(5), holds=True)
+    ledger = InFlightLedger(numbered(5), keeps_batches=True)
     for _ in range(3):
         next(ledger)
     ledger.retire()
@@ -48,7 +48,7 @@ def test_what_is_abandoned_comes_first_in_the_next_ledger() -> None:
 
 
 def test_a_batch_that_is_skipped_is_neither_trained_nor_abandoned() -> None:
-    ledger = InFlightLedger(numbered(3), holds=True)
+    ledger = InFlightLedger(numbered(3), keeps_batches=True)
     next(ledger), next(ledger)
     ledger.skip()
     assert (ledger.in_flight, ledger.trained) == (1, 0)
@@ -59,8 +59,8 @@ def test_a_batch_that_was_abandoned_is_not_transferred_any_more() -> None:
     ledger = InFlightLedger(numbered(3))
     next(ledger), next(ledger)
     ledger.abandon()
-    assert ledger.next_transferred() is None
+    assert ledger.pop_next_transfer() is None
     next(ledger)
-    entry = ledger.next_transferred()
+    entry = ledger.pop_next_transfer()
     assert entry is not None
     assert entry.index == 2

@@ -11,11 +11,11 @@ import torch
 from lightning_pipe.loops.data.random_streams import (
     RandomStreams,
     Stream,
-    get_states,
-    pack_states,
-    set_states,
-    swap_states,
-    unpack_states,
+    get_rng_states,
+    pack_rng_states,
+    set_rng_states,
+    swap_rng_states,
+    unpack_rng_states,
 )
 from lightning_pipe.loops.data.resume import are_equal
 
@@ -38,9 +38,9 @@ def test_the_model_draws_the_same_however_often_the_second_streams_are_used() ->
     for uses in (1, 4):
         seed()
         streams = RandomStreams(CPU)
-        streams.draw("fetch", draw)
+        streams.run_with_stream("fetch", draw)
         for _ in range(uses):
-            streams.draw("fetch", draw)
+            streams.run_with_stream("fetch", draw)
         drawn.append(draw())
     assert drawn[0] == drawn[1]
 
@@ -52,7 +52,7 @@ def test_the_second_streams_draw_the_same_whatever_the_model_draws_between() -> 
         streams = RandomStreams(CPU)
         of_run = []
         for _ in range(3):
-            of_run.append(streams.draw("fetch", draw))
+            of_run.append(streams.run_with_stream("fetch", draw))
             for _ in range(between):
                 draw()
         drawn.append(of_run)
@@ -65,7 +65,7 @@ def test_the_first_block_of_an_epoch_uses_the_common_streams() -> None:
     expected = [draw(), draw()]
     seed()
     streams = RandomStreams(CPU)
-    first = streams.draw("fetch", draw)
+    first = streams.run_with_stream("fetch", draw)
     assert [first, draw()] == expected
 
 
@@ -73,10 +73,10 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
     seed()
     streams = RandomStreams(CPU)
     for _ in range(2):
-        streams.draw("fetch", draw)
+        streams.run_with_stream("fetch", draw)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     streams.restart()
-    streams.draw("fetch", lambda: None)
+    streams.run_with_stream("fetch", lambda: None)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
 
@@ -84,7 +84,7 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
 def test_the_models_streams_are_put_back_when_a_block_raises() -> None:
     seed()
     streams = RandomStreams(CPU)
-    streams.draw("fetch", lambda: None)
+    streams.run_with_stream("fetch", lambda: None)
     expected = torch.get_rng_state()
 
     def fail() -> None:
@@ -92,22 +92,22 @@ def test_the_models_streams_are_put_back_when_a_block_raises() -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        streams.draw("fetch", fail)
+        streams.run_with_stream("fetch", fail)
     assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_where_the_common_stream_was_is_remembered_until_somebody_forgets_it() -> None:
     seed()
     streams = RandomStreams(CPU)
-    streams.draw("fetch", draw)
+    streams.run_with_stream("fetch", draw)
     draw()
     expected = torch.get_rng_state(), random.getstate()
-    streams.draw("prepare", draw)
+    streams.run_with_stream("prepare", draw)
     assert streams.common is not None
     assert torch.equal(streams.common["torch"], expected[0])
     assert streams.common["python"] == expected[1]
     streams.common = None
-    streams.draw("transfer", draw)
+    streams.run_with_stream("transfer", draw)
     assert streams.common is not None
     assert streams.common["python"] == expected[1]
 
@@ -117,9 +117,9 @@ def test_no_two_streams_draw_the_same_and_each_draws_what_the_seed_says() -> Non
     for number in (5, 5, 6):
         seed(number)
         streams = RandomStreams(CPU)
-        streams.draw("fetch", draw)
+        streams.run_with_stream("fetch", draw)
         # Each goes on from where it was, too.
-        drawn.append([draw(), *(streams.draw(name, draw) for name in SECOND + SECOND)])
+        drawn.append([draw(), *(streams.run_with_stream(name, draw) for name in SECOND + SECOND)])
     assert drawn[0] == drawn[1]
     for of_library in zip(*drawn[0], *drawn[2], strict=True):
         assert len(set(of_library)) == 10
@@ -131,11 +131,11 @@ def test_states_come_back_from_a_checkpoint_with_the_normal_numbers_that_are_kep
 
     seed()
     normal()  # which makes two, and keeps one
-    packed = pack_states(get_states(CPU))
+    packed = pack_rng_states(get_rng_states(CPU))
     expected = normal(), draw(), normal()
     seed(6)
-    set_states(unpack_states(packed), CPU)
-    assert are_equal(pack_states(get_states(CPU)), packed)
+    set_rng_states(unpack_rng_states(packed), CPU)
+    assert are_equal(pack_rng_states(get_rng_states(CPU)), packed)
     assert (normal(), draw(), normal()) == expected
 
 
@@ -157,8 +157,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
 def test_a_swap_returns_the_states_found_and_leaves_the_states_given(before: str, since: str) -> None:
     seed()
     DRAWS[before]()
-    given = get_states(CPU)
+    given = get_rng_states(CPU)
     DRAWS[since]()
-    found = pack_states(get_states(CPU))
-    assert are_equal(pack_states(swap_states(given, CPU)), found)
-    assert are_equal(pack_states(get_states(CPU)), pack_states(given))
+    found = pack_rng_states(get_rng_states(CPU))
+    assert are_equal(pack_rng_states(swap_rng_states(given, CPU)), found)
+    assert are_equal(pack_rng_states(get_rng_states(CPU)), pack_rng_states(given))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.data.resumable_loader import resumable
+from lightning_pipe.loops.data.resumable_loader import make_resumable
 from tests.loops.models import Rows
 
 LENGTH = 12
@@ -43,7 +43,7 @@ def first_values(batches: Any) -> list[list[int]]:
 
 def after_two_batches(dataset: Rows, **options: Any) -> tuple[dict[str, Any], list[list[int]]]:
     """The state of a loader after two batches, and the samples that follow; the generator is put back."""
-    loader: Any = resumable(DataLoader(dataset, batch_size=3, **options))
+    loader: Any = make_resumable(DataLoader(dataset, batch_size=3, **options))
     batches = iter(loader)
     next(batches), next(batches)
     state, generator = loader.state_dict(), random.getstate()
@@ -53,7 +53,7 @@ def after_two_batches(dataset: Rows, **options: Any) -> tuple[dict[str, Any], li
 
 
 def continued(state: dict[str, Any], dataset: Rows, **options: Any) -> list[list[int]]:
-    loader: Any = resumable(DataLoader(dataset, batch_size=3, **options))
+    loader: Any = make_resumable(DataLoader(dataset, batch_size=3, **options))
     loader.load_state_dict(state)
     return first_values(loader)
 
@@ -72,10 +72,10 @@ def test_a_sampler_that_gives_other_samples_when_it_is_repeated_is_an_error() ->
 @pytest.mark.parametrize("batch_size", [3, None], ids=["batches", "samples"])
 def test_a_dataset_of_another_length_is_an_error_where_its_order_differs(batch_size: int | None) -> None:
     torch.manual_seed(1)
-    loader: Any = resumable(DataLoader(Rows(LENGTH), batch_size=batch_size, shuffle=True))
+    loader: Any = make_resumable(DataLoader(Rows(LENGTH), batch_size=batch_size, shuffle=True))
     batches = iter(loader)
     next(batches), next(batches)
-    other: Any = resumable(DataLoader(Rows(LENGTH + 30), batch_size=batch_size, shuffle=True))
+    other: Any = make_resumable(DataLoader(Rows(LENGTH + 30), batch_size=batch_size, shuffle=True))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(SetupError, match="Give the dataloader the same dataset"):
         next(iter(other))

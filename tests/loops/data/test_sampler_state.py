@@ -57,12 +57,12 @@ def test_another_sampler_continues_where_one_was(kind: str, way: str) -> None:
     one, other = WAYS[way](KINDS[kind]()), WAYS[way](KINDS[kind]())
     of_one, of_other = SamplerState(one), SamplerState(other)
     order(one)
-    state = of_one.get()
+    state = of_one.get_state()
     expected = order(one), order(one)
-    of_other.put(state)
+    of_other.set_state(state)
     assert (order(other), order(other)) == expected
     # And the one itself goes back.
-    of_one.put(state)
+    of_one.set_state(state)
     assert (order(one), order(one)) == expected
 
 
@@ -71,7 +71,7 @@ def test_a_sampler_that_an_earlier_loader_has_used_keeps_what_that_one_changed()
     SamplerState(DataLoader(Rows(), sampler=used))
     order(DataLoader(Rows(), sampler=used))
     of_reloaded = SamplerState(DataLoader(Rows(), sampler=used))
-    SamplerState(DataLoader(Rows(), sampler=new)).put(of_reloaded.get())
+    SamplerState(DataLoader(Rows(), sampler=new)).set_state(of_reloaded.get_state())
     assert new.epoch == used.epoch == 1
 
 
@@ -80,9 +80,9 @@ def test_a_sampler_that_is_told_its_epoch_is_not_put_back_to_the_one_that_is_ove
     other = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 2, 0, shuffle=True))
     state, of_other = SamplerState(one), SamplerState(other)
     one.sampler.set_epoch(1)  # type: ignore[attr-defined]
-    ended = state.get(at_end=True)
+    ended = state.get_state(at_end=True)
     other.sampler.set_epoch(2)  # type: ignore[attr-defined]
-    of_other.put(ended)
+    of_other.set_state(ended)
     assert other.sampler.epoch == 2  # type: ignore[attr-defined]
 
 
@@ -117,5 +117,5 @@ def test_counters_that_are_made_or_set_in_an_iteration_continue() -> None:
     loader = DataLoader(Rows(), sampler=one)
     state = SamplerState(loader)
     order(loader)
-    SamplerState(DataLoader(Rows(), sampler=other)).put(state.get())
+    SamplerState(DataLoader(Rows(), sampler=other)).set_state(state.get_state())
     assert (other.last, other.share, other.made) == (3, 0.5, "late")

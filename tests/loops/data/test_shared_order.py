@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.data.random_streams import get_states, pack_states
-from lightning_pipe.loops.data.resumable_loader import draws_nothing, resumable
+from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states
+from lightning_pipe.loops.data.resumable_loader import draws_no_random_numbers, make_resumable
 from lightning_pipe.loops.data.resume import are_equal
-from lightning_pipe.loops.data.shared_order import batches_left, of_other_ranks, order_of
+from lightning_pipe.loops.data.shared_order import order_of, remaining_batches, reshard_loader_states
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
@@ -37,17 +37,17 @@ def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int
     state: Any = {"order": order_of(loader(0, first)), "given": 3}
     assert len(seen) == 3 * BATCH * first
 
-    (moved,) = of_other_ranks([state], 0, second) or [None]
+    (moved,) = reshard_loader_states([state], 0, second) or [None]
     assert moved is not None
     for rank in range(second):
-        of_rank: list[Any] = batches_left(moved | {"rank": rank}, Rows(ROWS), BATCH)
+        of_rank: list[Any] = remaining_batches(moved | {"rank": rank}, Rows(ROWS), BATCH)
         seen += [index for batch in of_rank[:2] for index in batch]
     state = moved | {"given": 2, "order": moved["left"] | {"batch": BATCH * second}}
 
     for rank in range(third):
-        (again,) = of_other_ranks([state], rank, third) or [None]
+        (again,) = reshard_loader_states([state], rank, third) or [None]
         assert again is not None
-        rest: list[Any] = batches_left(again, Rows(ROWS), BATCH)
+        rest: list[Any] = remaining_batches(again, Rows(ROWS), BATCH)
         seen += [index for batch in rest for index in batch]
     assert sorted(seen) == list(range(ROWS))
 
@@ -60,9 +60,9 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
 ) -> None:
     for trained in range(ROWS + 1):
         state: Any = {"order": order_of(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
-        (moved,) = of_other_ranks([state], 0, world) or [None]
+        (moved,) = reshard_loader_states([state], 0, world) or [None]
         assert moved is not None
-        ranks = [batches_left(moved | {"rank": rank}, Rows(ROWS), batch_size, drop_last) for rank in range(world)]
+        ranks = [remaining_batches(moved | {"rank": rank}, Rows(ROWS), batch_size, drop_last) for rank in range(world)]
         assert len({len(batches) for batches in ranks}) == 1
         seen = [index for batches in ranks for batch in batches for index in ([batch] if batch_size is None else batch)]  # type: ignore[union-attr]
         left = ROWS - trained
@@ -77,9 +77,9 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
 
 def test_samplers_with_an_order_for_each_rank_cannot_be_gone_on_with_by_others() -> None:
     assert order_of(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
-    assert of_other_ranks([{"created": {}, "begun": None, "given": 3, "order": None}], 0, 2) is None
-    assert of_other_ranks([None], 0, 2) is None
-    assert of_other_ranks([{"ended": ["state"]}], 0, 2) == [{"ended": []}]
+    assert reshard_loader_states([{"created": {}, "begun": None, "given": 3, "order": None}], 0, 2) is None
+    assert reshard_loader_states([None], 0, 2) is None
+    assert reshard_loader_states([{"ended": ["state"]}], 0, 2) == [{"ended": []}]
 
 
 # ---------------------------------------------------------------------- trainers
@@ -152,10 +152,10 @@ def test_a_rank_continues_again_and_again_where_its_share_was_left(
 ) -> None:
     def batches() -> DataLoader[Any]:
         sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Rows(ROWS), 3, 1, seed=4)
-        return resumable(DataLoader(sampler.dataset, batch_size, sampler=sampler))
+        return make_resumable(DataLoader(sampler.dataset, batch_size, sampler=sampler))
 
-    (state,) = of_other_ranks([{"given": 3, "order": order_of(loader(0, 2))}], 1, 3) or [None]
-    expected: list[Any] = batches_left(state or {}, Rows(ROWS), batch_size)
+    (state,) = reshard_loader_states([{"given": 3, "order": order_of(loader(0, 2))}], 1, 3) or [None]
+    expected: list[Any] = remaining_batches(state or {}, Rows(ROWS), batch_size)
     found: list[list[float]] = []
     for count in (*given, len(expected) - sum(given)):
         again: Any = batches()
@@ -215,11 +215,11 @@ WITH_WORKERS: dict[str, tuple[bool, Any]] = {
 @pytest.mark.parametrize("which", WITH_WORKERS)
 def test_a_loader_whose_workers_fetch_and_whose_sampler_draws_at_first_draws_nothing_more(which: str) -> None:
     draws_no_more, make = WITH_WORKERS[which]
-    made = resumable(make())
-    assert draws_nothing(made) == draws_no_more
+    made = make_resumable(make())
+    assert draws_no_random_numbers(made) == draws_no_more
     if draws_no_more:
         batches = iter(made)
         next(batches)
-        before = pack_states(get_states(torch.device("cpu")))
+        before = pack_rng_states(get_rng_states(torch.device("cpu")))
         assert len(list(batches)) == 3
-        assert are_equal(pack_states(get_states(torch.device("cpu"))), before)
+        assert are_equal(pack_rng_states(get_rng_states(torch.device("cpu"))), before)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
-from lightning_pipe.loops.programs.auto_program import AutoProgram, Exploration, PlanChoice
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice, PlanSearchOptions
 from tests.distributed import run_ranks
 
 
@@ -33,7 +33,7 @@ class Machine:
         self,
         clock: Clock,
         seconds: Mapping[str, float],
-        exploration: Exploration,
+        exploration: PlanSearchOptions,
         found: Sequence[str] = (),
         group: dist.ProcessGroup | None = None,
     ):
@@ -101,7 +101,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-FEW = Exploration(iterations=3, rounds=5, found=1, extra_rounds=0)  # with fewer rounds nothing that is found is tried
+FEW = PlanSearchOptions(
+    iterations=3, rounds=5, max_generated=1, extra_rounds=0
+)  # with fewer rounds nothing that is found is tried
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_it_goes_on_over_epochs_that_end_in_the_middle(clock: Clock) -> None:
 
 def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock: Clock) -> None:
     for above, again in ((None, 1), (2.0, 2)):
-        machine = Machine(clock, {"serial": 2, "ahead": 1}, Exploration(3, 2, 0, above, 0))
+        machine = Machine(clock, {"serial": 2, "ahead": 1}, PlanSearchOptions(3, 2, 0, above, 0))
         machine.epoch(range(100))
         machine.seconds = {"serial": 4, "ahead": 50}
         machine.epoch(range(50))
@@ -196,7 +198,7 @@ def test_all_ranks_try_the_plans_of_the_first() -> None:
 
 
 def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Clock) -> None:
-    exploration = Exploration(iterations=3, rounds=5, found=1, replan_above=2.0, extra_rounds=0)
+    exploration = PlanSearchOptions(iterations=3, rounds=5, max_generated=1, replan_above=2.0, extra_rounds=0)
     machine = Machine(clock, {"serial": 9, "ahead": 8, "auto_1": 5}, exploration, ["auto_1"])
     machine.epoch(range(200))
     assert machine.choices[0].plan.schedule["Copy"].stage == 2
@@ -212,7 +214,7 @@ def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Cl
 
 def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
     # A pipeline that fills fetches more than once, one that drains not at all; and a loader's workers have to start.
-    machine = Machine(clock, {}, Exploration(1, 8, 1, extra_rounds=0), ["auto_1"])
+    machine = Machine(clock, {}, PlanSearchOptions(1, 8, 1, extra_rounds=0), ["auto_1"])
     machine.fetch, machine.start = 10.0, 100.0
     epochs = [range(20 * epoch, 20 * epoch + 4 + epoch % 7) for epoch in range(70)]
     for epoch in epochs:
@@ -234,7 +236,7 @@ def test_training_that_ends_before_says_that_no_plan_was_chosen(clock: Clock, ca
 
 
 def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) -> None:
-    exploration = Exploration(1, 5, 3, extra_rounds=4)
+    exploration = PlanSearchOptions(1, 5, 3, extra_rounds=4)
     names = ["auto_1", "auto_2", "auto_3"]
     found = {"auto_1": 7.0, "auto_2": 20.0, "auto_3": 7.0}
     machine = Machine(clock, {"serial": 7.0, "ahead": 20.0, **found}, exploration, names)
@@ -257,4 +259,4 @@ def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) ->
 )
 def test_numbers_that_make_no_exploration_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="expected"):
-        Exploration(**arguments)
+        PlanSearchOptions(**arguments)

@@ -17,7 +17,7 @@ def test_the_next_batch_is_moved_while_the_caller_trains_this_one() -> None:
     source = iter("abc")
     assert program.begin(source).batch == "A"
     assert moved == ["a", "b"]
-    assert program.steps_whole_batch
+    assert program.trains_in_one_task
     program.begin_step()
     program.end_step()
     program.finish()

@@ -60,7 +60,7 @@ class Log:
         program = self.program
         ctx = program.begin(source)
         self.calls.append(("hooks", ctx.iter_idx))
-        program.give_step(lambda: f"output of {ctx.batch}")
+        program.set_training_step(lambda: f"output of {ctx.batch}")
         program.pipeline.run_until(program.forward)
         output = ctx.output
         program.run_backward(lambda: self.calls.append(("backward", ctx.iter_idx)))
@@ -97,10 +97,10 @@ def test_hooks_come_after_the_transfer_ahead_and_the_step_is_the_callers(log: Lo
 
 def test_an_optimiser_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
     log.program.begin(iter("ab"))
-    log.program.give_step(lambda: "loss")
+    log.program.set_training_step(lambda: "loss")
     log.program.pipeline.run_until(log.program.forward)
     with pytest.raises(SetupError, match=r"closure a second time.*LBFGS.*strategy='pipeline'"):
-        log.program.give_step(lambda: "loss")
+        log.program.set_training_step(lambda: "loss")
 
 
 def test_batches_that_are_abandoned_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:

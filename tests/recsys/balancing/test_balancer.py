@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import BatchBalancer
 from lightning_pipe.recsys.balancing.balancer import BalanceReport
-from lightning_pipe.recsys.balancing.samples import take_apart
+from lightning_pipe.recsys.balancing.samples import locate_sample_tensors
 from lightning_pipe.recsys.tasks.options import make_balancer
 from tests.distributed import run_ranks
 from tests.recsys.balancing_cases import COUNTS, batch_of, every_kind, faults, padded, samples_of
@@ -78,7 +78,7 @@ def test_padding_stays_at_the_end_and_is_not_exchanged() -> None:
 
 def test_what_is_in_a_part_that_stays_stays_too() -> None:
     batch = {"number": torch.arange(3), "stats": {"mean": torch.zeros(3), "names": ["x", "y", "z"]}}
-    samples = take_apart(batch, keep=["batch['stats']"])
+    samples = locate_sample_tensors(batch, keep=["batch['stats']"])
     assert [name for name, _ in samples.description] == ["batch['number']"]
 
 

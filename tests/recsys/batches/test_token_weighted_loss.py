@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.recsys import TokenCount, token_weighted_mean
-from lightning_pipe.recsys.batches.pieces import walk
+from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 
@@ -121,4 +121,4 @@ def test_one_process_needs_no_group() -> None:
 
 def test_a_count_in_a_batch_is_no_part_of_its_samples() -> None:
     batch = {"ids": torch.zeros(1), "tokens": TokenCount(1)}
-    assert [str(path[0]) for path, _ in walk(batch)] == ["['ids']"]
+    assert [str(path[0]) for path, _ in iterate_leaves(batch)] == ["['ids']"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dense.dense_optimizer import TableParameters, learning_rate_factor, take_tables_out
+from lightning_pipe.recsys.dense.dense_optimizer import TableParameters, learning_rate_factor, remove_table_parameters
 from tests.recsys.sharding_cases import MOVIES, USERS, make_batch, make_model, shard, tables_of
 
 
@@ -26,10 +26,10 @@ def test_tables_are_taken_out_of_every_group_and_named_once() -> None:
     tables.add_sharded("movies", movies)
     groups: list[dict[str, Any]] = [{"params": [users, weight]}, {"params": [bias, movies], "lr": 0.5}]
     optimizer = torch.optim.Adam(groups)
-    assert take_tables_out(optimizer, tables) == ["users", "movies"]
+    assert remove_table_parameters(optimizer, tables) == ["users", "movies"]
     assert [group["params"] for group in optimizer.param_groups] == [[weight], [bias]]
     assert optimizer.param_groups[1]["lr"] == 0.5
-    assert take_tables_out(optimizer, tables) == []
+    assert remove_table_parameters(optimizer, tables) == []
 
 
 def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive() -> None:
@@ -38,7 +38,7 @@ def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive()
     tables.add_sharded("users", after)
     tables.add_original("users", before)
     optimizer = torch.optim.SGD([before, after, weight], lr=0.1)
-    assert take_tables_out(optimizer, tables) == ["users"]
+    assert remove_table_parameters(optimizer, tables) == ["users"]
     assert optimizer.param_groups[0]["params"] == [weight]
     gone = weakref.ref(before)
     del before, optimizer
@@ -52,7 +52,7 @@ def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_
     tables.add_sharded("users", users)
     optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [users]}])
     with pytest.raises(SetupError, match=r"group 1 of the optimizer torch.optim.Adagrad holds .* \(users\)"):
-        take_tables_out(optimizer, tables)
+        remove_table_parameters(optimizer, tables)
     assert [group["params"] for group in optimizer.param_groups] == [[weight], [users]]
     assert len(optimizer.state) == 2
 
@@ -63,7 +63,7 @@ def test_an_optimiser_over_all_parameters_of_a_sharded_module_trains_the_dense_o
     originals = tables_of(model)
     sharded = shard(model)
     optimizer = torch.optim.SGD([*model.parameters(), *originals.values()], lr=0.1)
-    assert set(take_tables_out(optimizer, sharded.table_parameters())) == set(sharded.tables)
+    assert set(remove_table_parameters(optimizer, sharded.table_parameters())) == set(sharded.tables)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for _, p in sharded.dense_parameters()]
     model(*make_batch(0, 0)).backward()
     before = sharded.full_table(USERS), sharded.full_table(MOVIES)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dense.dense_values import materialize_dense, unfillable
+from lightning_pipe.recsys.dense.dense_values import check_dense_initializable, materialize_dense
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def filled(module: nn.Module, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        unfillable(module, set())
+        check_dense_initializable(module, set())
         materialize_dense(module, set(), CPU)
     return module
 
@@ -56,4 +56,4 @@ def test_tensors_on_the_meta_device_that_nothing_fills_are_named() -> None:
     module.inner = nn.Module()
     module.inner.register_buffer("scale", torch.empty(2, device="meta"))
     with pytest.raises(SetupError, match=r"inner\.scale is on the meta device, and Module has no reset_parameters"):
-        unfillable(module, set())
+        check_dense_initializable(module, set())

@@ -15,10 +15,10 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both ways, for what is made in the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_PIPE_NATIVE", "1" if request.param == "compiled" else "0")
-        native.library.cache_clear()
-        assert (native.library() is not None) == (request.param == "compiled")
+        native.load_native_library.cache_clear()
+        assert (native.load_native_library() is not None) == (request.param == "compiled")
         yield request.param
-    native.library.cache_clear()
+    native.load_native_library.cache_clear()
 
 
 @pytest.fixture(scope="package")

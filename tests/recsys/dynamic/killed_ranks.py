@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import lightning_pipe.recsys.dynamic
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.dynamic.store.commit import commit_together, open_together
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.commit import commit_on_all_ranks, open_store_at_newest_version
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
 from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump
 from tests.patience import HANG
@@ -120,10 +120,10 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     # What a rank does that waits for others to join is not of this package.
     group = join(here)
     with _killed(here.rank, kill) as counted:
-        store = open_together(lambda: make(Path(folder), here.rank), group)
+        store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
         for version in range(store.state.committed + 1, versions + 1):
             apply(store, version, here.rank)
-            commit_together(store, group, {"step": str(version)})
+            commit_on_all_ranks(store, group, {"step": str(version)})
             _note(Path(folder), here.rank, f"committed {version}")
         apply(store, versions + 1, here.rank)
         store.close()
@@ -135,7 +135,7 @@ class _Cached:
 
     def __init__(self, shared: SharedStore, table: str, changes: list[Change]) -> None:
         self._below, self._changes = StoredTable(shared, table), changes
-        self.keep, self.kept = self._below.keep, self._below.kept
+        self.keep, self.kept = self._below.write_changes, self._below.mark_stored
 
     def copy_changes(self) -> list[Change]:
         return self._changes
@@ -161,7 +161,7 @@ def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> i
     group = join(here)
     behind: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG))
     with _killed(here.rank, kill) as counted, ThreadPoolExecutor(1) as pool:
-        store = open_together(lambda: make(Path(folder), here.rank), group)
+        store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
         shared = SharedStore(store)
         pending: Future[None] | None = None
         for version in range(store.state.committed + 1, versions + 1):
@@ -183,7 +183,7 @@ def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> i
 def train_on_after_a_failed_commit(here: Here, folder: str) -> str:
     """The store of rank 1 cannot commit the first version, and can the second; returns the first one's error."""
     group = join(here)
-    store: Any = open_together(lambda: make(Path(folder), here.rank), group)
+    store: Any = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
     commit, message = store.commit, ""
 
     def fails(version: int) -> None:
@@ -195,7 +195,7 @@ def train_on_after_a_failed_commit(here: Here, folder: str) -> str:
     for version in (1, 2):
         apply(store, version, here.rank)
         try:
-            commit_together(store, group, {"step": str(version)})
+            commit_on_all_ranks(store, group, {"step": str(version)})
         except SetupError as error:
             message = str(error)
     _note(Path(folder), here.rank, "committed 2")
@@ -206,7 +206,7 @@ def train_on_after_a_failed_commit(here: Here, folder: str) -> str:
 def look(here: Here, folder: str) -> Seen:
     """Opens the stores of all ranks and says what is in this rank's."""
     group = join(here)
-    store = open_together(lambda: make(Path(folder), here.rank), group)
+    store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
     seen = see(store)
     store.close()
     return seen

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
 
 
 class MemoryStore(RowStore):
@@ -30,10 +30,10 @@ class MemoryStore(RowStore):
     def state(self) -> StoreState:
         return StoreState(0, None)
 
-    def join(self, part: RunPart) -> None:
+    def join_run(self, part: StoreIdentity) -> None:
         raise NotImplementedError
 
-    def settle(self, version: int) -> None:
+    def recover(self, version: int) -> None:
         raise NotImplementedError
 
     def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
-from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
 from tests.recsys.dynamic.memory_store import MemoryStore
 
 CAPACITY = 4
@@ -50,7 +50,7 @@ class Table:
         ticket = self.prefetch(*ids)
         self.cache.begin(ticket, step)
         self.backward(ticket)
-        self.cache.trained(ticket)
+        self.cache.end_trained(ticket)
 
     def look(self, *ids: int) -> list[tuple[float, float]]:
         """First weight and state, as an evaluation sees them."""

@@ -22,11 +22,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm, row_gradients
-from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, check_capturable, check_tables_wait
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, check_capturable, check_trainable_after_dense_step
 from lightning_pipe.recsys.modules.call_arguments import PostprocessResults
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Inputs
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleInputs
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from tests.distributed import run_ranks
@@ -252,7 +252,7 @@ def _norms(case: NormCase) -> tuple[list[float], list[str]]:
             loss = model.module(batch)
         loss.backward()
         before = {name: model.full_table(name) for name in model.tables}
-        rewrite.tables_backward.begin(embeddings, case.agree_unused)
+        rewrite.tables_backward.run_to_kernels(embeddings, case.agree_unused)
         assert embeddings.kernel_gradients is not None
         assert not (case.agree_unused and len(embeddings.kernel_gradients.calls) != 2)  # of a and b, not c
         norm = model.table_gradient_norm(embeddings.kernel_gradients)
@@ -327,7 +327,7 @@ def test_a_discarded_batch_leaves_neither_gradients_nor_a_counted_step(one_rank:
     before = {name: model.full_table(name) for name in model.tables}
     with rewrite.recording(batch) as embeddings:
         model.module(batch).backward()
-    rewrite.tables_backward.begin(embeddings)
+    rewrite.tables_backward.run_to_kernels(embeddings)
     assert embeddings.kernel_gradients is not None
     replicated = embeddings.kernel_gradients.replicated
     assert len(replicated) == 2
@@ -339,10 +339,10 @@ def test_a_discarded_batch_leaves_neither_gradients_nor_a_counted_step(one_rank:
     kernels = [one for module in model.sharded_modules.values() for one in fused_kernels(module)]
     assert [(int(one.iter), int(one.iter_cpu)) for one in kernels] == [(0, 0)] * len(kernels)
     # A batch that is trained counts, and one that is only evaluated has nothing to take back.
-    with rewrite.serving(Embeddings(Inputs(batch, PostprocessResults({}))), batch) as embeddings:
+    with rewrite.serving(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings:
         model.module(batch).backward()
     rewrite.backward(embeddings)
-    with torch.no_grad(), rewrite.serving(Embeddings(Inputs(batch, PostprocessResults({}))), batch) as embeddings:
+    with torch.no_grad(), rewrite.serving(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings:
         model.module(batch)
     rewrite.tables_backward.discard(embeddings)
     assert [(int(one.iter), int(one.iter_cpu)) for one in kernels] == [(1, 1)] * len(kernels)
@@ -422,7 +422,7 @@ def refused(rank: int, world_size: int) -> dict[str, Any]:
     processed = sharded(Case(Processed))
     for name, function in (
         ("processed", lambda: ModelRewrite(processed.module, split_backward=True)),
-        ("processed, trained late", lambda: check_tables_wait(processed.sharded_modules)),
+        ("processed, trained late", lambda: check_trainable_after_dense_step(processed.sharded_modules)),
     ):
         try:
             function()

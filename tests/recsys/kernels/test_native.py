@@ -13,25 +13,25 @@ from lightning_pipe.recsys.kernels import native
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    native.library.cache_clear()
+    native.load_native_library.cache_clear()
     yield
-    native.library.cache_clear()
+    native.load_native_library.cache_clear()
 
 
 def test_the_library_is_built_where_there_is_a_compiler() -> None:
-    found = native.library()
+    found = native.load_native_library()
     assert isinstance(found, ctypes.CDLL)
 
 
 def test_the_environment_can_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_PIPE_NATIVE", "0")
-    assert native.library() is None
+    assert native.load_native_library() is None
 
 
 def test_a_library_of_another_version_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.warns(UserWarning, match="must have version 0, got"):
-        assert native.library() is None
+        assert native.load_native_library() is None
 
 
 def test_a_broken_file_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,4 +40,4 @@ def test_a_broken_file_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPa
     (tmp_path / "csrc" / f"_native{suffix}").write_bytes(b"no library")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     with pytest.warns(UserWarning, match="cannot be loaded"):
-        assert native.library() is None
+        assert native.load_native_library() is None

@@ -15,7 +15,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import optim as torchrec_optim
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
+from lightning_pipe.recsys.kernels.table_optimizer import (
+    SparseOptimizerConfig,
+    TableOptimizerSpec,
+    resolve_table_optimizer,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -24,8 +28,8 @@ def table() -> nn.Parameter:
     return nn.Parameter(torch.zeros(4, 4))
 
 
-def resolve(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) -> TableOptimizer:
-    default = SparseOptimizer.from_config({"class_path": optimizer_class, "init_args": arguments})
+def resolve(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) -> TableOptimizerSpec:
+    default = SparseOptimizerConfig.from_config({"class_path": optimizer_class, "init_args": arguments})
     found = resolve_table_optimizer("ebc.users", table(), default, device)
     assert found is not None
     return found
@@ -38,12 +42,12 @@ def refusal(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) 
 
 
 def test_hyper_parameters_not_given_are_the_class_s_own_and_are_passed_to_the_kernel() -> None:
-    assert resolve("torch.optim.SGD").fused_arguments() == {"learning_rate": 0.001}
-    assert resolve("torch.optim.Adagrad").fused_arguments() == {"learning_rate": 0.01, "eps": 1e-10}
-    assert resolve(torchrec_optim.RowWiseAdagrad, lr=1).fused_arguments() == {"learning_rate": 1, "eps": 1e-10}
+    assert resolve("torch.optim.SGD").optimizer_kwargs() == {"learning_rate": 0.001}
+    assert resolve("torch.optim.Adagrad").optimizer_kwargs() == {"learning_rate": 0.01, "eps": 1e-10}
+    assert resolve(torchrec_optim.RowWiseAdagrad, lr=1).optimizer_kwargs() == {"learning_rate": 1, "eps": 1e-10}
 
 
-def in_backward(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) -> TableOptimizer:
+def in_backward(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) -> TableOptimizerSpec:
     """As given by ``apply_optimizer_in_backward``."""
     parameter = table()
     parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer_class], [arguments]  # type: ignore[attr-defined]
@@ -73,7 +77,7 @@ def test_in_torchrec_s_way_those_not_given_are_the_kernel_s_and_named_where_the_
     optimizer_class: Any, names: set[str], left_out: dict[str, Any]
 ) -> None:
     found = in_backward(optimizer_class, CUDA)
-    assert found.fused_arguments() == {name: KERNELS[name] for name in names}
+    assert found.optimizer_kwargs() == {name: KERNELS[name] for name in names}
     assert found.left_out == left_out
     assert in_backward(optimizer_class, CUDA, lr=0.3).learning_rate == 0.3
     assert "lr" not in in_backward(optimizer_class, CUDA, lr=0.3).left_out
@@ -81,7 +85,7 @@ def test_in_torchrec_s_way_those_not_given_are_the_kernel_s_and_named_where_the_
 
 def test_in_torchrec_s_way_arguments_may_have_the_kernel_s_names() -> None:
     found = in_backward(torch.optim.Adam, CUDA, learning_rate=0.2, beta1=0.7, eps=1e-6)
-    assert found.fused_arguments() == {"learning_rate": 0.2, "beta1": 0.7, "beta2": KERNELS["beta2"], "eps": 1e-6}
+    assert found.optimizer_kwargs() == {"learning_rate": 0.2, "beta1": 0.7, "beta2": KERNELS["beta2"], "eps": 1e-6}
     assert found.left_out == {}
     with pytest.raises(SetupError, match=r"got lr and learning_rate, which have the same meaning"):
         in_backward(torch.optim.SGD, lr=0.1, learning_rate=0.2)
@@ -91,7 +95,7 @@ def test_in_torchrec_s_way_arguments_may_have_the_kernel_s_names() -> None:
 
 def test_arguments_at_their_defaults_and_choices_of_implementation_are_accepted() -> None:
     found = resolve("torch.optim.SGD", lr=0.1, momentum=0, nesterov=False, foreach=False, weight_decay=0.0)
-    assert found.fused_arguments() == {"learning_rate": 0.1}
+    assert found.optimizer_kwargs() == {"learning_rate": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -150,14 +154,14 @@ def test_adam_has_no_kernel_on_cpu_and_the_message_says_what_has() -> None:
 def test_adam_on_cuda_is_accepted_once_all_of_it_is_said() -> None:
     assert "betas, eps" in refusal("torch.optim.Adam", CUDA, lr=0.1)
     found = resolve("torch.optim.Adam", CUDA, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
-    assert found.fused_arguments() == {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
-    assert found.step_class is None  # stepping a whole table would be another optimizer
+    assert found.optimizer_kwargs() == {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    assert found.unfused_class is None  # stepping a whole table would be another optimizer
     assert "weight_decay=0.1" in refusal("torch.optim.Adam", CUDA, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
 
 
 def test_torchrec_s_placeholders_stand_for_torch_s_classes_and_have_no_defaults() -> None:
     found = resolve(torchrec_optim.SGD, lr=0.1)
-    assert found.step_class is torch.optim.SGD
+    assert found.unfused_class is torch.optim.SGD
     assert "requires lr, eps" in refusal(torchrec_optim.Adagrad)
 
 
@@ -169,7 +173,7 @@ def test_an_optimiser_of_its_own_comes_before_the_default() -> None:
     parameter = table()
     arguments = {"lr": 0.3}
     _apply_optimizer_in_backward(torch.optim.Adagrad, [parameter], arguments)
-    default = SparseOptimizer(torch.optim.SGD, {"lr": 0.1})
+    default = SparseOptimizerConfig(torch.optim.SGD, {"lr": 0.1})
     found = resolve_table_optimizer("users", parameter, default, CPU)
     assert found is not None
     assert (found.name, found.learning_rate) == ("torch.optim.Adagrad", 0.3)
@@ -197,4 +201,4 @@ def test_two_optimisers_on_one_table_are_refused() -> None:
 )
 def test_a_configuration_that_says_no_optimiser_is_refused(config: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        SparseOptimizer.from_config(config)
+        SparseOptimizerConfig.from_config(config)

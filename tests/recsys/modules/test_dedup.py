@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.modules.dedup import deduplicated
+from lightning_pipe.recsys.modules.dedup import deduplicate_ids
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingCollection, DynamicTable
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from tests.distributed import run_ranks
@@ -52,7 +52,7 @@ WIDTH, ROWS, SAMPLES = 8, 500, 32
 def test_each_table_sends_its_ids_once_and_knows_their_places() -> None:
     ids = [7, 3, 7, 3, 3, 9, 3, 8]  # six of two features of a table, and two of another table
     features = KeyedJaggedTensor(["a", "b", "c"], torch.tensor(ids), lengths=torch.tensor([2, 1, 0, 3, 0, 2]))
-    sent, places = deduplicated(features, [(10, 2), (10, 1)])
+    sent, places = deduplicate_ids(features, [(10, 2), (10, 1)])
     assert sent.values().tolist() == [3, 7, 9, 3, 8]
     assert sent.values()[places].tolist() == ids
     assert sent.keys() == features.keys()
@@ -63,14 +63,14 @@ def test_each_table_sends_its_ids_once_and_knows_their_places() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_keep_their_type_and_features_may_be_empty(dtype: torch.dtype) -> None:
     features = KeyedJaggedTensor(["a", "b"], torch.tensor([], dtype=dtype), lengths=torch.zeros(4, dtype=dtype))
-    sent, places = deduplicated(features, [(10, 1), (10, 1)])
+    sent, places = deduplicate_ids(features, [(10, 1), (10, 1)])
     assert (sent.values().dtype, sent.lengths().dtype) == (dtype, dtype)
     assert (sent.lengths().tolist(), places.tolist()) == ([0, 0, 0, 0], [])
 
 
 def test_an_id_outside_of_its_table_is_no_row_of_another_table() -> None:
     features = KeyedJaggedTensor(["a", "b"], torch.tensor([12, -5, 1, 2]), lengths=torch.tensor([3, 1]))
-    sent, places = deduplicated(features, [(10, 1), (10, 1)])
+    sent, places = deduplicate_ids(features, [(10, 1), (10, 1)])
     assert sent.values()[places].tolist() == [10, -1, 1, 2]
     assert sent.length_per_key() == [3, 1]
 

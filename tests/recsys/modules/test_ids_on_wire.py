@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.modules.ids_on_wire import narrowed, sends_int32
+from lightning_pipe.recsys.modules.ids_on_wire import narrow_ids, sends_int32
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES as TRAINED
@@ -49,7 +49,7 @@ LARGEST, LEAST = torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min
 )
 def test_an_id_outside_of_int32_stays_outside_of_every_table(before: int, after: int) -> None:
     for ids in (torch.tensor([0, before]), torch.tensor([0, before]).repeat(2**16)):  # at once, and in pieces
-        sent = narrowed(ids)
+        sent = narrow_ids(ids)
         assert sent.dtype == torch.int32
         assert sent[:2].tolist() == [0, after]
         assert torch.equal(sent, sent[:2].repeat(len(ids) // 2))

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.rewrite.sharded_modules import lengths_summed
+from lightning_pipe.recsys.rewrite.sharded_modules import sum_lengths_on_host
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
     Bags,
@@ -304,7 +304,7 @@ def test_a_copy_takes_sums_of_lengths_along_that_the_loaders_batch_does_not_keep
     used, other = (KeyedJaggedTensor(keys, torch.arange(4), lengths=lengths) for keys in (["f", "g"], ["x", "y"]))
     stated = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths, length_per_key=[3, 1])
     sharded: Any = [Named("bags", ["f", "g"])]
-    with lengths_summed(sharded, {"used": used, "other": other, "stated": stated}):
+    with sum_lengths_on_host(sharded, {"used": used, "other": other, "stated": stated}):
         copies = [features.to(torch.device("cpu")) for features in (used, other, stated)]
     assert [copy.length_per_key_or_none() for copy in copies] == [[3, 1], None, [3, 1]]
     assert used.length_per_key_or_none() is None
@@ -312,7 +312,7 @@ def test_a_copy_takes_sums_of_lengths_along_that_the_loaders_batch_does_not_keep
     wrong = KeyedJaggedTensor(["f", "g"], torch.arange(3), lengths=lengths)
     with (
         pytest.raises(InputError, match="'bags' have 3 ids, but their lengths add up to 4"),
-        lengths_summed(sharded, wrong),
+        sum_lengths_on_host(sharded, wrong),
     ):
         pass
     assert wrong.length_per_key_or_none() is None

@@ -15,9 +15,9 @@ from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
     FEATURES,
@@ -459,8 +459,8 @@ class Prefetches:
             self.count += 1
 
         monkeypatch.setattr(type(module), "prefetch", prefetch)
-        monkeypatch.setattr(Sharded, "device", torch.device("cuda"))
-        self.entry = Sharded("a", module, False, "auto")
+        monkeypatch.setattr(ShardedModuleEntry, "device", torch.device("cuda"))
+        self.entry = ShardedModuleEntry("a", module, False, "auto")
 
     def called(self, splits_backward: bool = False) -> int:
         self.entry.prefetch(None, None, None, splits_backward)

@@ -13,7 +13,13 @@ from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, Layout, SplitsRequest, fusing, parts_of
+from lightning_pipe.recsys.rewrite.input_dist import (
+    FusableAllToAll,
+    SplitsLayout,
+    SplitsRequest,
+    defer_input_dists,
+    parts_of,
+)
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -86,11 +92,11 @@ def exchanged(rank: int, world: int) -> dict[str, tuple[Any, Any]]:
                     expected = content(plain[0], theirs)
                     fusable = FusableAllToAll(all_to_all, group, int32)
                     made = features(**{"weighted": False, "variable": False, **case}, known=known)
-                    with fusing():
+                    with defer_input_dists():
                         request: Any = KJTListSplitsAwaitable([fusable(made)], ours)
                     (part,) = parts_of(request)
                     part.route.variable = part.variable
-                    layout = Layout([part.route], CPU)
+                    layout = SplitsLayout([part.route], CPU)
                     sizes = SplitsRequest(layout, {"module": request}, {"module": ours})
                     for again in (False, True):
                         received = sizes.wait()["module"].wait()[0]

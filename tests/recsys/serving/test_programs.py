@@ -21,7 +21,7 @@ from torchrec import (
 )
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.recsys.serving.flat_batch import FlatBatch, Scorer
+from lightning_pipe.recsys.serving.batch_spec import BatchSpec, Scorer
 from lightning_pipe.recsys.serving.programs import write_aoti, write_quantized, write_torch_export
 from tests.patience import HANG
 from tests.strategies.cases import IDS, Batch, Clicks, Dlrm, Mixed, Pooled, Rows, Sequenced, collate
@@ -44,9 +44,9 @@ def batches() -> list[Batch]:
     return [collate([Rows()[row] for row in rows]) for rows in (range(4), range(4, 11), range(11, 12))]
 
 
-def scores_in_a_fresh_process(kind: str, file: Path, form: FlatBatch) -> list[Tensor]:
+def scores_in_a_fresh_process(kind: str, file: Path, form: BatchSpec) -> list[Tensor]:
     given, found = file.with_name("given.pt"), file.with_name("found.pt")
-    torch.save([form.tensors(batch) for batch in batches()], given)
+    torch.save([form.flatten(batch) for batch in batches()], given)
     program = _SCORE.format(load=LOADERS[kind])
     subprocess.run([sys.executable, "-c", program, str(file), str(given), str(found)], check=True, timeout=HANG)
     scores: list[Tensor] = torch.load(found)
@@ -111,7 +111,7 @@ def test_weights_that_the_model_does_not_read_are_no_input(collection: Any, tmp_
     program = torch.export.load(file).module()
     with torch.no_grad():
         for count in (0, 1, 2, 5):
-            assert torch.equal(program(*form.tensors(weighted(count))), model(weighted(count)))
+            assert torch.equal(program(*form.flatten(weighted(count))), model(weighted(count)))
     assert write_torch_export(OneKey(), weighted(3), file).names[2:] == ["batch.weights"]
 
 
@@ -135,7 +135,7 @@ def test_a_batch_may_have_one_id_or_none(kind: str, tmp_path: Path) -> None:
     program = torch._inductor.aoti_load_package(file) if kind == "aoti" else torch.export.load(file).module()
     with torch.no_grad():
         for count in (0, 1, 2):
-            found = program(*form.tensors(weighted(count)))
+            found = program(*form.flatten(weighted(count)))
             assert torch.allclose(found, model(weighted(count)), rtol=0, atol=1e-6)
 
 
@@ -183,7 +183,7 @@ def test_quantized_tables_change_scores_by_less_than_their_steps_allow(bits: int
 
 
 def test_inputs_are_described_for_a_server() -> None:
-    form = FlatBatch(batches()[0])
+    form = BatchSpec(batches()[0])
     described = form.description(batches()[0], trained(Mixed))
     assert described["keys"] == {"sparse": ["friend", "item", "past", "user"], "tags": ["tag"]}
     shapes = {one["name"]: (one["type"], one["shape"]) for one in described["inputs"]}
@@ -208,9 +208,9 @@ def test_a_batch_in_any_nest_is_made_again_from_its_tensors(wrap: Callable[[Any]
             inner = batch["a"][0] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
             return inner.dense.sum(1) + inner.sparse["item"].lengths()
 
-    form = FlatBatch(wrap(batches()[0]))
+    form = BatchSpec(wrap(batches()[0]))
     for batch in batches():
-        assert torch.equal(Scorer(Reads(), form)(*form.tensors(wrap(batch))), Reads()(wrap(batch)))
+        assert torch.equal(Scorer(Reads(), form)(*form.flatten(wrap(batch))), Reads()(wrap(batch)))
 
 
 def test_what_cannot_be_exported_is_refused_with_the_way_on(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_cannot_be_exported_is_refused_with_the_way_on(tmp_path: Path) -> N
     ):
         write_quantized(narrow, batches()[0], tmp_path / "model.pt", 4)
     with pytest.raises(InputError, match="expected a batch with tensors"):
-        FlatBatch("text")
+        BatchSpec("text")
     jagged = replace(batches()[0], dense=batches()[0].sparse["item"])
     with pytest.raises(InputError, match="dense is a JaggedTensor"):
-        FlatBatch(jagged)
+        BatchSpec(jagged)

@@ -16,10 +16,10 @@ from lightning_pipe._compat.torchrec import kernels_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import find_tables
 from lightning_pipe.recsys.sharding.cached_tables import read_fused_params, with_cache_params
-from lightning_pipe.recsys.sharding.planning import OrderedEnumerator
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
-from tests.recsys.sharding.test_planning import one_shard, plan
+from lightning_pipe.recsys.sharding.sharding_plan import OrderedEnumerator
+from tests.recsys.sharding.test_sharding_plan import one_shard, plan
 from tests.recsys.sharding_cases import make_model, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -13,7 +13,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheAlgorithm
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, resolve_table_optimizer
+from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig, resolve_table_optimizer
 from lightning_pipe.recsys.modules.tables import Table, find_tables
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology
 from tests.recsys.sharding_cases import ADAGRAD, ROW_WISE_ADAGRAD, Model, Processed
@@ -23,7 +23,7 @@ ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1, "betas": (0.9
 
 
 def tables(optimizer: dict[str, Any] = ADAGRAD, device: str = "cpu", kind: Any = Model) -> list[Table]:
-    default = SparseOptimizer.from_config(optimizer)
+    default = SparseOptimizerConfig.from_config(optimizer)
     return [
         replace(table, optimizer=resolve_table_optimizer(table.name, parameter, default, torch.device(device)))
         for table, parameter in find_tables(kind())

@@ -72,7 +72,7 @@ def groups_of(count: int, sync_every: int | None = None) -> ReplicaGroups:
 def step(model: ShardedModel, number: int, rank: int) -> None:
     model.module(*make_batch(number, rank)).backward()
     assert model.replicas is not None
-    model.replicas.stepped()
+    model.replicas.step()
 
 
 def from_one_model(rank: int, kinds: tuple[str, str]) -> float:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.network import Collective
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.task import PipelineTask
-from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.plans.recsys_plans import PLANS
 from lightning_pipe.recsys.tasks.actions import DENSE_PARAMETERS
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
 from lightning_pipe.recsys.tasks.declarations import TASKS
@@ -73,9 +73,9 @@ def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not()
 
 def test_with_sizes_a_network_gives_the_seconds() -> None:
     sent = {
-        "EmbForward": Message("all_to_all", 1e6),
-        "DenseBackward": Message("all_reduce", 2e6),
-        "LossPostprocess": Message("all_reduce", 4),
+        "EmbForward": Collective("all_to_all", 1e6),
+        "DenseBackward": Collective("all_reduce", 2e6),
+        "LossPostprocess": Collective("all_reduce", 4),
     }
     costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS, sent=sent)
     assert costs["EmbForward"] == TaskCost(3.0, background=sent["EmbForward"], waited_by="EmbForward")
@@ -99,7 +99,7 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
 def test_where_rows_are_slow_a_plan_is_proposed_that_is_predicted_to_be_faster_than_the_hand_written_ones() -> None:
     by_hand = [SERIAL, BASE, THREADED, PREFETCH, FUSED]
     costs, machine = recsys_costs(SLOW_ROWS, peers=True, device=CPU), recsys_machine(CPU, 0.5)
-    plans = propose_plans(by_hand, SLOW_ROWS, 0.5, max_in_flight=3, peers=True, device=CPU, keep=2)
+    plans = propose_plans(by_hand, SLOW_ROWS, 0.5, max_in_flight=3, peers=True, device=CPU, max_plans=2)
     assert len(plans) == 2
     assert seconds(plans[0], costs, machine) < min(seconds(plan, costs, machine) for plan in by_hand)
 
@@ -107,7 +107,7 @@ def test_where_rows_are_slow_a_plan_is_proposed_that_is_predicted_to_be_faster_t
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_proposed_plans_leave_the_trained_batch_and_its_hooks_in_their_place(device: torch.device) -> None:
     by_hand = [SERIAL, BASE, THREADED, PREFETCH]
-    plans = propose_plans(by_hand, SLOW_ROWS, 0.0, max_in_flight=3, peers=True, device=device, keep=20)
+    plans = propose_plans(by_hand, SLOW_ROWS, 0.0, max_in_flight=3, peers=True, device=device, max_plans=20)
     assert plans
     for plan in plans:
         assert plan.pipeline_depth <= 3

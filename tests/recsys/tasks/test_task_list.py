@@ -29,8 +29,8 @@ from lightning_pipe.recsys import (
     recsys_tasks,
 )
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused import fused_kernels
-from lightning_pipe.recsys.plans.named import plan_of_spec
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.plans.recsys_plans import plan_of_spec
 from lightning_pipe.recsys.tasks.actions import TableHooks
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, sharded, train, values_of

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
+from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.patience import HANG
@@ -180,9 +180,9 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 def contents(path: Path) -> dict[str, Any]:
     """By its path in the checkpoint; but for where ModelCheckpoint keeps others."""
     saved = read_metadata(path, ("model", "state_dict"), "somehow")
-    rest = {key: value for key, value in read_rest(path, None).items() if key != "callbacks"}
+    rest = {key: value for key, value in read_extra_state(path, None).items() if key != "callbacks"}
     with tempfile.TemporaryDirectory() as beside:
-        whole = {**rest, **read_whole(path, saved, True, None, Path(beside))}
+        whole = {**rest, **read_full_state(path, saved, True, None, Path(beside))}
         return {keystr(where): copy(value) for where, value in tree_flatten_with_path(whole)[0]}
 
 

@@ -19,21 +19,21 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipe.checkpoints import whole_folder
-from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
-from lightning_pipe.checkpoints.whole_folder import (
+from lightning_pipe.checkpoints import atomic_folder
+from lightning_pipe.checkpoints.atomic_folder import (
     begin_folder,
     finish_folder,
     folder_to_write,
     remove_folder,
     restore_replaced,
 )
+from lightning_pipe.checkpoints.background_save import BackgroundSave
+from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.store.row_store import RunPart
-from lightning_pipe.strategies.plan_finding import write_choice
+from lightning_pipe.recsys.dynamic.store.row_store import StoreIdentity
+from lightning_pipe.strategies.auto_plan_options import write_choice
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks
@@ -89,7 +89,7 @@ def test_a_folder_is_as_it_was_or_as_it_was_written(
     exchange: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(whole_folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
     root, folder = place / "root", place / "root" / "made" / "by" / "it"
     root.mkdir()
     with recorded(root) as recording:
@@ -116,7 +116,7 @@ def read_store(folder: Path, version: int | None) -> Any:
     store = open_store(folder)
     try:
         state = store.state
-        store.settle(state.committed if version is None else version)
+        store.recover(state.committed if version is None else version)
         rows = {
             (table, key): record.tobytes()
             for table in WIDTHS
@@ -160,9 +160,9 @@ def test_a_store_is_at_the_version_before_or_at_the_next(place: Path) -> None:
     with recorded(root, of_engine, has_synced) as recording:
         store = open_store(root / "made" / "store")
         recording.mark("new")
-        store.join(RunPart("abc", 0, 1))
+        store.join_run(StoreIdentity("abc", 0, 1))
         recording.mark("joined")
-        store.settle(0)
+        store.recover(0)
         for version in (1, 2):
             fill(store, version)
             store.prepare(version, {"step": str(version)})
@@ -171,13 +171,13 @@ def test_a_store_is_at_the_version_before_or_at_the_next(place: Path) -> None:
             recording.mark(f"committed {version}")
         store.close()
         store = open_store(root / "made" / "store")
-        store.settle(2)
+        store.recover(2)
         fill(store, 3)
         store.prepare(3)
         recording.mark("prepared 3")
         store.close()
         store = open_store(root / "made" / "store")
-        store.settle(3)
+        store.recover(3)
         recording.mark("settled at 3")
         store.close()
     check(Replay(recording, committed_and_prepared, place / "state", ignored={"working"}))
@@ -189,7 +189,7 @@ def test_a_version_that_is_abandoned_takes_nothing_with_it(place: Path) -> None:
     with recorded(root, of_engine, has_synced) as recording:
         recording.mark("nothing")
         store = open_store(root)
-        store.settle(0)
+        store.recover(0)
         fill(store, 1)
         store.prepare(1)
         store.commit(1)
@@ -198,7 +198,7 @@ def test_a_version_that_is_abandoned_takes_nothing_with_it(place: Path) -> None:
         store.prepare(2)
         store.close()
         store = open_store(root)
-        store.settle(1)
+        store.recover(1)
         fill(store, 3)
         store.prepare(2)
         recording.mark("prepared again")
@@ -267,7 +267,7 @@ def read_checkpoint(folder: Path) -> Any:
     saved = read_metadata(folder, ("model", "state_dict"), "")
     beside = folder.with_name(f".{folder.name}.values")
     beside.mkdir()
-    found = plain([read_whole(folder, saved, None, None, beside), read_rest(folder, None)])
+    found = plain([read_full_state(folder, saved, None, None, beside), read_extra_state(folder, None)])
     tables = {(file.parent.name, file.name.partition(".rank-")[0]) for file in folder.glob("rows/*/*.pt")}
     return [found, {one: [plain(vars(some)) for some in read_rows(folder, one[1], one[0])] for one in tables}]
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.checkpoints.folder_reading import read_rest
-from lightning_pipe.checkpoints.folder_writing import write_folder
-from lightning_pipe.checkpoints.remote_folder import open_folder, place_of
+from lightning_pipe.checkpoints.folder_reading import read_extra_state
+from lightning_pipe.checkpoints.folder_writing import write_checkpoint
+from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, resolve_folder
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import read_rows
@@ -46,7 +46,7 @@ def environment(server: None) -> Iterator[dict[str, str]]:
     """For ranks, which do not inherit this process's environment; no objects are left for the next test."""
     yield {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     for url in (URL, OTHER):
-        place: Any = place_of(url)
+        place: Any = parse_local_or_remote_path(url)
         place.remove()
 
 
@@ -177,13 +177,13 @@ def test_killed_at_any_request_of_a_save_the_url_leads_to_the_old_or_the_new_che
 ) -> None:
     done, steps = tmp_path / "done", []
     for at in range(1, 40):
-        place: Any = place_of(URL)
+        place: Any = parse_local_or_remote_path(URL)
         place.remove()
         run_ranks(saved, 1, environment, URL)
         with suppress(AssertionError):  # of the killed rank
             run_ranks(save_and_die, 1, {**environment, "DONE": str(done)}, at)
-        found = place_of(f"{URL}/last.ckpt")
-        steps.append(read_rest(open_folder(found), None)["global_step"])
+        found = parse_local_or_remote_path(f"{URL}/last.ckpt")
+        steps.append(read_extra_state(resolve_folder(found), None)["global_step"])
         run_ranks(resumed_and_saved, 1, environment)
         left = {name.partition("/")[0] for name in objects() if name.startswith(".last.ckpt")}
         assert len(left) == 1, f"killed at {at}"
@@ -209,7 +209,7 @@ class RemovesFiles:
         """Nothing to commit."""
 
     def write(self, folder: Path) -> None:
-        place: Any = place_of(URL)
+        place: Any = parse_local_or_remote_path(URL)
         (written,) = place.folders(re.compile(r"\.raced\.ckpt\..*"))
         (written / f"__{dist.get_rank()}_0.distcp").remove()
 
@@ -227,7 +227,7 @@ def refused(rank: int, world_size: int, environment: dict[str, str]) -> list[str
         said(lambda: used.save_checkpoint("s3://key:hidden@checkpoints/last.ckpt")),
         said(lambda: fit(Clicks(), recsys(), ckpt_path=f"{URL}/none.ckpt")),
         said(lambda: used.save_checkpoint(URL, storage_options={"secret": "hidden"})),
-        said(lambda: write_folder(f"{URL}/raced.ckpt", {"model": {str(rank): torch.ones(2)}}, {}, race)),
+        said(lambda: write_checkpoint(f"{URL}/raced.ckpt", {"model": {str(rank): torch.ones(2)}}, {}, race)),
     ]
 
 
@@ -240,5 +240,5 @@ def test_a_url_that_cannot_be_written_or_read_is_an_error_on_every_rank_without_
         assert f"'{URL}/none.ckpt' is not there" in absent
         assert "storage_options were given" in options
         assert "another job has removed '__0_0.distcp'" in raced
-        assert not place_of(f"{URL}/raced.ckpt").exists()
+        assert not parse_local_or_remote_path(f"{URL}/raced.ckpt").exists()
         assert not any(SECRET in one or "hidden" in one for one in found)

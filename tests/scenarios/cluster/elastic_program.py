@@ -79,7 +79,7 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for number, gate in enumerate(self.gates):
-            opened, told = self.folder / f"open_{number}", trainer._signal_connector.any_told  # type: ignore[attr-defined]
+            opened, told = self.folder / f"open_{number}", trainer._signal_connector.has_local_signal  # type: ignore[attr-defined]
             if self.seen >= gate and not opened.exists():
                 self.note(trainer, f"gate {number}")
                 while not opened.exists() and not told() and not trainer.received_sigterm:

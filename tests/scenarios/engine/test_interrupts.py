@@ -123,7 +123,7 @@ def _serial_then_drained(pipeline: SWPipeline, data: Iterator[int]) -> None:
 
 def _abandoned_and_closed(pipeline: SWPipeline, data: Iterator[int]) -> None:
     pipeline.progress(data)
-    pipeline.settle()
+    pipeline.wait_for_workers()
     pipeline.abandon()
     pipeline.progress(data)
     pipeline.close()

@@ -27,7 +27,7 @@ if RANK == 0:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from lightning_pipe.engine.ranks.exit import keep_tensors_at_exit  # noqa: E402
+from lightning_pipe.engine.ranks.tensors_at_exit import keep_tensors_alive_at_exit  # noqa: E402
 from lightning_pipe.engine.runtime.worker import Worker  # noqa: E402
 from tests.scenarios.faults.training import KINDS, fit, module  # noqa: E402
 
@@ -38,7 +38,7 @@ def sum_over_ranks() -> None:
 
 def worker() -> None:
     # The strategies, TrainPipeline and StageRunner call it too; a worker alone makes no process group.
-    keep_tensors_at_exit()
+    keep_tensors_alive_at_exit()
     dist.init_process_group("gloo")
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.runtime.executor import Executor
-from lightning_pipe.recsys.plans.named import INPUT
+from lightning_pipe.recsys.plans.recsys_plans import INPUT
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 from tests.scenarios.faults.training import BOUND, KINDS, THREADED, WHERE, fit, module
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipe.loops.data.orphaned_workers import _PERIOD, ending_with_rank
+from lightning_pipe.loops.data.orphaned_workers import _PERIOD, end_workers_with_process
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
@@ -104,7 +104,7 @@ def killed_as_a_worker_sends(here: Here) -> None:
 def trains_with_workers_of(here: Here, method: str) -> int:
     """With workers that live long enough to look for their rank twice."""
     loader = DataLoader(Rows(4), 2, num_workers=1, multiprocessing_context=method)
-    ending_with_rank(loader)
+    end_workers_with_process(loader)
     batches = iter(loader)
     time.sleep(2.5 * _PERIOD)
     return len(list(batches))

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
-from lightning_pipe.pipe.skip import skip_routes
+from lightning_pipe.pipe.skip import find_skip_routes
 from tests.pipe.models import AddEarly, Leave, TimesLate
 from tests.pipe.test_skip import pops, stashes
 
@@ -46,7 +46,7 @@ class PopsAndStashes(nn.Module):
 
 def test_a_name_that_was_popped_is_stashed_again_only_in_another_namespace() -> None:
     with pytest.raises(SetupError, match="'a' is stashed by layer 0 and 2"):
-        skip_routes([[stashes("a")], [pops("a")], [stashes("a")], [pops("a")]])
+        find_skip_routes([[stashes("a")], [pops("a")], [stashes("a")], [pops("a")]])
     one, other = Namespace(), Namespace()
     layers = [isolate(stashes("a"), one), isolate(pops("a"), one), isolate(stashes("a"), other)]
     with pipe_of([*layers, isolate(pops("a"), other)], 2) as pipe:

@@ -22,8 +22,8 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.batches.padding import pad_microbatch
-from lightning_pipe.llm.parallel.attention_kernels import check_device
-from lightning_pipe.llm.parallel.hf_documents import BY_POSITIONS
+from lightning_pipe.llm.parallel.attention_kernels import check_attention_device
+from lightning_pipe.llm.parallel.hf_document_masking import POSITION_ID_FAMILIES
 from lightning_pipe.llm.run import stage_parts
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
@@ -87,7 +87,7 @@ def on_cpu(compiled: bool = False) -> Iterator[None]:
             (WrappedFlexAttention, "__init__", lambda self, training: None),
             (masking_utils, "create_block_mask", uncompiled_mask),
             (varlen, "varlen_attn", shapes_alone),
-            (stage_parts, "check_device", lambda *args: None),
+            (stage_parts, "check_attention_device", lambda *args: None),
         ):
             entered.enter_context(mock.patch.object(target, name, value, create=True))
         yield
@@ -140,8 +140,8 @@ REFUSED = {"doge", "gemma2", "vaultgemma"}  # masks of its own; capped attention
 
 @pytest.mark.parametrize(
     ("family", "window"),
-    [(family, None) for family in sorted(BY_POSITIONS)]
-    + [(family, WINDOW) for family in sorted(BY_POSITIONS) if has_window(family)],
+    [(family, None) for family in sorted(POSITION_ID_FAMILIES)]
+    + [(family, WINDOW) for family in sorted(POSITION_ID_FAMILIES) if has_window(family)],
 )
 def test_a_family_gives_the_kernel_the_boundaries_of_all_rows_or_is_refused(family: str, window: int | None) -> None:
     torch.manual_seed(SEED)
@@ -239,7 +239,7 @@ def test_a_kernel_that_has_no_backward_on_a_cpu_is_refused_by_name(attention: st
     module = HFCausalLM(hf_config("llama"), attention=attention)
     with pytest.raises(SetupError, match=rf"attention='{attention}' cannot be trained on cpu.*attention='sdpa'"):
         fit(module, llm("gpipe", 2), batches("best_fit"))
-    check_device(module.build_model(), torch.device("cuda"))
+    check_attention_device(module.build_model(), torch.device("cuda"))
 
 
 def test_the_error_of_an_own_models_kernel_says_that_another_device_is_needed() -> None:

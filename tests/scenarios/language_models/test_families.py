@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from lightning_pipe.llm.parallel.attention_mode import FAMILIES as ON_PARTS
+from lightning_pipe.llm.parallel.sdpa_intercept import CONTEXT_PARALLEL_FAMILIES as ON_PARTS
 from tests.distributed import run_ranks
 from tests.scenarios.language_models.families import (
     CHUNK,

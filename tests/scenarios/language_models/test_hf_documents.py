@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS, HFDocuments
+from lightning_pipe.llm.parallel.hf_document_masking import MASKED_FAMILIES, POSITION_ID_FAMILIES, HFDocumentMasking
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import SEED, fit, llm
@@ -110,14 +110,14 @@ def difference(module: HFCausalLM, described: str) -> float:
         return float((module.predict_step([packed(LENGTHS, described)], 0)[0] - apart).abs().max())
 
 
-@pytest.mark.parametrize("family", sorted(BY_POSITIONS | BY_MASK))
+@pytest.mark.parametrize("family", sorted(POSITION_ID_FAMILIES | MASKED_FAMILIES))
 def test_a_packed_row_gives_what_its_documents_give_one_by_one(family: str) -> None:
     module = built(family)
     assert difference(module, "cu_seq_lens") < WITHIN
     assert difference(module, "position_ids") < WITHIN
     if has_window(family):
         windowed = built(family, WINDOW)
-        if family in BY_POSITIONS:
+        if family in POSITION_ID_FAMILIES:
             assert difference(windowed, "position_ids") < WITHIN
         else:
             with pytest.raises(InputError, match=r"do not support documents together with a sliding window of 3"):
@@ -265,16 +265,18 @@ def test_flash_attention_gets_the_boundaries_of_all_rows() -> None:
     batch = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
     for name in ("flash_attention_2", "kernels-community/flash-attn2"):
         config._attn_implementation_internal = name
-        found = HFDocuments(config, torch.float32).keywords(batch, {"position_ids": batch["position_ids"]})
+        found = HFDocumentMasking(config, torch.float32).add_document_inputs(
+            batch, {"position_ids": batch["position_ids"]}
+        )
         for side in ("q", "k"):
             assert found[f"cu_seq_lens_{side}"].tolist() == [0, 5, 12, 16, 24, 32]
             assert found[f"cu_seq_lens_{side}"].dtype == torch.int32
             assert found[f"max_length_{side}"] == 8
     config._attn_implementation_internal = "sdpa"
-    assert "cu_seq_lens_q" not in HFDocuments(config, torch.float32).keywords(batch, {})
+    assert "cu_seq_lens_q" not in HFDocumentMasking(config, torch.float32).add_document_inputs(batch, {})
 
 
 def test_the_guide_lists_the_families() -> None:
     guide = " ".join((Path(__file__).parents[3] / "docs" / "llm_guide.md").read_text().split())
     listed = guide.split("This is supported for Hugging Face's")[1].split("Packed documents for any other")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == BY_POSITIONS | BY_MASK
+    assert set(re.findall(r"`(\w+)`", listed)) == POSITION_ID_FAMILIES | MASKED_FAMILIES

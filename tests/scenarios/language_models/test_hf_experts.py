@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import run_ranks
 from tests.scenarios.language_models.test_hf_documents import attention_of
 from tests.scenarios.language_models.test_hf_families import (

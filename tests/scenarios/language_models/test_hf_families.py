@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import run_ranks
 from tests.scenarios.language_models.test_hf_documents import attention_of, config_of
 from tests.strategies.llm_cases import SEED, fit, llm

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.llm.schedules.named import SCHEDULES, _PlaceholderStage, construct_schedule, listed_actions
+from lightning_pipe.llm.schedules.specs import SCHEDULES, _PlaceholderStage, instantiate_schedule, list_actions
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import WIDTH, Noted, TinyLM, fit, llm, row_batches
@@ -58,14 +58,14 @@ class Experts(Noted, PipelineModule):
 def parted(path: Path, ranks: int) -> Path:
     """A file of DualPipeV's actions, with its overlapped ones one after the other."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows(listed_actions(SCHEDULES["dualpipev"], ranks, COUNT).values())
+        csv.writer(file).writerows(list_actions(SCHEDULES["dualpipev"], ranks, COUNT).values())
     return path
 
 
 def whole(path: Path, ranks: int) -> Path:
     """A file of DualPipeV's actions, with its overlapped ones whole."""
     stages = [_PlaceholderStage(index, 2 * ranks, ranks) for index in (0, 2 * ranks - 1)]
-    schedule: Any = construct_schedule(SCHEDULES["dualpipev"], stages, COUNT, overlap=True)
+    schedule: Any = instantiate_schedule(SCHEDULES["dualpipev"], stages, COUNT, overlap=True)
     schedule._dump_csv(str(path), "compute_only")
     return path
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

@@ -12,14 +12,14 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused import fused_kernels
-from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
-from tests.recsys.sharding.test_planning import one_shard
+from tests.recsys.sharding.test_sharding_plan import one_shard
 from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of
 
 QUICK = {"iterations": 1, "rounds": 1, "found": 2, "extra_rounds": 0}

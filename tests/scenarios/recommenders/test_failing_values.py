@@ -39,7 +39,7 @@ def test_rows_that_could_not_start_anew_are_not_read_before_they_have(way: str) 
     table.backward(ticket)
     values.fails = True
     if way == "a batch that is trained":
-        table.cache.trained(ticket)
+        table.cache.end_trained(ticket)
     else:
         table.cache.discard(ticket)
     other = [table.cache.flush, lambda: table.prefetch(7), lambda: table.look(8), lambda: list(table.cache.rows())]
@@ -58,7 +58,7 @@ def test_rows_that_are_forgotten_are_owed_nothing() -> None:
     ticket = table.prefetch(7)
     table.cache.begin(ticket, 1)
     values.fails = True
-    table.cache.trained(ticket)
+    table.cache.end_trained(ticket)
     table.cache.forget()
     values.fails = False
     table.train(1, 1, 2, 3, 4)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
+from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
@@ -56,7 +56,7 @@ def joint(tables: dict[str, Any]) -> Callable[[Clicks], Joint]:
     """Adam for the dense parameters, and for tables what their kernels do."""
 
     def configure(module: Clicks) -> Joint:
-        chosen = SparseOptimizer.from_config(tables)
+        chosen = SparseOptimizerConfig.from_config(tables)
         return Joint(adam(module), chosen.optimizer_class(module.table_parameters(), **chosen.arguments))
 
     return configure

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.recommenders.test_gradient_clipping import CLIP, joint, own

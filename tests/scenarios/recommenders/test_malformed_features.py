@@ -128,7 +128,11 @@ def before_the_copy(rank: int, world_size: int) -> list[tuple[str, str, list[str
             pipeline = TrainPipeline(model, adam(model), CUDA, "base")
             text = message(train, pipeline, accelerator.on_host(data))
             pipeline.close()
-            waits = [sync.site.function for sync in accelerator.syncs if "recsys.modules.inputs" in sync.site.function]
+            waits = [
+                sync.site.function
+                for sync in accelerator.syncs
+                if "recsys.modules.feature_checks" in sync.site.function
+            ]
         found.append((MALFORMED[name][2], text, waits))
     return found
 

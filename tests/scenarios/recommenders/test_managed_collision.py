@@ -22,8 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.managed_collision import NO_ID
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from tests.distributed import run_ranks
 from tests.scenarios.checkpoints import resuming
@@ -99,7 +99,7 @@ def rows_of_ids(model: ShardedModel) -> dict[str, dict[int, list[Tensor]]]:
         (full,) = (name for name, table in model.tables.items() if table.config.name == one.table)
         states = model.full_optimizer_state(full)
         whole = [model.full_table(full), *(states[key] for key in sorted(states))]
-        entries = gather((one.entries[ids_name], one.entries[rows_name], one.begin, one.end), model._group)
+        entries = all_gather_objects((one.entries[ids_name], one.entries[rows_name], one.begin, one.end), model._group)
         found[one.table] = {}
         for owner, (ids, rows, begin, end) in enumerate(entries):
             taken = ids != NO_ID

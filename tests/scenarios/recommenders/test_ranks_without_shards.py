@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import DEPTHS, Case, difference, outcome, sharded
 from tests.recsys.rewrite_cases import ROWS, Batch, batches
@@ -73,7 +73,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         if rank == 1:
             raise SetupError("a kernel of another kind")
 
-    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.can_follow_rates", return_value=rank != 1):
+    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.supports_late_rates", return_value=rank != 1):
         try:
             with pipeline_of(sharded(CASE), "fused_sparse_dist"):
                 found["ahead"] = "no error"

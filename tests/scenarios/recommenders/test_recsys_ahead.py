@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import PlanError
 from lightning_pipe.recsys import TrainPipeline, shard_model
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     ROW_WISE_ADAGRAD,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (

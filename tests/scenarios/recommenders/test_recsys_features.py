@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
 from tests.strategies.cases import (

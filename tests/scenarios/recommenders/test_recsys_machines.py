@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from lightning_pipe.engine.ranks import exchanges, together
+from lightning_pipe.engine.ranks import gloo_all_to_all, object_collectives
 from tests.distributed import run_ranks
 from tests.scenarios.recommenders.test_every_plan import FEATURES
 from tests.strategies.cases import difference, fit, loader, recsys, state_of
@@ -16,7 +16,7 @@ PLANS = ("serial", "prefetch")
 def both_ways(rank: int, world_size: int) -> dict[str, Any]:
     """Names of what differs, and how many all-to-alls were made of messages on one machine and on several."""
     sent: list[str] = []
-    exchange = exchanges._Exchanging.all_to_all_single
+    exchange = gloo_all_to_all._FullDuplexGroup.all_to_all_single
 
     def counted(*arguments: Any) -> Any:
         sent.append(where)
@@ -27,10 +27,10 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
     for plan in PLANS:
         states, losses, sent[:] = {}, {}, []
         for where in ("one", "several"):
-            place = together.place_of_process() if where == "one" else (f"machine {rank // 2}", 0)
+            place = object_collectives.host_id() if where == "one" else (f"machine {rank // 2}", 0)
             with (
-                mock.patch.object(together, "place_of_process", return_value=place),
-                mock.patch.multiple(exchanges._Exchanging, all_to_all_single=counted, alltoall_base=counted),
+                mock.patch.object(object_collectives, "place_of_process", return_value=place),
+                mock.patch.multiple(gloo_all_to_all._FullDuplexGroup, all_to_all_single=counted, alltoall_base=counted),
             ):
                 module, strategy = feature.module(), recsys(plan, feature.kinds, feature.optimizer)
                 states[where] = state_of(fit(module, strategy, loader(16 * world_size)))

@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_pipe.recsys.dynamic.cache import host_rows, row_slots
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
-from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
-from lightning_pipe.recsys.dynamic.store import row_levels
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store import buffered_store
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_on_device
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
@@ -110,7 +110,7 @@ class Run:
             policy=one.policy,
             admission_threshold=one.threshold,
             ttl=one.ttl,
-            ids=DeviceIds(one.capacity, torch.device("cpu")) if one.ids_on_device else None,
+            ids=DeviceIdMap(one.capacity, torch.device("cpu")) if one.ids_on_device else None,
         )
 
     def prefetch(self, ids: Sequence[int]) -> Ticket:
@@ -141,7 +141,7 @@ class Run:
         after = OPTIMIZERS[self.settings.optimizer][0]([column[slots] for column in self.columns], gradients)
         for column, values in zip(self.columns, after, strict=True):
             column[slots] = values
-        self.cache.trained(ticket)
+        self.cache.end_trained(ticket)
         self.reference.train(begun, gradients)
 
     def evaluate(self, ids: list[int], step: int) -> None:
@@ -155,7 +155,7 @@ class Run:
         """Begin a commit in the background; one of earlier rows ends first."""
         self.keep(1.0)
         self.copied = self.cache.copy_changes(), self.reference.records()
-        self.shared.hold()
+        self.shared.buffer_writes()
 
     def keep(self, share: float) -> None:
         """Write what was copied, or only some of it, as if the store failed then."""
@@ -163,11 +163,11 @@ class Run:
             return
         (changes, expected), self.copied = self.copied, None
         for change in changes[: round(share * len(changes))]:
-            self.cache.keep(change)
+            self.cache.write_changes(change)
         if share == 1.0:
             assert self.store.tables["t"] == expected
-            self.cache.kept()
-        self.shared.release()
+            self.cache.mark_stored()
+        self.shared.flush_writes()
 
     def check_store(self) -> None:
         self.keep(1.0)
@@ -190,7 +190,7 @@ def _batch(chance: random.Random, spread: bool) -> list[int]:
 def test_any_order_of_calls_trains_as_a_table_without_a_cache(
     seed: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (row_levels, row_slots, host_rows):
+    for module in (buffered_store, row_slots, host_rows):
         monkeypatch.setattr(module, "_CHUNK", 5)
     chance = random.Random(seed)
     run = Run(Settings.random(chance))

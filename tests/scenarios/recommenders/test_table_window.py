@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableWindow
-from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.sharding.shard_model import shard_model
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.recommenders.test_dynamic_embeddings import run as run_dynamic
@@ -236,9 +236,9 @@ def test_rows_that_are_evicted_within_a_window_lose_their_gradients(one_rank: An
         with rewrite.recording(features) as embeddings:
             output = model.bags(features)[0].values()
         output.sum().backward()
-        rewrite.tables_backward.begin(embeddings)
+        rewrite.tables_backward.run_to_kernels(embeddings)
         if number == 0:
-            window.keep(embeddings)
+            window.add(embeddings)
             rewrite.tables_backward.discard(embeddings)
         else:
             window.complete(embeddings)

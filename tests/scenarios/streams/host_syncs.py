@@ -18,8 +18,10 @@ STATIC, DYNAMIC = "pooled", "dynamic bags"
 REASONS = {
     ("EmbInputDistWait", "recsys.rewrite.input_dist._wait"): "the numbers of ids that all ranks send, which are the"
     " sizes of the messages: one read for all modules",
-    ("EmbPrefetch", "recsys.dynamic.tables.batch_ids.on_host"): "the ids of the batch, looked up on the host: one"
-    " copy for all tables",
+    (
+        "EmbPrefetch",
+        "recsys.dynamic.tables.batch_ids.copy_ids_to_host",
+    ): "the ids of the batch, looked up on the host: one copy for all tables",
     ("EmbPrefetch", "recsys.dynamic.cache.row_columns.read"): "evicted rows of a table, written to the store",
 }
 TASKS = ["EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.runtime.devices import DeviceStreams
-from lightning_pipe.llm.batches.batching import Batching
-from lightning_pipe.llm.run.optimizer_offload import OffloadedState
+from lightning_pipe.llm.batches.options import Batching
+from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
 from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 from lightning_pipe.llm.run.training_tasks import llm_plan
@@ -77,7 +77,7 @@ def train(batches: int = 6, transfer: Callable[[dict[str, Tensor]], dict[str, Te
         data = iter(accelerator.on_host([batch(number) for number in range(batches)]))
         for _ in range(batches):
             made.begin(data)
-            made.give_step(step)
+            made.set_training_step(step)
             made.pipeline.run_until(made.forward)
             made.run_backward(lambda: None)
             made.begin_step()
@@ -104,7 +104,7 @@ def test_the_host_waits_for_none_of_the_numbers_of_a_copied_batch_and_once_for_t
 
 
 def test_a_step_that_does_not_wait_for_the_copy_is_found() -> None:
-    with mock.patch.object(DeviceStreams, "current_waits_for", left_out):
+    with mock.patch.object(DeviceStreams, "wait_event", left_out):
         found = {(one.kind, one.first.task, one.second.task) for one in train().findings}
     assert ("race", "H2D", "ScheduleStep") in found
 
@@ -128,7 +128,7 @@ def offloaded(read_state: bool = False) -> Accelerator:
     with accelerated() as accelerator:
         parameters = [nn.Parameter(torch.ones(4, 4, device=CUDA)) for _ in range(3)]
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        state = OffloadedState(optimizer, bucket_bytes=64)
+        state = OptimizerStateOffload(optimizer, bucket_bytes=64)
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.ones(4, 4, device=CUDA)

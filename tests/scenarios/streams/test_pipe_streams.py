@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.pipe import Pipe
-from lightning_pipe.pipe.copies import Copier, Sent
+from lightning_pipe.pipe.copies import Copier, PendingCopy
 from tests.engine.device_tensors import Accelerator, left_out, watched
 from tests.engine.race_detector import FakeStream
 
@@ -63,7 +63,7 @@ def test_copies_of_the_pipe_are_ordered_on_both_devices(by_loss: bool, checkpoin
 
 
 def test_a_receiver_that_does_not_wait_for_the_copy_is_found() -> None:
-    def receive(copier: Copier, sent: Sent, partition: int) -> Any:
+    def receive(copier: Copier, sent: PendingCopy, partition: int) -> Any:
         return sent.value
 
     with mock.patch.object(Copier, "receive", receive):

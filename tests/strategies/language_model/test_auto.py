@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.measure import layer_profile
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.split import stage_split
 from lightning_pipe.strategies.language_model import stage_choice
@@ -142,15 +142,15 @@ def as_named(
     found = arguments_of(used)
     (other, _) = trained(make(), LLMPipelineStrategy(**{**found, **options}), batches)
     assert strategy.choice is not None
-    tried = [each.measured is not None for each in strategy.choice.predictions]
+    tried = [each.measured_seconds is not None for each in strategy.choice.predictions]
     return {"arguments": found, "unequal": unequal(one, other), "tried": sum(tried)}
 
 
 def uneven_clock(rank: int) -> Callable[..., Any]:
     """The second rank finds that everything takes five times as long."""
-    measure = layer_profile.measure_work
+    measure = layer_profile.measure_layer_times
 
-    def slower(*args: Any, **options: Any) -> Pieces[LayerWork]:
+    def slower(*args: Any, **options: Any) -> PieceResults[LayerWork]:
         found = measure(*args, **options)
         if rank == 0:
             return found
@@ -159,7 +159,7 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
             return LayerWork(*(5.0 * number for number in one))
 
         first = None if found.input is None else scaled(found.input)
-        return Pieces(scaled(found.empty), first, tuple(map(scaled, found.layers)), scaled(found.output))
+        return PieceResults(scaled(found.empty), first, tuple(map(scaled, found.layers)), scaled(found.output))
 
     return slower
 
@@ -178,7 +178,7 @@ def out_of_memory_once(rank: int) -> Callable[..., None]:
 
 def refused_on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     rows = row_batches(3)
-    vars(stage_choice)["measure_work"] = uneven_clock(rank)
+    vars(stage_choice)["measure_layer_times"] = uneven_clock(rank)
     refused = {
         "fixed": refusal(Tiny(), AutoLLMPipelineStrategy(num_microbatches=3), rows),
         "memory": refusal(Tiny(), AutoLLMPipelineStrategy(memory_limit=1000, num_microbatches=4), rows),
@@ -251,7 +251,7 @@ def around_a_choice(rank: int, world: int) -> dict[str, Any]:
     found["evaluated"] = used_trainer.strategy.schedule_spec.name  # type: ignore[attr-defined]
 
     # What ranks measured differently, they choose alike. This comes last, since the clock stays as it is.
-    vars(stage_choice)["measure_work"] = uneven_clock(rank)
+    vars(stage_choice)["measure_layer_times"] = uneven_clock(rank)
     _, used = trained(Tiny(), AutoLLMPipelineStrategy(trials=0, num_microbatches=4), rows)
     found["uneven"] = arguments_of(used)
     return found

@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
+from lightning_pipe.strategies.language_model.optimizer_bytes import optimizer_bytes, sum_by_model_piece
 from tests.strategies.llm_cases import Tiny, TinyLM
 
 
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_a_real_model(kind: str) -> None:
         module.configure_model()
     assert module.model is not None
     config = derive_config(module.model)
-    assert optimizer_bytes(module, config) == by_piece(really(MAKERS[kind]), config)
+    assert optimizer_bytes(module, config) == sum_by_model_piece(really(MAKERS[kind]), config)
     assert all(one.is_meta for one in module.model.parameters())
 
 

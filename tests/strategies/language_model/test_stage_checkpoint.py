@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.checkpoints.named_optimizer import merge_groups
+from lightning_pipe.checkpoints.optimizer_state import merge_groups
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import InParts, run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

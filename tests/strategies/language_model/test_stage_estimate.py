@@ -14,19 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
-from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_bench import PieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
-from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing
+from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies.language_model.stage_estimate import (
-    Refused,
     StageEstimate,
-    compare,
-    estimate,
+    UnsupportedSchedule,
+    compare_schedules,
+    estimate_schedule,
     estimate_stages,
-    precision_plugin,
+    make_precision_plugin,
 )
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
@@ -145,7 +145,7 @@ def test_experts_on_other_ranks_are_neither_held_nor_gathered() -> None:
 
     def found(ep: int) -> StageEstimate:
         strategy = llm(parallel={"dp_shard": 2, "ep": ep})
-        return estimate_stages(strategy, TinyHF(config), batches()[0], 4, precision_plugin("bf16-mixed"))
+        return estimate_stages(strategy, TinyHF(config), batches()[0], 4, make_precision_plugin("bf16-mixed"))
 
     alone, spread = found(1), found(2)
     experts = 2 * 4 * 3 * 32 * 16 * 4  # of two layers, in float32
@@ -158,7 +158,7 @@ def test_experts_on_other_ranks_are_neither_held_nor_gathered() -> None:
 
 def test_what_is_not_known_or_refused_is_an_error() -> None:
     with pytest.raises(SetupError, match="The trainer's precision 'transformer-engine' has no estimate"):
-        precision_plugin("transformer-engine")
+        make_precision_plugin("transformer-engine")
     with pytest.raises(SetupError, match="num_microbatches is 1; schedule 1f1b needs at least one for each of the 2"):
         estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
     with pytest.raises(SetupError, match="do not make the 3 ranks"):
@@ -168,20 +168,20 @@ def test_what_is_not_known_or_refused_is_an_error() -> None:
 # ---------------------------------------------------------------------- schedules, from operations and bytes
 
 LAYER = replace(PIECES.layers[0], operations=LayerWork(1e9, 2e9, 1e9, 1e9))
-FOOTPRINTS = Pieces(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
+FOOTPRINTS = PieceResults(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
 CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
 
 
 def test_ranks_share_the_work_of_layers_but_not_that_of_the_head() -> None:
     head = replace(PIECES.output, operations=LayerWork(1e9, 2e9, 1e9, 1e9))
     candidate = ScheduleCandidate(SCHEDULES["gpipe"], 1, 1, (2, 2))
-    found = estimate(candidate, 2, replace(FOOTPRINTS, output=head), STATES, Sharing(tensor=4))
+    found = estimate_schedule(candidate, 2, replace(FOOTPRINTS, output=head), STATES, ShardCounts(tensor=4))
     assert found.seconds == pytest.approx(4 * 3e9 / 4 + 3e9)
 
 
 def test_every_schedule_is_compared_or_refused() -> None:
-    found = compare(CONFIG, 2, 3, FOOTPRINTS, STATES)
-    refused = {one.schedule: one.reason for one in found if isinstance(one, Refused)}
+    found = compare_schedules(CONFIG, 2, 3, FOOTPRINTS, STATES)
+    refused = {one.schedule: one.reason for one in found if isinstance(one, UnsupportedSchedule)}
     assert list(refused) == ["dualpipev"]
     assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
     others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]

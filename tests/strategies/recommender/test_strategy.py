@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import PlanError, SetupError, TaskSchedule, TaskSpan
 from lightning_pipe.recsys import RecsysTask, ShardingOptions
-from lightning_pipe.recsys.plans.named import plan_of_spec, recsys_plan
+from lightning_pipe.recsys.plans.recsys_plans import plan_of_spec, recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
@@ -206,7 +206,7 @@ def test_freezing_tables_in_a_hook_is_refused_by_name() -> None:
 
 def test_a_table_keeps_the_optimiser_it_names_in_torchrecs_way() -> None:
     sharded = strategy_of(fit(Clicks(in_backward=SGD), recsys(optimizer=ADAGRAD))).sharded_model
-    assert {table.known_optimizer.name for table in sharded.tables.values()} == {"torch.optim.SGD"}
+    assert {table.resolved_optimizer.name for table in sharded.tables.values()} == {"torch.optim.SGD"}
     assert set(sharded.learning_rates().values()) == {0.5}
 
 

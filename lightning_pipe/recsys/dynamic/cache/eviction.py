@@ -17,7 +17,7 @@ Score = Callable[[Keys, Numbers, Numbers], npt.NDArray[Any]]
 Policy = Literal["lru", "lfu"] | Score
 
 
-def victims(
+def select_victims(
     policy: Policy, number: int, ticks: Numbers, headers: Callable[[], tuple[Keys, Numbers, Numbers]]
 ) -> npt.NDArray[np.intp]:
     """Indices of the *number* rows that are evicted first.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing records costs time for every slot.
@@ -70,9 +70,9 @@ class HostRows(StoredTable):
             slots = np.flatnonzero(self._dirty)
             self._dirty[slots] = COPIED
         for part in _chunks(slots):
-            yield Change(self._map.keys_of(part), self._records[part], gone=np.empty(0, np.int64))
+            yield Change(self._map.keys_of(part), self._records[part], erased_keys=np.empty(0, np.int64))
 
-    def kept(self) -> None:
+    def mark_stored(self) -> None:
         with self._lock:
             self._dirty[self._dirty == COPIED] = 0
 

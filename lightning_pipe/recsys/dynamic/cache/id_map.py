@@ -1,6 +1,6 @@
 """Hash map from int64 ids to cache slots, with operations on whole batches.
 
-The compiled table uses open addressing with software prefetching over the batch. ``DeviceIds`` is a table in tensors,
+The compiled table uses open addressing with software prefetching over the batch. ``DeviceIdMap`` is a table in tensors,
 for a GPU, and for a host without the compiled library.
 """
 
@@ -89,8 +89,8 @@ class IdMap(ABC):
 
 def id_map(capacity: int) -> IdMap:
     """Map in host memory. The compiled one takes 32 to 64 bytes per slot."""
-    library = native.library()
-    return DeviceIds(capacity, torch.device("cpu")) if library is None else _CompiledMap(library, capacity)
+    library = native.load_native_library()
+    return DeviceIdMap(capacity, torch.device("cpu")) if library is None else _CompiledMap(library, capacity)
 
 
 class _CompiledMap(IdMap):
@@ -141,7 +141,7 @@ class _CompiledMap(IdMap):
         return _address(self._entries), ctypes.c_int64(self._bits), _address(keys), ctypes.c_int64(len(keys))
 
 
-class DeviceIds(IdMap):
+class DeviceIdMap(IdMap):
     """Sorted ids in tensors, searched by halves; no operation waits for the device.
 
     Ticks, and changes that the device does not have yet, are on the host.
@@ -161,7 +161,7 @@ class DeviceIds(IdMap):
         self._inserted: list[tuple[Keys, Slots]] = []
         self._ticks = np.zeros(capacity, np.int64)
 
-    def look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Search for *ids* [n], int64 on the device, which may repeat.
 
         Returns the slots [n], -1 for ids without a slot, and a summary for the host, [n + 2]: number of distinct slots,
@@ -215,11 +215,11 @@ class DeviceIds(IdMap):
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def find(self, keys: Keys) -> Slots:
-        slots: Slots = self.look(torch.from_numpy(keys).to(self._device))[0].cpu().numpy()
+        slots: Slots = self.lookup(torch.from_numpy(keys).to(self._device))[0].cpu().numpy()
         return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        slots, summary = self.look(torch.from_numpy(keys).to(self._device))
+        slots, summary = self.lookup(torch.from_numpy(keys).to(self._device))
         on_host: Slots = slots.cpu().numpy()
         return on_host, self.use(summary.cpu(), tick)[0], np.flatnonzero(on_host < 0)
 
@@ -230,7 +230,7 @@ class DeviceIds(IdMap):
     def _remove(self, keys: Keys, slots: Slots) -> None:
         if self._inserted:
             # Removals come first.
-            self.look(torch.empty(0, dtype=torch.int64, device=self._device))
+            self.lookup(torch.empty(0, dtype=torch.int64, device=self._device))
         self._ticks[slots] = 0
         self._removed.append(keys)
 

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy
-from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds, Slots
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap, Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, COPIED, Begun, RowHeaders, headers_of
+from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED, HEADER_BYTES, BatchStart, RowHeaders, headers_of
 from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, Rehearsal, RowSlots
-from lightning_pipe.recsys.dynamic.cache.ticket import Batch, Ticket
+from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, Ticket
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 
@@ -51,7 +51,7 @@ class RowCache:
         self,
         table: str,
         columns: Sequence[Tensor],
-        below: StoredTable,
+        backing: StoredTable,
         *,
         initial: InitialValues,
         state_fill: Sequence[float] = (),
@@ -60,23 +60,23 @@ class RowCache:
         ttl: int | None = None,
         check_nan: bool = False,
         ids_of: Callable[[Keys], Keys] | None = None,
-        ids: DeviceIds | None = None,
+        ids: DeviceIdMap | None = None,
     ) -> None:
         self.table = table
         self._columns = RowColumns(columns, state_fill)
         self.capacity = self._columns.capacity
-        self._below = below
+        self._below = backing
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
-        self._slots = RowSlots(table, self._columns, self._headers, below, initial, policy, check_nan, ids_of, ids)
+        self._slots = RowSlots(table, self._columns, self._headers, backing, initial, policy, check_nan, ids_of, ids)
         self.ids = ids
-        # Lock of rows, which may be held from DeviceIds.look to DeviceIds.apply.
-        self.moving = threading.RLock()
+        # Lock of rows, which may be held from DeviceIds.lookup to DeviceIdMap.apply.
+        self.row_lock = threading.RLock()
         self._rehearsal: Rehearsal | None = None
         # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
         self._lock = threading.Lock()
         # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
-        self._open: dict[Batch, None] = {}
-        self._dropped: deque[Batch] = deque()
+        self._open: dict[OpenBatch, None] = {}
+        self._dropped: deque[OpenBatch] = deque()
 
     @property
     def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -93,29 +93,29 @@ class RowCache:
     def prefetch(self, keys: Tensor) -> Ticket:
         """Cache the rows of a batch's ids and pin them until the ticket ends."""
         ids = keys.detach().cpu().numpy()
-        with self.moving:
+        with self.row_lock:
             slots, rows, missing = self._slots.touch(ids)
             brought, batch = self._pin(rows, ids[missing])
             slots[missing] = brought
             return Ticket(torch.from_numpy(slots), batch, self._dropped)
 
     def pin(self, summary: Tensor) -> Ticket:
-        """Same as ``prefetch``, after :meth:`DeviceIds.look`; the ticket has only the slots of ids without a slot."""
+        """Same as ``prefetch``, after :meth:`DeviceIds.lookup`; the ticket has only the slots of ids without a slot."""
         assert self.ids is not None
-        with self.moving:
+        with self.row_lock:
             brought, batch = self._pin(*self._slots.use(self.ids, summary))
             return Ticket(torch.from_numpy(brought), batch, self._dropped)
 
-    def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, Batch]:
+    def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, OpenBatch]:
         """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
-        batch = Batch(rows)
+        batch = OpenBatch(rows)
         with self._lock:
             self._bring_up_to_date()
             self._open[batch] = None
         try:
             if not missing.size:
                 return missing, batch
-            slots, brought = self._slots.bring(missing, self._pinned)
+            slots, brought = self._slots.load_rows(missing, self._pinned)
             batch.rows = np.concatenate([rows, brought])
             if self._rehearsal is not None:
                 self._rehearsal.brought[brought] = True
@@ -135,7 +135,7 @@ class RowCache:
     def _bring_up_to_date(self) -> None:
         """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
         self._end_dropped()
-        self._slots.settle()
+        self._slots.retry_initialization()
 
     def _end_dropped(self) -> None:
         while self._dropped:
@@ -143,21 +143,21 @@ class RowCache:
             if batch.ended:
                 continue
             self._end(batch)
-            self._columns.behind(batch.mark)
+            self._columns.order_after(batch.mark)
             if batch.begun is not None:
                 self._headers.undo(batch.rows, batch.begun)
-                self._slots.start_or_owe(self._headers.young(batch.rows))
+                self._slots.start_or_retry_later(self._headers.select_unadmitted(batch.rows))
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, batch: OpenBatch) -> None:
         batch.ended = True
         self._open.pop(batch, None)
 
-    def _begun(self) -> list[tuple[Batch, Begun]]:
+    def _begun(self) -> list[tuple[OpenBatch, BatchStart]]:
         """Batches that have begun, in the order of their steps. Requires the lock."""
         begun = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
         return sorted(begun, key=lambda pair: pair[1].step)
 
-    def _checked(self, ticket: Ticket) -> Batch:
+    def _checked(self, ticket: Ticket) -> OpenBatch:
         if ticket.batch.ended:
             raise PlanError(
                 f"table {self.table!r}: the rows of a batch in flight were replaced or released before it was trained;"
@@ -183,27 +183,27 @@ class RowCache:
                     " (Each call of a module counts as a batch, also within one step.)"
                 )
             batch.begun = self._headers.begin(batch.rows, step)
-            self._slots.start(batch.begun.expired)
+            self._slots.initialize(batch.begun.expired)
             self._slots.stats.expired += len(batch.begun.expired)
 
     def expire(self, ticket: Ticket, step: int) -> None:
         """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values."""
         with self._lock:
             self._bring_up_to_date()
-            expired = self._headers.expired(self._checked(ticket).rows, step)
+            expired = self._headers.select_expired(self._checked(ticket).rows, step)
             if expired.size:
                 self._slots.forget(expired)
 
-    def trained(self, ticket: Ticket) -> None:
+    def end_trained(self, ticket: Ticket) -> None:
         """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values."""
         with self._lock:
             self._end_dropped()
             batch = self._checked(ticket)
             assert batch.begun is not None
             # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
-            self._slots.start_or_owe(batch.begun.young)
+            self._slots.start_or_retry_later(batch.begun.young)
             self._slots.stats.held_back += len(batch.begun.young)
-            self._columns.behind(self._columns.mark())
+            self._columns.order_after(self._columns.record_event())
             self._end(batch)
 
     def discard(self, ticket: Ticket) -> None:
@@ -212,10 +212,10 @@ class RowCache:
         May be called on any thread, in finalizers, and for tickets that have ended.
         """
         if not ticket.batch.ended:
-            ticket.batch.mark = self._columns.mark()
+            ticket.batch.mark = self._columns.record_event()
             self._drop(ticket.batch)
 
-    def _drop(self, batch: Batch) -> None:
+    def _drop(self, batch: OpenBatch) -> None:
         """Discard a batch now, or leave it to the next holder of the lock if the lock is taken."""
         self._dropped.append(batch)
         if self._lock.acquire(blocking=False):
@@ -231,29 +231,29 @@ class RowCache:
 
         Rows of a batch that has begun but not run its backward are written as if it had not begun.
         """
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             for change in self._changes():
-                self.keep(change)
+                self.write_changes(change)
             self._mark_stored()
 
     def copy_changes(self) -> list[Change]:
         """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             return list(self._changes())
 
-    def keep(self, change: Change) -> None:
+    def write_changes(self, change: Change) -> None:
         """Write a change to the store. May be called on any thread."""
         self._slots.refuse_nan(change.keys, change.records)
-        self._below.keep(change)
+        self._below.write_changes(change)
 
-    def kept(self) -> None:
+    def mark_stored(self) -> None:
         """Record that the store has all of the last :meth:`copy_changes`. May be called on any thread."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             self._mark_stored()
 
     def _mark_stored(self) -> None:
         self._headers.dirty[self._headers.dirty == COPIED] = 0
-        self._below.kept()
+        self._below.mark_stored()
 
     def _changes(self) -> Iterator[Change]:
         self._bring_up_to_date()
@@ -274,37 +274,37 @@ class RowCache:
 
     def forget(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             for batch in list(self._open):
                 self._end(batch)
             self._slots.clear()
             self._below.clear()
 
-    def rehearse(self, rehearses: bool) -> None:
+    def set_rehearsal(self, rehearses: bool) -> None:
         """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.Rehearsal`."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             if rehearses:
                 self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             brought = np.zeros(self.capacity, bool)
             self._rehearsal = Rehearsal(list(self._open), missing, brought) if rehearses else None
 
-    def cool(self, keys: Tensor) -> None:
+    def evict_for_rehearsal(self, keys: Tensor) -> None:
         """Evict rows before a prefetch of *keys*, if the cache is in a rehearsal."""
-        with self.moving:
+        with self.row_lock:
             if self._rehearsal is not None:
-                self._slots.cool(self._rehearsal, keys.detach().cpu().numpy(), self._pinned()[0])
+                self._slots.evict_for_rehearsal(self._rehearsal, keys.detach().cpu().numpy(), self._pinned()[0])
 
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the state of the cache."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             self._bring_up_to_date()
             self._below.flush()
             return list(self._open), self._slots.snapshot()
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Restore a snapshot. Ends batches that were opened after it."""
-        with self.moving, self._lock:
+        with self.row_lock, self._lock:
             opened, slots = snapshot
             for batch in [batch for batch in self._open if batch not in opened]:
                 self._end(batch)
@@ -317,10 +317,10 @@ class RowCache:
         """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store."""
         if self._headers.ttl is None:
             return 0
-        with self.moving:
+        with self.row_lock:
             with self._lock:
                 self._bring_up_to_date()
-                cached = self._headers.expired(np.flatnonzero(self._slots.used()), step)
+                cached = self._headers.select_expired(np.flatnonzero(self._slots.used()), step)
                 self._slots.forget(cached)
                 self._slots.write_back(cached)
             number = len(cached)
@@ -345,4 +345,4 @@ class RowCache:
             chosen = headers_of(records)[:, 1] >= since
             keys, records = keys[chosen], records[chosen]
         counts, last_seen = (torch.tensor(part) for part in headers_of(records).T)
-        return StoredRows(torch.from_numpy(keys), counts, last_seen, self._columns.typed(records[:, BYTES:]))
+        return StoredRows(torch.from_numpy(keys), counts, last_seen, self._columns.decode(records[:, HEADER_BYTES:]))

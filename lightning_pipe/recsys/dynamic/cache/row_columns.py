@@ -46,10 +46,10 @@ class RowColumns:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
         self._wait()
         index = self._on_device(rows)
-        for column, values in zip(self._columns, self.typed(records), strict=True):
+        for column, values in zip(self._columns, self.decode(records), strict=True):
             column.index_copy_(0, index, to_device(values, self.device))
 
-    def start(self, rows: Slots, weights: Tensor) -> None:
+    def initialize(self, rows: Slots, weights: Tensor) -> None:
         """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
         self._wait()
         index = self._on_device(rows)
@@ -59,10 +59,10 @@ class RowColumns:
         for column, value in zip(states, self._fill, strict=True):
             column.index_fill_(0, index, value)
 
-    def with_nan(self, records: Records) -> npt.NDArray[np.bool_]:
+    def get_nan_record_mask(self, records: Records) -> npt.NDArray[np.bool_]:
         """Mask of the records, in the format of ``read``, that contain NaN."""
         has_nan = torch.zeros(len(records), dtype=torch.bool)
-        for column in self.typed(records):
+        for column in self.decode(records):
             if column.is_floating_point():
                 has_nan |= _matrix(column).isnan().any(dim=1)
         result: npt.NDArray[np.bool_] = has_nan.numpy()
@@ -79,7 +79,7 @@ class RowColumns:
         for column, values in zip(self._columns, snapshot, strict=True):
             column.copy_(values)
 
-    def typed(self, records: Records) -> list[Tensor]:
+    def decode(self, records: Records) -> list[Tensor]:
         """Convert bytes, in the format of ``read``, to one tensor for each column."""
         parts = np.split(records, np.cumsum(self._widths)[:-1], axis=1)
         return [
@@ -88,7 +88,7 @@ class RowColumns:
             for column, part in zip(self._columns, parts, strict=True)
         ]
 
-    def mark(self) -> Mark | None:
+    def record_event(self) -> Mark | None:
         """Record an event after the work submitted to the current stream so far; None without CUDA."""
         if self.device.type != "cuda":
             return None
@@ -96,7 +96,7 @@ class RowColumns:
         event.record(stream)
         return stream.cuda_stream, event
 
-    def behind(self, mark: Mark | None) -> None:
+    def order_after(self, mark: Mark | None) -> None:
         """Order later reads and writes after *mark*; if it is None, synchronize with the device."""
         if mark is not None:
             stream, event = mark

@@ -15,14 +15,14 @@ from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 
 # Size of a header in a record: count and last_seen, int64 each.
-BYTES = 16
+HEADER_BYTES = 16
 
 # Value of ``dirty`` for a row that was copied for the store, which may not have the copy yet.
 COPIED = 2
 
 
 @dataclass(frozen=True)
-class Begun:
+class BatchStart:
     """Result of beginning the batch of a step."""
 
     step: int
@@ -42,34 +42,34 @@ class RowHeaders:
         # 0 if the store has the current row, 1 if it does not, and COPIED if it will have it.
         self.dirty = np.zeros(capacity, np.uint8)
 
-    def expired(self, rows: Slots, step: int) -> Slots:
+    def select_expired(self, rows: Slots, step: int) -> Slots:
         """Select the *rows* that have expired at *step*."""
         if self.ttl is None:
             return rows[:0]
         headers = self.values[rows]
         return rows[(headers[:, 0] > 0) & (step - headers[:, 1] > self.ttl)]
 
-    def begin(self, rows: Slots, step: int) -> Begun:
+    def begin(self, rows: Slots, step: int) -> BatchStart:
         """Begin a batch: count an occurrence of its *rows*, which are distinct."""
         before = self.last_seen[rows]
-        expired = self.expired(rows, step)
+        expired = self.select_expired(rows, step)
         self.counts[expired] = 0
         self.counts[rows] += 1
         self.last_seen[rows] = step
         self.dirty[rows] = 1
-        return Begun(step, before, expired, self.young(rows))
+        return BatchStart(step, before, expired, self.select_unadmitted(rows))
 
-    def undo(self, rows: Slots, begun: Begun) -> None:
+    def undo(self, rows: Slots, begun: BatchStart) -> None:
         """Revert ``begin``. Rows that had expired at ``begin`` have count 0 afterwards."""
         self.counts[rows] -= 1
         last = self.last_seen[rows] == begun.step
         self.last_seen[rows[last]] = begun.before[last]
 
-    def young(self, rows: Slots) -> Slots:
+    def select_unadmitted(self, rows: Slots) -> Slots:
         """Select the *rows* that are not admitted."""
         return rows[self.counts[rows] < self._threshold]
 
 
 def headers_of(records: Records) -> npt.NDArray[np.int64]:
     """Count and last step of each record: [records, 2]."""
-    return np.array(records[:, :BYTES], order="C").view(np.int64)
+    return np.array(records[:, :HEADER_BYTES], order="C").view(np.int64)

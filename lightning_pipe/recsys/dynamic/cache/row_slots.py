@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
-from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, DeviceIds, Slots, id_map
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy, select_victims
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, DeviceIdMap, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES, RowHeaders, headers_of
-from lightning_pipe.recsys.dynamic.cache.ticket import Batch
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, StoredTable
+from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES, RowHeaders, headers_of
+from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, StoredTable
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
@@ -48,7 +48,7 @@ class CacheStats:
     ids: int = 0
     hits: int = 0
     read: int = 0
-    new: int = 0
+    created: int = 0
     evicted: int = 0
     written: int = 0
     expired: int = 0
@@ -70,7 +70,7 @@ class Rehearsal:
         brought: mask of the slots whose rows the rehearsal has brought.
     """
 
-    suspended: list[Batch]
+    suspended: list[OpenBatch]
     missing: float
     brought: npt.NDArray[np.bool_]
 
@@ -88,7 +88,7 @@ class RowSlots:
         policy: Policy,
         check_nan: bool,
         ids_of: Callable[[Keys], Keys] | None = None,
-        ids: DeviceIds | None = None,
+        ids: DeviceIdMap | None = None,
     ) -> None:
         self._table, self._columns, self.headers = table, columns, headers
         self._below = below
@@ -109,8 +109,8 @@ class RowSlots:
         self.stats.hits -= len(missing)
         return slots, rows, missing
 
-    def use(self, ids: DeviceIds, summary: Tensor) -> tuple[Slots, Keys]:
-        """Same as ``DeviceIds.use``, with the tick of a new batch and statistics."""
+    def use(self, ids: DeviceIdMap, summary: Tensor) -> tuple[Slots, Keys]:
+        """Same as ``DeviceIdMap.use``, with the tick of a new batch and statistics."""
         rows, missing = ids.use(summary, self._next_tick(len(summary) - 2))
         self.stats.hits -= len(missing)
         return rows, missing
@@ -125,7 +125,7 @@ class RowSlots:
         self.stats.hits += number
         return self._tick
 
-    def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
+    def load_rows(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
         """Load or create the rows of *keys*, which are not in the map and may repeat."""
         keys, places = np.unique(keys, return_inverse=True)
         if len(keys) > self._free_count:
@@ -135,17 +135,17 @@ class RowSlots:
         rows = self._free[self._free_count - len(keys) : self._free_count][::-1].copy()
         loaded, unseen = rows[present], ~present
         if unseen.any():
-            self._columns.start(rows[unseen], self._initial(keys[unseen]))
+            self._columns.initialize(rows[unseen], self._initial(keys[unseen]))
             self.headers.values[rows[unseen]] = 0
         if loaded.size:
             if loaded.size < len(keys):
                 records = records[present]
-            self._columns.write(loaded, records[:, BYTES:])
+            self._columns.write(loaded, records[:, HEADER_BYTES:])
             self.headers.values[loaded] = headers_of(records)
         self.map.insert(keys, rows, self._tick)
         self._free_count -= len(keys)
         self.stats.read += len(loaded)
-        self.stats.new += len(keys) - len(loaded)
+        self.stats.created += len(keys) - len(loaded)
         return rows[places], rows
 
     def _evict(self, needed: int, pinned: npt.NDArray[np.bool_], in_flight: int) -> None:
@@ -160,7 +160,7 @@ class RowSlots:
         pinned[self._free[: self._free_count]] = True
         candidates = np.flatnonzero(~pinned)
         number = min(len(candidates), max(needed - self._free_count, capacity // _EVICTED))
-        chosen = victims(
+        chosen = select_victims(
             self._policy,
             number,
             self.map.ticks()[candidates],
@@ -168,7 +168,7 @@ class RowSlots:
         )
         self.evict(candidates[chosen])
 
-    def cool(self, rehearsal: Rehearsal, keys: Keys, pinned: npt.NDArray[np.bool_]) -> None:
+    def evict_for_rehearsal(self, rehearsal: Rehearsal, keys: Keys, pinned: npt.NDArray[np.bool_]) -> None:
         """Evict rows before a prefetch of *keys* in a rehearsal, as :class:`Rehearsal` describes."""
         brought = np.flatnonzero(rehearsal.brought & self.used() & ~pinned)
         rehearsal.brought[brought] = False
@@ -215,8 +215,8 @@ class RowSlots:
             self.refuse_nan(change.keys, change.records)
             if change.keys.size:
                 self._below.write(change.keys, change.records)
-            if change.gone.size:
-                self._below.erase(change.gone)
+            if change.erased_keys.size:
+                self._below.erase(change.erased_keys)
         self.headers.dirty[rows] = 0
 
     def changes(self, rows: Slots) -> Iterator[Change]:
@@ -228,33 +228,33 @@ class RowSlots:
             self.stats.written += len(existing)
             yield Change(self.map.keys_of(existing), self._records(existing), self.map.keys_of(part[~exists]))
 
-    def start(self, rows: Slots) -> None:
+    def initialize(self, rows: Slots) -> None:
         """Set *rows* to their initial values and states."""
         if rows.size:
-            self._columns.start(rows, self._initial(self.map.keys_of(rows)))
+            self._columns.initialize(rows, self._initial(self.map.keys_of(rows)))
 
-    def start_or_owe(self, rows: Slots) -> None:
+    def start_or_retry_later(self, rows: Slots) -> None:
         """Same as ``start``, but ``settle`` repeats it if it fails, as a user's function of initial values may.
 
         For code that runs on one rank without the others, where an error must not be raised.
         """
         try:
-            self.start(rows)
+            self.initialize(rows)
         except Exception:
             self._owed.append(rows)
 
-    def settle(self) -> None:
+    def retry_initialization(self) -> None:
         """Repeat failed restarts of rows. Raises the error again at every call, until the restart succeeds.
 
         Must be called before rows are read, counted or written to the store.
         """
         while self._owed:
-            self.start(self._owed[-1])
+            self.initialize(self._owed[-1])
             self._owed.pop()
 
     def forget(self, rows: Slots) -> None:
         """Turn existing *rows* into nonexistent ones, which have count 0 and initial values."""
-        self.start(rows)
+        self.initialize(rows)
         self.headers.values[rows] = 0
         self.headers.dirty[rows] = 1
         self.stats.expired += len(rows)
@@ -270,7 +270,7 @@ class RowSlots:
 
     def _records(self, rows: Slots) -> Records:
         if not rows.size:
-            return np.empty((0, BYTES + self._columns.width), np.uint8)
+            return np.empty((0, HEADER_BYTES + self._columns.width), np.uint8)
         headers = torch.from_numpy(self.headers.values[rows]).view(torch.uint8)
         records: Records = torch.cat([headers, self._columns.read(rows)], dim=1).numpy()
         return records
@@ -279,7 +279,7 @@ class RowSlots:
         """Raise InputError if ``check_nan`` is set and records contain NaN."""
         if not self._check_nan or not keys.size:
             return
-        keys = keys[self._columns.with_nan(records[:, BYTES:])]
+        keys = keys[self._columns.get_nan_record_mask(records[:, HEADER_BYTES:])]
         if keys.size:
             first = keys[:10] if self._ids_of is None else self._ids_of(keys[:10])
             shown = ", ".join(map(str, first.tolist()))

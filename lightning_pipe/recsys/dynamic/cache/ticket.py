@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.row_columns import Mark
-from lightning_pipe.recsys.dynamic.cache.row_headers import Begun
+from lightning_pipe.recsys.dynamic.cache.row_headers import BatchStart
 
 
 @dataclass(eq=False)
-class Batch:
+class OpenBatch:
     """State of a batch, whose distinct *rows* are not reused while it is open."""
 
     rows: Slots
-    begun: Begun | None = None
+    begun: BatchStart | None = None
     ended: bool = False
     mark: Mark | None = None  # after its use on the device, if it was discarded explicitly
 
@@ -27,7 +27,7 @@ class Ticket:
 
     __slots__ = ("__weakref__", "_dropped", "batch", "slots")
 
-    def __init__(self, slots: Tensor, batch: Batch, dropped: deque[Batch]) -> None:
+    def __init__(self, slots: Tensor, batch: OpenBatch, dropped: deque[OpenBatch]) -> None:
         self.slots = slots
         self.batch = batch
         self._dropped = dropped

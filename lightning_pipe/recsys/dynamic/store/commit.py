@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks
-from lightning_pipe.recsys.dynamic.store.row_store import RowStore, RunPart, StoreState
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
+from lightning_pipe.recsys.dynamic.store.row_store import RowStore, StoreIdentity, StoreState
 
 _NOT_OPENED = "the store of rows cannot be opened"
 
 
-def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> RowStore:
+def open_store_at_newest_version(make: Callable[[], RowStore], group: dist.ProcessGroup) -> RowStore:
     """Open this rank's store at the newest version that any rank has committed. Collective.
 
     If no rank has committed or prepared a version, the stores start a new run.
@@ -35,15 +35,15 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
         return store
 
     try:
-        opened = on_all_ranks(make_store, _NOT_OPENED, group)
-        states = gather(opened.state, group)
+        opened = run_on_all_ranks(make_store, _NOT_OPENED, group)
+        states = all_gather_objects(opened.state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
-            run = gather(secrets.token_hex(8), group)[0]
-            on_all_ranks(lambda: opened.join(RunPart(run, group.rank(), len(states))), _NOT_OPENED, group)
-        elif wrong := _wrong(states, version):
+            run = all_gather_objects(secrets.token_hex(8), group)[0]
+            run_on_all_ranks(lambda: opened.join_run(StoreIdentity(run, group.rank(), len(states))), _NOT_OPENED, group)
+        elif wrong := _mismatch_message(states, version):
             raise SetupError(wrong)
-        on_all_ranks(lambda: opened.settle(version), _NOT_OPENED, group)
+        run_on_all_ranks(lambda: opened.recover(version), _NOT_OPENED, group)
         return opened
     except BaseException:
         if store is not None:
@@ -51,9 +51,9 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
         raise
 
 
-def commit_together(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
+def commit_on_all_ranks(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
     """Commit the writes of all ranks as the next version, on all ranks or on none. Collective."""
-    newest = max(gather(store.state.committed, group))
+    newest = max(all_gather_objects(store.state.committed, group))
     failed = f"version {newest + 1} of the rows cannot be committed"
 
     def prepare() -> None:
@@ -61,11 +61,11 @@ def commit_together(store: RowStore, group: dist.ProcessGroup, notes: Mapping[st
             store.commit(newest)  # failed here before, but not on all ranks
         store.prepare(newest + 1, notes)
 
-    on_all_ranks(prepare, failed, group)
-    on_all_ranks(lambda: store.commit(newest + 1), failed, group)
+    run_on_all_ranks(prepare, failed, group)
+    run_on_all_ranks(lambda: store.commit(newest + 1), failed, group)
 
 
-def _wrong(states: list[StoreState], version: int) -> str | None:
+def _mismatch_message(states: list[StoreState], version: int) -> str | None:
     """Message on why the stores cannot be opened at *version*, with the state of each store; None if they can."""
     # The most advanced store: if no rank has committed a version, one that has prepared.
     part = max(states, key=lambda state: (state.committed, state.prepared or 0)).part

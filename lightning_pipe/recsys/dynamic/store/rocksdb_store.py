@@ -34,7 +34,7 @@ from rocksdict import (
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.record_bytes import join_keys, join_records, split_keys, split_records
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 
 # Minimum number of keys for which another reader thread pays off.
@@ -84,11 +84,11 @@ class RocksDbStore(RowStore):
     def state(self) -> StoreState:
         return self._folder.state
 
-    def join(self, part: RunPart) -> None:
-        self._folder.join(part)
+    def join_run(self, part: StoreIdentity) -> None:
+        self._folder.join_run(part)
 
-    def settle(self, version: int) -> None:
-        self._folder.settle(version)
+    def recover(self, version: int) -> None:
+        self._folder.recover(version)
         with self._engine_errors():
             self._open = Rdict(str(self._folder.working), self._options)
             if version > 0:
@@ -117,12 +117,12 @@ class RocksDbStore(RowStore):
 
     def write(self, table: str, keys: Keys, records: Records) -> None:
         batch = WriteBatch(raw_mode=True)
-        _all(map(batch.put, split_keys(self._numbers[table], keys), split_records(records)))
+        _consume(map(batch.put, split_keys(self._numbers[table], keys), split_records(records)))
         self._write(batch)
 
     def erase(self, table: str, keys: Keys) -> None:
         batch = WriteBatch(raw_mode=True)
-        _all(map(batch.delete, split_keys(self._numbers[table], keys)))
+        _consume(map(batch.delete, split_keys(self._numbers[table], keys)))
         self._write(batch)
 
     def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
@@ -149,7 +149,7 @@ class RocksDbStore(RowStore):
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         width = self._widths[table]
         options = self._range(table)
-        last = _first(self._numbers[table])
+        last = _table_lower_bound(self._numbers[table])
         items = self._database.items(from_key=last, read_opt=options)
         chunk = min(chunk, max(1, _SCAN_BYTES // width))
 
@@ -213,7 +213,7 @@ class RocksDbStore(RowStore):
 
     def _range(self, table: str) -> ReadOptions:
         options = ReadOptions()
-        options.set_iterate_upper_bound(_first(self._numbers[table] + 1))
+        options.set_iterate_upper_bound(_table_lower_bound(self._numbers[table] + 1))
         options.set_readahead_size(2 * _MB)
         return options
 
@@ -263,11 +263,11 @@ def _options(write_buffer: int, block_cache: int) -> Options:
     return options
 
 
-def _first(number: int) -> bytes:
+def _table_lower_bound(number: int) -> bytes:
     """Lower bound of the keys of the table with this number."""
     return number.to_bytes(2, "big") + bytes(8)
 
 
-def _all(calls: Iterator[Any]) -> None:
+def _consume(calls: Iterator[Any]) -> None:
     """Run the calls of a ``map`` without a Python loop."""
     deque(calls, maxlen=0)

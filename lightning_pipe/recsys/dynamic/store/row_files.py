@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
-from lightning_pipe.checkpoints.remote_folder import local_copy, open_folder, place_of
-from lightning_pipe.engine.common.durable_files import sync_name, write_file
+from lightning_pipe.checkpoints.remote_folder import local_copy, parse_local_or_remote_path, resolve_folder
+from lightning_pipe.engine.common.durable_files import fsync_parents, write_file
 from lightning_pipe.engine.common.errors import SetupError
 
 # Shape of a row in the column, and type of the column.
@@ -81,7 +81,7 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
         files.append({"name": name, "rows": len(rows.ids), "bytes": len(packed), "crc32": zlib.crc32(packed)})
     list_file = folder / f"{prefix}.json"
     write_file(list_file, json.dumps(files).encode())
-    sync_name(list_file)
+    fsync_parents(list_file)
     return sum(int(file["rows"]) for file in files)
 
 
@@ -109,7 +109,7 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
         SetupError: A file is damaged, missing or has other contents, see :func:`check_rows`; or no module, or more than
             one, has such a table.
     """
-    with local_copy(open_folder(place_of(folder)), "rows") as local:
+    with local_copy(resolve_folder(parse_local_or_remote_path(folder)), "rows") as local:
         yield from _all_rows(_of_module(local, table, module), table, None)
 
 

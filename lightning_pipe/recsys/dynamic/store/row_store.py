@@ -24,7 +24,7 @@ Records = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class RunPart:
+class StoreIdentity:
     """Identity of a rank's store within a run. Only stores of the same run can be opened together."""
 
     run: str  # random name, drawn when the stores of all ranks were new
@@ -38,7 +38,7 @@ class StoreState:
 
     committed: int  # newest version that this rank has committed; 0 before the first commit
     prepared: int | None  # version that is prepared and not committed
-    part: RunPart | None = None  # last argument of ``join``
+    part: StoreIdentity | None = None  # last argument of ``join``
 
 
 class RowStore(ABC):
@@ -55,11 +55,11 @@ class RowStore(ABC):
         """Current state of the store."""
 
     @abstractmethod
-    def join(self, part: RunPart) -> None:
+    def join_run(self, part: StoreIdentity) -> None:
         """Make the store *part* of a run, durably. May be called before ``settle``."""
 
     @abstractmethod
-    def settle(self, version: int) -> None:
+    def recover(self, version: int) -> None:
         """Restore *version*, on which all ranks agree, without later writes. Required before reads and writes."""
 
     @abstractmethod

@@ -25,10 +25,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_pipe.engine.common.durable_files import sync, sync_name, write_file
+from lightning_pipe.engine.common.durable_files import fsync_parents, fsync_path, write_file
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.folder_lock import FolderLock
-from lightning_pipe.recsys.dynamic.store.row_store import RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import StoreIdentity, StoreState
 
 _FORMAT = 1
 _FILE = "store.json"
@@ -52,12 +52,12 @@ class VersionedFolder:
         try:
             with self._system_errors():
                 self._description = json.loads(json.dumps(description))
-                self.state = self._find()
+                self.state = self._load_state()
         except BaseException:
             self.close()
             raise
 
-    def settle(self, version: int) -> None:
+    def recover(self, version: int) -> None:
         """Create the working copy from *version*, and remove all other versions and leftovers of killed processes."""
         assert version in (self.state.committed, self.state.prepared)
         with self._system_errors():
@@ -82,10 +82,10 @@ class VersionedFolder:
             fill(unfinished)
             for file in unfinished.iterdir():
                 if file.suffix != ".sst":
-                    sync(file)
-            sync(unfinished)
+                    fsync_path(file)
+            fsync_path(unfinished)
             os.replace(unfinished, prepared)
-            sync(self._path)
+            fsync_path(self._path)
             self.state = replace(self.state, prepared=version)
 
     def commit(self, version: int) -> None:
@@ -95,7 +95,7 @@ class VersionedFolder:
             self._write(StoreState(version, None, self.state.part))
             _remove(self._version(version - 1))
 
-    def join(self, part: RunPart) -> None:
+    def join_run(self, part: StoreIdentity) -> None:
         """Make the store this part of a run, durably."""
         with self._system_errors():
             self._write(replace(self.state, part=part))
@@ -137,14 +137,14 @@ class VersionedFolder:
         unfinished = self._path / f"{_FILE}.new"
         write_file(unfinished, f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
         os.replace(unfinished, self._path / _FILE)
-        sync(self._path)
+        fsync_path(self._path)
         self.state = state
 
-    def _find(self) -> StoreState:
+    def _load_state(self) -> StoreState:
         names = {file.name for file in self._path.iterdir()} - {"lock", f"{_FILE}.new"}
         if not names:
             self._write(StoreState(0, None))
-            sync_name(self._path)
+            fsync_parents(self._path)
             return self.state
         if _FILE not in names:
             raise self.damaged(f"it has {', '.join(sorted(names))}, but no {_FILE}")
@@ -153,7 +153,7 @@ class VersionedFolder:
             raise self.damaged(f"{_FILE} does not match its checksum")
         try:
             contents: dict[str, Any] = json.loads(text)
-            part = None if contents["part"] is None else RunPart(**contents["part"])
+            part = None if contents["part"] is None else StoreIdentity(**contents["part"])
             committed = int(contents["committed"])
             stored = {"format": contents["format"], **contents["description"]}
         except (KeyError, TypeError, ValueError, RecursionError) as error:

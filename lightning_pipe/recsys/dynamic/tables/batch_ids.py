@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.recsys.batches.transfer import to_device
-from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 
 
 def prefetch_on_device(
-    parts: Sequence[tuple[RowCache, DeviceIds, Tensor]], tickets: list[tuple[RowCache, Ticket]]
+    parts: Sequence[tuple[RowCache, DeviceIdMap, Tensor]], tickets: list[tuple[RowCache, Ticket]]
 ) -> list[Tensor]:
     """Cache and pin the rows of a batch whose ids are looked up on their device."""
     with ExitStack() as stack:
         for cache, _, _ in parts:
-            stack.enter_context(cache.moving)
-        lookups = [ids.look(values) for _, ids, values in parts]
-        summaries = on_host(torch.cat([summary for _, summary in lookups])).split(
+            stack.enter_context(cache.row_lock)
+        lookups = [ids.lookup(values) for _, ids, values in parts]
+        summaries = copy_ids_to_host(torch.cat([summary for _, summary in lookups])).split(
             [len(summary) for _, summary in lookups]
         )
         for (cache, _, _), summary in zip(parts, summaries, strict=True):
@@ -36,7 +36,7 @@ def prefetch_on_device(
     return [slots for slots, _ in lookups]
 
 
-def on_host(ids: Tensor) -> Tensor:
+def copy_ids_to_host(ids: Tensor) -> Tensor:
     """Ids on the host; a copy from a GPU is in pinned memory, so that it does not wait for other work of the host."""
     if not ids.is_cuda:
         return ids.detach()

@@ -20,11 +20,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.store.commit import commit_together
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore
+from lightning_pipe.recsys.dynamic.store.commit import commit_on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, rows_folder, write_rows
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 
@@ -46,9 +46,9 @@ class RowDump:
     ) -> None:
         self._caches, self._store, self._dumped = caches, store, dumped
         self._group, self._progress = group, dict(progress)
-        version = gather(secrets.token_hex(8), group)[0]
+        version = all_gather_objects(secrets.token_hex(8), group)[0]
         # Read together with the written rows.
-        self.committed: dict[str, Any] = {"version": version, "progress": self._progress, "tables": dict(description)}
+        self.metadata: dict[str, Any] = {"version": version, "progress": self._progress, "tables": dict(description)}
         self._copies: list[tuple[RowCache, list[Change]]] | None = None
         self._scans: dict[str, Iterator[tuple[Keys, Records]]] = {}
         self._queued = False
@@ -58,7 +58,7 @@ class RowDump:
         """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue."""
         # In this order: rows that are evicted in between have not changed since they were copied.
         self._copies = [(cache, cache.copy_changes()) for cache in self._caches.values()]
-        self._store.hold()
+        self._store.buffer_writes()
         self._dumped(True)
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
@@ -66,18 +66,18 @@ class RowDump:
         if self._over.is_set():
             raise SetupError("a commit of rows was started after it had been given up. Save again")
         group, store = group or self._group, self._store.base
-        notes = {"version": self.committed["version"], **self._progress}
+        notes = {"version": self.metadata["version"], **self._progress}
         try:
-            on_all_ranks(self._keep, _FAILED, group, InputError)
-            commit_together(store, group, notes)
+            run_on_all_ranks(self._write_changes, _FAILED, group, InputError)
+            commit_on_all_ranks(store, group, notes)
             for cache in self._caches.values():
-                cache.kept()
+                cache.mark_stored()
             if to_write:
                 self._scans = {table: store.scan(table, _SCANNED) for table in self._caches}
             if self._copies is None:
                 self._dumped(True)
             else:
-                on_all_ranks(self._store.release, _FAILED, group, InputError)
+                run_on_all_ranks(self._store.flush_writes, _FAILED, group, InputError)
         except BaseException:
             # Evictions stay in memory until the next use of the rows, which writes them on all ranks together.
             self._scans = {}
@@ -87,27 +87,27 @@ class RowDump:
             self._copies = None
             self._over.set()
 
-    def _keep(self) -> None:
+    def _write_changes(self) -> None:
         if self._copies is None:
             for cache in self._caches.values():
                 cache.flush()
         else:
             for cache, changes in self._copies:
                 while changes:
-                    cache.keep(changes.pop())
+                    cache.write_changes(changes.pop())
 
     def write(self, folder: Path) -> None:
         """Write this rank's rows, as they were committed, to files."""
         while self._scans:
             table, scan = self._scans.popitem()
-            chunks = (with_own_ids(self._caches[table].decode(keys, records)) for keys, records in scan)
+            chunks = (with_original_ids(self._caches[table].decode(keys, records)) for keys, records in scan)
             write_rows(folder, table, self._group.rank(), self._group.size(), chunks)
 
-    def queued(self) -> None:
+    def mark_commit_queued(self) -> None:
         """Record that ``commit`` is going to be called on another thread."""
         self._queued = True
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Prevent the commit if it has not begun. Rows that were copied count as changed."""
         if not self._over.is_set():
             self._copies = None
@@ -117,26 +117,26 @@ class RowDump:
     def finish(self) -> None:
         """Wait for the commit, or give it up if an error has prevented its start."""
         if not self._queued:
-            self.give_up()
+            self.abandon()
         self._over.wait()
 
 
-class DumpedRows:
+class ModelRowDump:
     """Commits of all modules of a model, by name, as a part of a checkpoint."""
 
     def __init__(self, dumps: Mapping[str, RowDump]) -> None:
         self._dumps = dict(dumps)
-        self.committed: dict[str, Any] = {name: dump.committed for name, dump in dumps.items()}
+        self.committed: dict[str, Any] = {name: dump.metadata for name, dump in dumps.items()}
 
     def copy(self) -> None:
         """Copy changed rows, so that training can continue."""
         for dump in self._dumps.values():
             dump.copy()
 
-    def queued(self) -> None:
+    def mark_commit_queued(self) -> None:
         """Record that ``commit`` is going to be called on another thread."""
         for dump in self._dumps.values():
-            dump.queued()
+            dump.mark_commit_queued()
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
         """Commit the rows; see :meth:`RowDump.commit`. After an error, the commits of later modules are given up."""
@@ -145,7 +145,7 @@ class DumpedRows:
                 dump.commit(group, to_write=to_write)
         except BaseException:
             for dump in self._dumps.values():
-                dump.give_up()
+                dump.abandon()
             raise
 
     def write(self, folder: Path) -> None:
@@ -154,6 +154,6 @@ class DumpedRows:
             dump.write(rows_folder(folder, name))
 
 
-def with_own_ids(rows: StoredRows) -> StoredRows:
+def with_original_ids(rows: StoredRows) -> StoredRows:
     """Rows of a cache with their original ids instead of mixed ones."""
     return replace(rows, ids=unmix(rows.ids))

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import with_tensors
+from lightning_pipe._compat.torchrec import copy_with_tensors
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
-from lightning_pipe.recsys.dynamic.tables.batch_ids import on_host, prefetch_on_device
+from lightning_pipe.recsys.dynamic.tables.batch_ids import copy_ids_to_host, prefetch_on_device
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
-from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_own_ids
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_original_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 
@@ -54,7 +54,7 @@ class BatchRows:
         for cache, ticket in self._tickets:
             cache.begin(ticket, self._step)
 
-    def show(self) -> None:
+    def reset_expired(self) -> None:
         """Restart expired rows, before a lookup without training."""
         for cache, ticket in self._tickets:
             cache.expire(ticket, self.tables.trained_step)
@@ -64,20 +64,20 @@ class BatchRows:
         tickets, self._tickets = self._tickets, []
         for cache, ticket in tickets:
             if trained:
-                cache.trained(ticket)
+                cache.end_trained(ticket)
             else:
                 cache.discard(ticket)
         if tickets and trained:
             self.tables.trained_step = max(self.tables.trained_step, self._step)
 
 
-def end_step(batches: Sequence[BatchRows], trained: bool) -> None:
+def end_lookups(batches: Sequence[BatchRows], trained: bool) -> None:
     """End all lookups of one step, in which a module may have been called several times."""
     for rows in batches:
         rows.end(trained)
     if trained:
         for tables in {id(rows.tables): rows.tables for rows in batches}.values():
-            tables.step_ended()
+            tables.count_step_and_commit()
 
 
 class RowTables:
@@ -130,7 +130,7 @@ class RowTables:
         self._changed = True
         return self.step
 
-    def step_ended(self) -> None:
+    def count_step_and_commit(self) -> None:
         """Count a training step. After every ``commit_every`` steps, commit on all ranks together.
 
         In the background, the commit begins with the next batch, because a checkpoint may come first.
@@ -143,7 +143,7 @@ class RowTables:
             if self.saves is None:
                 self.commit()
 
-    def commit_due(self) -> None:
+    def commit_if_due(self) -> None:
         """Begin an automatic commit that is due, unless a checkpoint has made it. Collective, before a batch begins."""
         saves = self.saves
         if not self._due or self._rehearses:
@@ -155,9 +155,9 @@ class RowTables:
         dump = self.dump()
         self._together(dump.copy)
         self._wait_for_commit = saves.add(lambda: dump.commit(saves.group))
-        dump.queued()
+        dump.mark_commit_queued()
 
-    def prefetch(self, features: KeyedJaggedTensor, *, again: bool = False) -> BatchRows:
+    def prefetch(self, features: KeyedJaggedTensor, *, replay: bool = False) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate."""
         offsets = features.offset_per_key()
         tickets: list[tuple[RowCache, Ticket]] = []
@@ -168,13 +168,13 @@ class RowTables:
             values = features.values()
             runs = [(self.caches[table], slice(offsets[begin], offsets[end])) for table, begin, end in self._runs]
             lookups = [(cache, cache.ids, values[where]) for cache, where in runs if cache.ids is not None]
-            if self._rehearses and not again:
+            if self._rehearses and not replay:
                 for cache, where in runs:
-                    cache.cool(values[where])
+                    cache.evict_for_rehearsal(values[where])
             if lookups:
                 on_device = torch.cat(prefetch_on_device(lookups, tickets))
             else:
-                ids = on_host(values)
+                ids = copy_ids_to_host(values)
                 slots = torch.empty_like(ids, pin_memory=values.is_cuda)
                 for cache, where in runs:
                     ticket = cache.prefetch(ids[where])
@@ -185,15 +185,15 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(with_tensors(features, values=on_device), tickets, self)
+        return BatchRows(copy_with_tensors(features, values=on_device), tickets, self)
 
     def _settle_existing(self) -> None:
         """Apply ``existing`` to rows of an earlier run, before their first use and if no checkpoint was read."""
-        self.refuse_existing()
+        self.check_no_existing_rows()
         if self._existing == "forget":
             self.forget()
 
-    def refuse_existing(self) -> None:
+    def check_no_existing_rows(self) -> None:
         """Raise SetupError if the store has an earlier run's rows, ``existing`` is ``refuse`` and no rows were read."""
         if self._existing == "refuse":
             raise SetupError(
@@ -213,16 +213,16 @@ class RowTables:
         """
         self._finish()
         for cache in self.caches.values():
-            cache.rehearse(True)
-        self._store.hold()
+            cache.set_rehearsal(True)
+        self._store.buffer_writes()
         self._rehearses = True
         try:
             yield
         finally:
             self._rehearses = False
             for cache in self.caches.values():
-                cache.rehearse(False)
-            self._store.drop()
+                cache.set_rehearsal(False)
+            self._store.discard_writes()
 
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the progress, in a rehearsal."""
@@ -272,13 +272,13 @@ class RowTables:
     def _ready(self) -> None:
         """Wait for a commit, and write evictions that it has held back."""
         self._finish()
-        self._store.release()
+        self._store.flush_writes()
         self._settle_existing()
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch."""
         self._ready()
-        return map(with_own_ids, self.caches[table].rows(since=since))
+        return map(with_original_ids, self.caches[table].rows(since=since))
 
     def write(self, folder: Path, since: int = 0) -> None:
         """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
@@ -294,7 +294,7 @@ class RowTables:
         """Replace all rows by those that any number of ranks has written, and commit them. Collective."""
         self._finish()
         same = with_states and bool(version) and version == self.version and not self._changed
-        if not all(gather(same, self.group)):
+        if not all(all_gather_objects(same, self.group)):
             # All files are checked before any row is discarded.
             columns: dict[str, Columns] = {table: cache.columns for table, cache in self.caches.items()}
             self._together(lambda: check_rows(folder, columns))
@@ -306,15 +306,15 @@ class RowTables:
 
     def _read(self, folder: Path, with_states: bool) -> None:
         self._changed = True
-        self._store.drop()
+        self._store.discard_writes()
         for table, cache in self.caches.items():
             cache.forget()
             self._erase(table)
             for rows in read_rows(folder, table):
-                self._keep(cache, rows, with_states)
+                self._store_local_rows(cache, rows, with_states)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        on_all_ranks(work, "rows cannot be read or written", self.group, InputError)
+        run_on_all_ranks(work, "rows cannot be read or written", self.group, InputError)
 
     def purge(self) -> int:
         """Erase expired rows and return their number. Scans the whole store."""
@@ -325,7 +325,7 @@ class RowTables:
     def forget(self) -> None:
         """Discard all rows. Every rank calls it at the same point of training."""
         self._finish()
-        self._store.drop()
+        self._store.discard_writes()
         self._existing = "keep"
         self._changed = True
         for table, cache in self.caches.items():
@@ -346,7 +346,7 @@ class RowTables:
         for keys, _ in self._store.base.scan(table):
             self._store.base.erase(table, keys)
 
-    def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
+    def _store_local_rows(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
         local_rows = owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
         if not len(local_rows):

@@ -20,18 +20,18 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
+from lightning_pipe._compat.torchrec import copy_with_tensors, create_input_dists_keeping_ids, kernels_of
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.engine.ranks.together import raise_gathered, start_any_of
-from lightning_pipe.engine.runtime.record_use import record_use
+from lightning_pipe.engine.ranks.object_collectives import all_reduce_any_async, raise_gathered
+from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
-from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_step
+from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_lookups
 from lightning_pipe.recsys.kernels.row_adam import row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     DynamicTable,
-    Storage,
+    RowStorageOptions,
 )
 from lightning_pipe.recsys.modules.output_order import (
     OrderedEmbeddingBagCollection,
@@ -44,7 +44,7 @@ class ShardedDynamicModule:
     """Common part of pooled and sequence modules: slots replace ids between the input dist and the lookup."""
 
     dynamic_tables: dict[str, DynamicTable]
-    storage: Storage
+    storage: RowStorageOptions
     _rows: RowTables | None = None
 
     def __init__(self, module: Any, *arguments: Any, **named: Any) -> None:
@@ -54,7 +54,7 @@ class ShardedDynamicModule:
         self._unclaimed: list[BatchRows] = []
 
     @property
-    def rows(self) -> RowTables:
+    def row_tables(self) -> RowTables:
         """Caches of the tables."""
         if self._rows is None:
             raise SetupError(
@@ -72,7 +72,7 @@ class ShardedDynamicModule:
                 tensors = [weights, *(states[index] if states else ())]
                 yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
 
-    def use_rows(self, rows: RowTables) -> None:
+    def set_row_tables(self, rows: RowTables) -> None:
         """Set the caches."""
         self._rows = rows
 
@@ -82,7 +82,7 @@ class ShardedDynamicModule:
         """Start TorchRec's input dist with mixed ids."""
         mixed = with_mixed_ids(features)
         # Created here because TorchRec's creation would warn about ids beyond the rows of the cache.
-        make_input_dists_by_id(self, mixed)
+        create_input_dists_keeping_ids(self, mixed)
         awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, mixed)  # type: ignore[misc]
         return awaitable
 
@@ -92,17 +92,17 @@ class ShardedDynamicModule:
         An error is stored and raised at the lookup, on all ranks together.
         """
         assert len(dist_input) == 1
-        ctx.rows = self.rows.prefetch(dist_input[0])
+        ctx.rows = self.row_tables.prefetch(dist_input[0])
 
-    def prefetch_again(self, ctx: Any, dist_input: KJTList) -> None:
+    def replay_prefetch(self, ctx: Any, dist_input: KJTList) -> None:
         """Replay a prefetch, whose rows stay in the cache between replays."""
-        ctx.rows = self.rows.prefetch(dist_input[0], again=True)
+        ctx.rows = self.row_tables.prefetch(dist_input[0], replay=True)
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         """Run TorchRec's lookup and output dist with slots.
 
         With gradients enabled, the batch is counted, and its rows stay pinned until they are claimed with
-        :meth:`claim_rows` and ended, or until the next such call.
+        :meth:`take_pinned_rows` and ended, or until the next such call.
 
         If the rows of any rank could not be fetched, the wait for the output raises an InputError on every rank. The
         ranks exchange that during the lookup and the output dist, which a rank without its rows takes part in.
@@ -114,29 +114,29 @@ class ShardedDynamicModule:
         trains = torch.is_grad_enabled()
         if trains:
             # Rows of an earlier call that were never claimed. Their backward has run by now.
-            end_step(self._unclaimed, trained=True)
+            end_lookups(self._unclaimed, trained=True)
             self._unclaimed = [rows]
-            self.rows.commit_due()
+            self.row_tables.commit_if_due()
         error = _begun(rows, trains)
-        any_failed = start_any_of(error is not None, self.rows.group)
+        any_failed = all_reduce_any_async(error is not None, self.row_tables.group)
         slots = rows.features
         if slots is None:
-            slots = with_tensors(input[0], values=torch.zeros_like(input[0].values()))
-        record_use(slots)
+            slots = copy_with_tensors(input[0], values=torch.zeros_like(input[0].values()))
+        record_stream(slots)
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, KJTList([slots]))  # type: ignore[misc]
         if not trains:
             rows.end(trained=False)
 
         def checked(embeddings: Any) -> Any:
             if any_failed():
-                end_step(self.claim_rows(), trained=False)
-                raise_gathered(error, "", self.rows.group, InputError)
+                end_lookups(self.take_pinned_rows(), trained=False)
+                raise_gathered(error, "", self.row_tables.group, InputError)
             return embeddings
 
         output.callbacks.append(checked)
         return output
 
-    def claim_rows(self) -> list[BatchRows]:
+    def take_pinned_rows(self) -> list[BatchRows]:
         """Return the rows of the last call, unless already claimed. The caller runs the backward and ends them."""
         rows, self._unclaimed = self._unclaimed, []
         return rows
@@ -158,7 +158,7 @@ def _begun(rows: BatchRows, trains: bool) -> Exception | None:
         if trains:
             rows.begin()
         else:
-            rows.show()
+            rows.reset_expired()
     except Exception as error:  # a user's function of initial values may raise any exception
         return error
     return None
@@ -169,7 +169,7 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"ids of a dynamic table are {ids.dtype}; expected int64 or int32. Convert the ids")
-    return with_tensors(features, values=mix(ids.to(torch.int64)))
+    return copy_with_tensors(features, values=mix(ids.to(torch.int64)))
 
 
 # ---------------------------------------------------------------------- sharders
@@ -192,14 +192,14 @@ class _RowWise(OrderedSharder):
         return {**(super().kernel_arguments() or {}), **overrides}
 
 
-class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
+class DynamicEmbeddingBagCollectionSharder(_RowWise, EmbeddingBagCollectionSharder):
     """Sharder of ``DynamicEmbeddingBagCollection``."""
 
     kind = ShardedDynamicEmbeddingBagCollection
     module_type = DynamicEmbeddingBagCollection
 
 
-class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
+class DynamicEmbeddingCollectionSharder(_RowWise, EmbeddingCollectionSharder):
     """Sharder of ``DynamicEmbeddingCollection``."""
 
     kind = ShardedDynamicEmbeddingCollection

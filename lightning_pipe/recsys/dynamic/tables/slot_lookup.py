@@ -40,7 +40,7 @@ _OF_LOOKUP = ("host_weights", "indices", "offsets", "pooling_mode", "indice_weig
 _KNOWN = {*_OF_KERNEL, *_OF_OPTIONS, *_OF_LOOKUP, "learning_rate"}
 
 
-def look_slots_up(kernel: Any) -> bool:
+def install_slot_lookup(kernel: Any) -> bool:
     """Replace the ``forward`` of a dynamic table's kernel by the fast lookup, if the kernel is supported.
 
     Supported are CPU kernels with sum or mean pooling and a known optimizer.
@@ -53,7 +53,7 @@ def look_slots_up(kernel: Any) -> bool:
     return True
 
 
-def skip_to_kernel(lookup: Any) -> bool:
+def bypass_grouped_lookup(lookup: Any) -> bool:
     """Make TorchRec's lookup of pooled embeddings call its kernel directly, if one CPU kernel serves all features.
 
     Features with weights, and features with a batch size per feature, still use TorchRec's implementation.

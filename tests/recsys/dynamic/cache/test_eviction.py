@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy, select_victims
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(-3, 3)), min_size=1, max_size=40)
 
@@ -22,7 +22,7 @@ def _score(
 
 def _chosen(policy: Policy, rows: list[tuple[int, int, int]], number: int) -> list[int]:
     counts, ticks, keys = np.array(rows, np.int64).T
-    return victims(policy, number, ticks, lambda: (keys, counts, keys * 2)).tolist()
+    return select_victims(policy, number, ticks, lambda: (keys, counts, keys * 2)).tolist()
 
 
 @given(ROWS, st.data())

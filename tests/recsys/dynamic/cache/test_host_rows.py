@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipe.recsys.dynamic.cache import host_rows
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
-from lightning_pipe.recsys.dynamic.store.row_levels import Change, SharedStore
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
@@ -49,7 +49,7 @@ class Levels:
 
 
 def told(changes: list[Change]) -> dict[int, int]:
-    assert not any(change.gone.size for change in changes)
+    assert not any(change.erased_keys.size for change in changes)
     return {
         key: value
         for change in changes
@@ -98,10 +98,10 @@ def test_changes_are_what_the_store_lacks_but_for_newer_ones_above(way: str) -> 
     changes = levels.changes(3, 4, 77)
     assert told(changes) == {1: 10}
     # The cache above writes its newer records past this level, and does not write them here again.
-    levels.level.keep(Change(keys(3), records(33), gone=keys(4)))
+    levels.level.write_changes(Change(keys(3), records(33), erased_keys=keys(4)))
     for change in changes:
-        levels.level.keep(change)
-    levels.level.kept()
+        levels.level.write_changes(change)
+    levels.level.mark_stored()
     assert levels.stored() == {1: 10, 2: 2, 3: 33}
     assert levels.read(1, 3, 4) == {1: 10, 3: 33}
     assert levels.changes() == []
@@ -114,8 +114,8 @@ def test_records_written_after_they_were_copied_are_changes_again(way: str) -> N
     changes = levels.changes()  # the first ones were not kept
     levels.write(k2=21)
     for change in changes:
-        levels.level.keep(change)
-    levels.level.kept()
+        levels.level.write_changes(change)
+    levels.level.mark_stored()
     assert levels.stored() == {1: 10, 2: 20, 3: 3}
     assert told(levels.changes()) == {2: 21}
 
@@ -124,15 +124,15 @@ def test_a_copied_record_that_is_evicted_before_it_is_kept_is_read_back(way: str
     levels = Levels(capacity=1)
     levels.write(k1=10)
     changes = levels.changes()
-    levels.shared.hold()
+    levels.shared.buffer_writes()
     levels.write(k1=11)
     levels.read(3)
     assert levels.read(1) == {1: 11}
     for change in changes:
-        levels.level.keep(change)
+        levels.level.write_changes(change)
     assert levels.stored()[1] == 10
-    levels.level.kept()
-    levels.shared.release()
+    levels.level.mark_stored()
+    levels.shared.flush_writes()
     assert levels.stored()[1] == levels.read(1)[1] == 11
     assert levels.changes() == []
 
@@ -183,19 +183,19 @@ def test_any_order_of_calls_is_a_dictionary_also_where_the_store_fails(
                     for key in some:
                         expected.pop(key, None)
                 case "flush":
-                    levels.shared.release()
+                    levels.shared.flush_writes()
                     for change in levels.changes():
-                        levels.level.keep(change)
-                    levels.level.kept()
+                        levels.level.write_changes(change)
+                    levels.level.mark_stored()
                     assert levels.stored() == expected
                 case "scan":
-                    levels.shared.release()
+                    levels.shared.flush_writes()
                     found = [key for chunk, _ in levels.level.scan(5) for key in chunk.tolist()]
                     assert sorted(found) == sorted(expected)
                 case "hold":
-                    levels.shared.hold()
+                    levels.shared.buffer_writes()
                 case "release":
-                    levels.shared.release()
+                    levels.shared.flush_writes()
         except OSError:
             pass
     levels.store.failing = set()
@@ -222,7 +222,7 @@ def test_threads_may_read_while_others_write_and_commit(way: str) -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        levels.level.kept()
+        levels.level.mark_stored()
         list(levels.level.scan(1000))
     for thread in threads:
         thread.join(HANG)

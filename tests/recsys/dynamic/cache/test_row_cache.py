@@ -111,7 +111,7 @@ def test_a_flush_writes_what_was_trained_and_nothing_of_batches_to_come() -> Non
     table.cache.flush()
     assert table.stored() == {1: (1, 1)}
     table.backward(begun)
-    table.cache.trained(begun)
+    table.cache.end_trained(begun)
     table.cache.discard(to_come)
     written = table.cache.stats.written
     table.cache.flush()
@@ -196,7 +196,7 @@ def test_rows_with_nan_are_not_stored_where_that_is_asked_for(through: str) -> N
     ticket = table.prefetch(-3, 4)
     table.cache.begin(ticket, 1)
     table.states[ticket.slots[:1]] = float("nan")
-    table.cache.trained(ticket)
+    table.cache.end_trained(ticket)
     with pytest.raises(InputError, match=r"table 't': 1 row\(s\) contain NaN, with ids -3; "):
         table.cache.flush() if through == "flush" else table.prefetch(5, 6, 7, 8)
     assert table.stored() == {}
@@ -238,7 +238,7 @@ def test_a_time_to_live_that_ends_before_a_batch_that_has_begun_is_trained_is_re
         table.cache.begin(tickets[step - 1], step)
     with pytest.raises(PlanError, match=r"ttl=2, and batch 4 begins before batch 1 is trained.* at least 3"):
         table.cache.begin(tickets[3], 4)
-    table.cache.trained(tickets[0])
+    table.cache.end_trained(tickets[0])
     table.cache.begin(tickets[3], 4)
 
 
@@ -276,7 +276,7 @@ def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
     # The worker is at the disk. A batch is trained meanwhile.
     table.cache.begin(ticket, 2)
     table.backward(ticket)
-    table.cache.trained(ticket)
+    table.cache.end_trained(ticket)
     go_on.set()
     worker.join(HANG)
     table.cache.begin(found[0], 3)
@@ -293,13 +293,13 @@ def test_a_rehearsal_reads_the_rows_of_a_batch_each_time_and_leaves_the_cache_as
     waiting = table.prefetch(7)
     before = [table.look(id) for id in (7, 6, 1)], table.stored()
     shared = table.shared
-    shared.hold()
-    table.cache.rehearse(True)
+    shared.buffer_writes()
+    table.cache.set_rehearsal(True)
     kept = table.cache.snapshot()
     reads = []
     for step in range(8, 12):
         ids, read = (1, 2, 7) if step % 2 else (3, 7), table.cache.stats.read
-        table.cache.cool(torch.tensor(ids))
+        table.cache.evict_for_rehearsal(torch.tensor(ids))
         table.train(step, *ids)
         reads.append(table.cache.stats.read - read)
     assert reads[2:] == reads[:2] != [0, 0]
@@ -308,11 +308,11 @@ def test_a_rehearsal_reads_the_rows_of_a_batch_each_time_and_leaves_the_cache_as
         table.cache.discard(table.cache.prefetch(torch.tensor([1, 2, 7])))
     assert table.cache.stats.read == again
     table.cache.restore(kept)
-    table.cache.rehearse(False)
-    shared.drop()
+    table.cache.set_rehearsal(False)
+    shared.discard_writes()
     assert ([table.look(id) for id in (7, 6, 1)], table.stored()) == before
     table.cache.begin(waiting, 8)
     table.backward(waiting)
-    table.cache.trained(waiting)
+    table.cache.end_trained(waiting)
     table.cache.flush()
     assert table.stored()[7] == (2, 8)

@@ -10,8 +10,8 @@ from lightning_pipe.recsys.dynamic.cache.row_headers import RowHeaders
 def test_a_row_starts_anew_when_nobody_saw_it_for_longer_than_its_time() -> None:
     headers, row = RowHeaders(1, 3, 1), np.array([0])
     headers.begin(row, 10)
-    assert headers.expired(row, 13).tolist() == []
-    assert headers.expired(row, 14).tolist() == [0]
+    assert headers.select_expired(row, 13).tolist() == []
+    assert headers.select_expired(row, 14).tolist() == [0]
     assert headers.begin(row, 13).expired.tolist() == []
     assert headers.values[row].tolist() == [[2, 13]]
     assert headers.begin(row, 17).expired.tolist() == [0]

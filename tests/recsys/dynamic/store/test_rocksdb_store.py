@@ -14,7 +14,7 @@ import pytest
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store import rocksdb_store
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, StoreIdentity, StoreState
 from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, size, some_records
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 
@@ -128,7 +128,7 @@ def test_a_prepared_version_is_taken_or_forgotten_as_asked(folder: Path, forward
     store.close()
     store = RocksDbStore(folder, {"a": WIDTH, "b": 8}, {"a": {"dimension": 9}})
     assert store.state == StoreState(1, 2)
-    store.settle(2 if forward else 1)
+    store.recover(2 if forward else 1)
     assert store.state == StoreState(2 if forward else 1, None)
     assert store.notes() == {"step": "2" if forward else "1"}
     assert size(store, "a") == (3 if forward else 2)
@@ -153,10 +153,10 @@ def test_a_version_can_be_prepared_again(store: RocksDbStore) -> None:
 
 def test_the_run_it_belongs_to_is_remembered(folder: Path) -> None:
     store = open_store(folder)
-    store.join(RunPart("abc", 1, 4))
+    store.join_run(StoreIdentity("abc", 1, 4))
     store.close()
     store = open_store(folder)
-    assert store.state.part == RunPart("abc", 1, 4)
+    assert store.state.part == StoreIdentity("abc", 1, 4)
     store.close()
 
 
@@ -224,7 +224,7 @@ def test_a_scan_gives_what_was_there_at_its_beginning(store: RocksDbStore) -> No
 def test_a_scan_of_wide_records_is_of_few_at_a_time(folder: Path) -> None:
     width = 3 * 2**19
     store = RocksDbStore(folder, {"a": width})
-    store.settle(0)
+    store.recover(0)
     store.write("a", np.arange(5), np.arange(5, dtype=np.uint8)[:, None].repeat(width, 1))
     parts = [(keys.tolist(), records[:, -1].tolist()) for keys, records in store.scan("a")]
     assert parts == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4])]

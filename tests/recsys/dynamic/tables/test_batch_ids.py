@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import with_tensors
+from lightning_pipe._compat.torchrec import copy_with_tensors
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIds
+from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
 from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables
 from tests.recsys.dynamic.far_device import FAR, Traffic, far, on_far
 from tests.recsys.dynamic.memory_store import MemoryStore
@@ -39,7 +39,7 @@ class Tables:
                 [self.weights[name]],
                 StoredTable(shared, name),
                 initial=initial,
-                ids=None if device is None else DeviceIds(CAPACITY, device),
+                ids=None if device is None else DeviceIdMap(CAPACITY, device),
             )
             for name in names
         }
@@ -50,7 +50,7 @@ class Tables:
         ids = torch.tensor([*t, *s, *u])
         features = KeyedJaggedTensor(["t", "s", "u"], ids, lengths=torch.tensor([len(t), len(s), len(u)])).sync()
         if traffic is not None:
-            features = with_tensors(features, values=on_far(ids))
+            features = copy_with_tensors(features, values=on_far(ids))
             traffic.to_host.clear()
             traffic.to_device.clear()
         return self.rows.prefetch(features)

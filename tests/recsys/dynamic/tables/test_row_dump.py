@@ -11,9 +11,9 @@ import pytest
 
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import read_rows
-from lightning_pipe.recsys.dynamic.store.row_levels import SharedStore
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import SGD, Model, rows_of, same, shard, train
 
@@ -79,7 +79,7 @@ def _no_room_for_evictions(store: SharedStore) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "method", "fails"),
-    [(RocksDbStore, "write", _no_room), (SharedStore, "_pass_some_on", _no_room_for_evictions)],
+    [(RocksDbStore, "write", _no_room), (SharedStore, "_flush_chunk", _no_room_for_evictions)],
     ids=["changed rows", "evictions"],
 )
 def test_rows_that_a_commit_could_not_write_are_in_the_next_one(

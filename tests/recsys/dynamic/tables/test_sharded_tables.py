@@ -14,7 +14,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import (
@@ -433,4 +433,4 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 def test_ids_are_on_the_host_or_on_the_device(tmp_path: Path) -> None:
     table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
     with pytest.raises(SetupError, match=r"ids_on of .* is 'gpu'; expected one of 'host', 'device'"):
-        DynamicEmbeddingBagCollection([table], tmp_path, ids_on="gpu")  # type: ignore[arg-type]
+        DynamicEmbeddingBagCollection([table], tmp_path, id_map_device="gpu")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys import shard_model
-from lightning_pipe.recsys.dynamic.tables.slot_lookup import look_slots_up, skip_to_kernel
+from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_slot_lookup
 
 ROWS = ((50, 8), (30, 4))
 
@@ -61,7 +61,7 @@ def test_results_and_training_are_the_modules_own_to_the_bit(
 ) -> None:
     whole, fast = (kernel(optimizer, pooling, **options) for _ in range(2))
     before = [part.clone() for part in state(whole)]
-    assert look_slots_up(fast)
+    assert install_slot_lookup(fast)
     for step in range(5):
         for made in (whole, fast):
             made.set_learning_rate(0.1 / (step + 1))
@@ -80,7 +80,7 @@ def test_results_and_training_are_the_modules_own_to_the_bit(
 
 def test_what_is_not_known_goes_the_usual_way() -> None:
     whole, fast = (kernel(EmbOptimType.EXACT_SGD, PoolingMode.SUM) for _ in range(2))
-    assert look_slots_up(fast)
+    assert install_slot_lookup(fast)
     slots, offsets = torch.tensor([3, 4, 5], dtype=torch.int32), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
     assert torch.equal(whole(slots, offsets), fast(slots, offsets))
 
@@ -119,7 +119,7 @@ def features(kind: str) -> KeyedJaggedTensor:
 @pytest.mark.parametrize("kind", ["plain", "weighted", "a batch size of their own"])
 def test_straight_to_the_kernel_is_torchrecs_way_to_the_bit(one_rank: ProcessGroup, kind: str) -> None:
     whole, fast = (lookup(one_rank, PoolingType.SUM) for _ in range(2))
-    assert skip_to_kernel(fast)
+    assert bypass_grouped_lookup(fast)
     calls = []
     kernel = fast._emb_modules[0]
     kernel.register_forward_hook(lambda *_: calls.append(kind))
