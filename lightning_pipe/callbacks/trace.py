@@ -84,7 +84,7 @@ class PipelineTrace(CallbackWithGroup):
                 "`steps` must be a first batch of at least 0 and a number of batches of at least 1, got"
                 f" steps={steps}. Pass whole numbers, for example steps=(10, 4)."
             )
-        check_whole_number("keep", max_spans, 1)
+        check_whole_number("max_spans", max_spans, 1)
         check_whole_number("every", every, 1, optional=True)
         if every is not None and (steps is None or every < steps[1]):
             raise SetupError(

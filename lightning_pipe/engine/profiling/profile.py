@@ -179,7 +179,7 @@ def _task_profile(values: Mapping[str, Any]) -> TaskProfile:
         None if values.get(name) is None else float(values[name]) for name in ("exposed", "low", "high")
     )
     names = tuple(map(str, values.get("included_tasks", ())))
-    return TaskProfile(float(values["own"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
+    return TaskProfile(float(values["seconds"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
 
 
 def _ms(seconds: float) -> str:

@@ -85,7 +85,7 @@ class ActivationCheckpoint:
 
     def __post_init__(self) -> None:
         check_choice("activation_checkpoint.mode", self.mode, get_args(Mode))
-        check_whole_number("activation_checkpoint.every", self.every_n_layers, 1)
+        check_whole_number("activation_checkpoint.every_n_layers", self.every_n_layers, 1)
 
 
 def apply_activation_checkpoint(

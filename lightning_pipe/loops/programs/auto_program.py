@@ -75,7 +75,7 @@ class PlanSearchOptions:
     extra_rounds: int = 18
 
     def __post_init__(self) -> None:
-        for name, least in (("iterations", 1), ("rounds", 1), ("found", 0), ("extra_rounds", 0)):
+        for name, least in (("iterations", 1), ("rounds", 1), ("max_generated", 0), ("extra_rounds", 0)):
             check_whole_number(f"{name} of an exploration", getattr(self, name), least, error=PlanError)
         above = self.replan_above
         if above is not None and (not isinstance(above, int | float) or isinstance(above, bool) or not above > 1):

@@ -199,8 +199,8 @@ class RowTables:
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self.step}"
                 " batches, but no checkpoint was loaded. Resume from that run's checkpoint, use an empty folder, or"
-                " give the module existing='keep' to continue with the rows (and new dense parameters) or"
-                " existing='forget' to start without them"
+                " give the module existing_rows='keep' to continue with the rows (and new dense parameters) or"
+                " existing_rows='forget' to start without them"
             )
 
     # ------------------------------------------------------------------ rehearsals
