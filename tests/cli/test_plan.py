@@ -69,7 +69,7 @@ def test_the_serial_plan_takes_the_sum_and_its_message_is_exposed(
     (one,) = simulated(capsys, "serial", "--costs", costs_file(tmp_path), "--ranks", "2")["predictions"]
     assert one["seconds"] == pytest.approx((ALL + 2.01) / 1e3)
     assert one["exposed"] == {"compute": pytest.approx(ALL / 1e3), "network": pytest.approx(2.01e-3)}
-    assert one["busy"]["network"] == pytest.approx(2.01 / (ALL + 2.01))
+    assert one["utilization"]["network"] == pytest.approx(2.01 / (ALL + 2.01))
     assert (one["plan"], one["ranks"], one["speedup_over_serial"]) == ("serial", 2, pytest.approx(1.0))
 
 

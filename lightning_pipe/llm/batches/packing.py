@@ -49,7 +49,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             packed; ``refuse`` raises an error.
         seed: shuffles the documents by ``seed`` plus the number of the epoch (default None: in order).
         rank: number of this data-parallel rank, from the strategy's ``distributed_sampler_kwargs`` (default 0).
-        ranks: number of data-parallel ranks, ``num_replicas`` there (default 1).
+        num_replicas: number of data-parallel ranks (default 1).
 
     Raises:
         SetupError: an argument has the wrong type or range. While iterating, an :class:`InputError` names the index of
@@ -73,7 +73,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             "length": length,
             "batch_size": batch_size,
             "window": window,
-            "ranks": num_replicas,
+            "num_replicas": num_replicas,
         }.items():
             check_whole_number(name, value, 1)
         check_whole_number("rank", rank, 0)
@@ -82,11 +82,11 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         check_choice("long_documents", long_documents, ("cut", "refuse"))
         if rank >= num_replicas:
             raise SetupError(
-                f"rank is {rank} with ranks={num_replicas}; expected a number from 0 to {num_replicas - 1}"
+                f"rank is {rank} with num_replicas={num_replicas}; expected a number from 0 to {num_replicas - 1}"
             )
         self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
         self.method, self.long_documents, self.seed = method, long_documents, seed
-        self.rank, self.ranks = rank, num_replicas
+        self.rank, self.num_replicas = rank, num_replicas
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -119,7 +119,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         rows: list[list[_Piece]] = []
         for row in self._rows():
             rows += [row] if row else []
-            if len(rows) == self.batch_size * self.ranks or (rows and not row):
+            if len(rows) == self.batch_size * self.num_replicas or (rows and not row):
                 self._position["batch"] += 1
                 if (self._position["batch"] - 1) % workers == number:
                     yield self._tensors(rows)
@@ -172,7 +172,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
 
     def _tensors(self, rows: list[list[_Piece]]) -> dict[str, Tensor]:
         """Own part of a batch of all ranks."""
-        local_rows, shape = rows[self.rank :: self.ranks], (self.batch_size, self.length)
+        local_rows, shape = rows[self.rank :: self.num_replicas], (self.batch_size, self.length)
         ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
         positions = torch.arange(self.length).repeat(self.batch_size, 1)
         for row, pieces in enumerate(local_rows):

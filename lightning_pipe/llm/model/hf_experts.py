@@ -46,7 +46,7 @@ def add_router_losses(model: nn.Module, *, balance_coefficient: float, z_coeffic
             balance_coefficient=balance_coefficient,
             z_coefficient=z_coefficient,
             weights=weights,
-            chosen=chosen,
+            selected_experts=chosen,
         )
         return logits, weights, chosen
 

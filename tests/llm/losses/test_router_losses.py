@@ -109,13 +109,13 @@ def test_tokens_that_do_not_count_do_not_change_them() -> None:
     counted = torch.ones(3, 5, dtype=torch.bool)
     counted[1, 2:] = False
     counted[2] = False
-    found, _ = train(plain, counted=counted)
+    found, _ = train(plain, token_mask=counted)
     assert_close(found, lambda: expected(counted=counted))
-    nothing, none = train(plain, counted=torch.zeros(3, 5, dtype=torch.bool))
+    nothing, none = train(plain, token_mask=torch.zeros(3, 5, dtype=torch.bool))
     assert_close(nothing, lambda: expected(balance=0.0, z=0.0))
     assert sum_router_losses([none]).tolist() == [0.0, 0.0, TOKENS]
     with pytest.raises(InputError, match=r"\(2, 5\).*15 tokens"):
-        train(plain, counted=counted[:2])
+        train(plain, token_mask=counted[:2])
 
 
 def keep_products(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -129,8 +129,8 @@ def keep_products(context: Any, function: Any, *args: Any, **kwargs: Any) -> Che
 def test_activations_computed_anew_change_nothing_and_are_noted_once(
     options: dict[str, Any], counted: Tensor | None
 ) -> None:
-    wanted, noted = train(plain, counted=counted)
-    found, again = train(lambda layer, x: checkpoint(layer, x, use_reentrant=False, **options), counted=counted)
+    wanted, noted = train(plain, token_mask=counted)
+    found, again = train(lambda layer, x: checkpoint(layer, x, use_reentrant=False, **options), token_mask=counted)
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
     assert torch.equal(sum_router_losses([again]), sum_router_losses([noted]))
 

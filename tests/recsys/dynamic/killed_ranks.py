@@ -135,7 +135,7 @@ class _Cached:
 
     def __init__(self, shared: SharedStore, table: str, changes: list[Change]) -> None:
         self._below, self._changes = StoredTable(shared, table), changes
-        self.keep, self.kept = self._below.write_changes, self._below.mark_stored
+        self.write_changes, self.mark_stored = self._below.write_changes, self._below.mark_stored
 
     def copy_changes(self) -> list[Change]:
         return self._changes

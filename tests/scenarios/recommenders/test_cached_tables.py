@@ -22,7 +22,7 @@ from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.recsys.sharding.test_sharding_plan import one_shard
 from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of
 
-QUICK = {"iterations": 1, "rounds": 1, "found": 2, "extra_rounds": 0}
+QUICK = {"iterations": 1, "rounds": 1, "max_generated": 2, "extra_rounds": 0}
 TWO_AHEAD = Path(__file__).parents[3] / "benchmarks" / "prefetch_two_ahead.yaml"
 
 
