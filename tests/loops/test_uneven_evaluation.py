@@ -358,8 +358,8 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
                 turn.fail(error)
             found[name] = str(error)
 
-    failing("do not agree", lambda turn: turn.call("one" if rank == 1 else "other"))
-    failing("ends early", lambda turn: turn.call("one") if rank == 1 else None)
+    failing("do not agree", lambda turn: turn.announce_collective("one" if rank == 1 else "other"))
+    failing("ends early", lambda turn: turn.announce_collective("one") if rank == 1 else None)
     failing("no such sum", lambda turn: turn.reduce(torch.ones(()), "product"))
     return found
 

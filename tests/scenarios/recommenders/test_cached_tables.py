@@ -89,7 +89,7 @@ def test_a_search_proposes_no_plan_that_a_cache_cannot_follow() -> None:
     by_hand = [*hand_written_plans(tasks), recsys_plan(TWO_AHEAD, tasks)]
 
     def stages(cached: bool) -> set[int]:
-        arguments: Any = {"max_in_flight": 5, "peers": True, "device": torch.device("cpu"), "keep": 50}
+        arguments: Any = {"max_in_flight": 5, "peers": True, "device": torch.device("cpu"), "max_plans": 50}
         plans = propose_plans(by_hand, own, 0.0, cached=cached, **arguments)
         assert plans
         return {plan.schedule["EmbPrefetch"].stage for plan in plans}

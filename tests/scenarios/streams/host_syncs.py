@@ -16,7 +16,7 @@ from tests.recsys.stream_cases import COUNTED, watch, watch_torchrec
 STATIC, DYNAMIC = "pooled", "dynamic bags"
 # Task and function in which the host waits: why it has to.
 REASONS = {
-    ("EmbInputDistWait", "recsys.rewrite.input_dist._wait"): "the numbers of ids that all ranks send, which are the"
+    ("EmbInputDistWait", "recsys.rewrite.input_dist.wait"): "the numbers of ids that all ranks send, which are the"
     " sizes of the messages: one read for all modules",
     (
         "EmbPrefetch",

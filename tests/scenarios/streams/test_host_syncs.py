@@ -49,7 +49,7 @@ def test_each_wait_from_the_copy_to_the_loss_has_a_reason(training: str) -> None
 
 def test_every_plan_waits_once_for_all_modules_for_the_sizes_of_messages() -> None:
     for syncs in plans().values():
-        assert syncs == {("EmbInputDistWait", "recsys.rewrite.input_dist._wait"): 1}
+        assert syncs == {("EmbInputDistWait", "recsys.rewrite.input_dist.wait"): 1}
 
 
 def test_a_read_in_the_worker_has_no_reason() -> None:

@@ -434,5 +434,5 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 
 def test_ids_are_on_the_host_or_on_the_device(tmp_path: Path) -> None:
     table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
-    with pytest.raises(SetupError, match=r"ids_on of .* is 'gpu'; expected one of 'host', 'device'"):
+    with pytest.raises(SetupError, match=r"id_map_device of .* is 'gpu'; expected one of 'host', 'device'"):
         DynamicEmbeddingBagCollection([table], tmp_path, id_map_device="gpu")  # type: ignore[arg-type]
