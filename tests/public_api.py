@@ -47,9 +47,11 @@ def _described(name: str, found: Any) -> Iterator[str]:
 
 
 def _members(found: type) -> dict[str, Any]:
-    """What this package defines in a class or a base of it."""
+    """What this package defines in a class or a base of it, without what it overrides of other projects."""
     bases = [base for base in reversed(found.__mro__) if base.__module__.startswith("lightning_pipe")]
-    return {name: value for base in bases for name, value in vars(base).items() if not name.startswith("_")}
+    upstream = {name for base in found.__mro__ if base not in bases for name in dir(base)}
+    members = {name: value for base in bases for name, value in vars(base).items()}
+    return {name: value for name, value in members.items() if not name.startswith("_") and name not in upstream}
 
 
 def _signature(found: Any) -> str:

@@ -5,7 +5,7 @@ Sub-packages, lowest first: ``common``, ``plans``, ``observe``, ``ranks``, ``run
 
 from lightning_pipe.engine.common.errors import InputError, PipelineError, PlanError, SetupError, TaskError
 from lightning_pipe.engine.observe.trace import TaskSpan
-from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.spec import PlanSpec
@@ -13,7 +13,6 @@ from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTa
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
 from lightning_pipe.engine.runtime.pipeline import SWPipeline
-from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 
 __all__ = [
     "DeclaredIO",
@@ -35,6 +34,4 @@ __all__ = [
     "TaskSchedule",
     "TaskSpan",
     "TrainingContext",
-    "end_submission_turn",
-    "required_dependencies",
 ]

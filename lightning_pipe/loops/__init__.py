@@ -4,19 +4,13 @@ The source of batches is in ``data``, the tasks of an iteration are in ``program
 loops are in this folder. This package does not depend on TorchRec, model stages, or the pipe.
 """
 
-from lightning_pipe.loops.data.ledger import InFlightLedger, LedgerEntry
-from lightning_pipe.loops.evaluation_loop import PipelineEvaluationLoop, PipelinePredictionLoop
-from lightning_pipe.loops.fit_loop import PipelineFitLoop
+from lightning_pipe.loops.evaluation_loop import PipelineEvaluationLoop
 from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.training_epoch_loop import PipelineTrainingEpochLoop
 
 __all__ = [
     "EvaluationProgram",
-    "InFlightLedger",
-    "LedgerEntry",
     "PipelineEvaluationLoop",
-    "PipelineFitLoop",
-    "PipelinePredictionLoop",
     "PipelineTrainingEpochLoop",
     "TrainingProgram",
 ]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule, end_submission_turn
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.plans.dependencies import required_dependencies
+from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 
 FIELDS = ("batch", "x", "y", "t")
 STATES = (State("t"), State("u"))  # one spelled like a field: they are different things

@@ -15,8 +15,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_pipe.loops import PipelineFitLoop, PipelineTrainingEpochLoop
+from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from tests.loops.models import trainer
 from tests.patience import HANG
 

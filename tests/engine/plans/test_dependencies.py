@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from lightning_pipe.engine import Dependency, PipelineTask, State, required_dependencies
+from lightning_pipe.engine import Dependency, PipelineTask, State
+from lightning_pipe.engine.plans.dependencies import required_dependencies
 from tests.engine.random_plans import Declared, World, conflicts, random_tasks
 
 TABLES = State("tables")

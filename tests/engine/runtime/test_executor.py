@@ -18,8 +18,8 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskError,
     TaskSchedule,
-    end_submission_turn,
 )
+from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 from tests.engine.fake_device import fake_device
 from tests.engine.within import within
 from tests.patience import HANG
