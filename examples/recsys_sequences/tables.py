@@ -64,7 +64,7 @@ def make_tables(
                 for name, features in FEATURES.items()
             ],
             store,
-            existing="forget",  # without a checkpoint, the example restarts with an empty store
+            existing_rows="forget",  # without a checkpoint, the example restarts with an empty store
         )
     # The tables are updated in backward, both without and under a pipeline strategy.
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": learning_rate, "eps": 1e-8})

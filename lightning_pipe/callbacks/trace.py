@@ -63,7 +63,7 @@ class PipelineTrace(CallbackWithGroup):
             the number of batches in *steps*. The number of the first recorded batch is added to the file names.
         picture: path of the picture, relative to the trainer's log folder (default ``"timeline.png"``). Its suffix
             selects the format, such as ``.png`` or ``.svg``. None writes no picture. Requires Matplotlib.
-        keep: number of latest tasks, and of latest micro-batch records, that each rank keeps (default 100,000). An
+        max_spans: number of latest tasks, and of latest micro-batch records, that each rank keeps (default 100,000). An
             entry takes about 300 bytes.
 
     Raises:
@@ -84,7 +84,7 @@ class PipelineTrace(CallbackWithGroup):
                 "`steps` must be a first batch of at least 0 and a number of batches of at least 1, got"
                 f" steps={steps}. Pass whole numbers, for example steps=(10, 4)."
             )
-        check_whole_number("keep", max_spans, 1)
+        check_whole_number("max_spans", max_spans, 1)
         check_whole_number("every", every, 1, optional=True)
         if every is not None and (steps is None or every < steps[1]):
             raise SetupError(

@@ -59,7 +59,7 @@ _MODULES = {
     "make_replica_groups": "sharding.replicas",
     "read_rows": "dynamic.store.row_files",
     "recsys_tasks": "tasks.task_list",
-    "shard_model": "sharding.shard",
+    "shard_model": "sharding.shard_model",
     "token_weighted_mean": "batches.token_weighted_loss",
 }
 

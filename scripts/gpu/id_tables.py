@@ -97,7 +97,7 @@ def dynamic(variant: str, rows: int, store: Path) -> tuple[nn.Module, nn.Module]
     ]
     recent = [DynamicTable(name="recent", embedding_dim=_WIDTH, feature_names=["recent"], cache_rows=rows, **more)]
     options: dict[str, Any] = {"seed": 3, "commit_every": 3 if variant == "resumed" else None}
-    options["ids_on"] = "device" if variant == "device" else "host"
+    options["id_map_device"] = "device" if variant == "device" else "host"
     return (
         DynamicEmbeddingBagCollection(bags, store / "bags", **options),
         DynamicEmbeddingCollection(recent, store / "recent", **options),

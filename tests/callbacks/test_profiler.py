@@ -86,7 +86,7 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
     with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
         everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
-        with mock.patch.object(object_collectives, "place_of_process", return_value=(f"machine {rank}", 0)):
+        with mock.patch.object(object_collectives, "host_id", return_value=(f"machine {rank}", 0)):
             run(None, PipelineMonitor())
     found: dict[str, Any] = {
         "plain": run(None),

@@ -188,7 +188,7 @@ def test_a_fit_that_ends_before_the_first_chosen_batch_warns(tmp_path: Path) -> 
     [
         ({"steps": (-1, 4)}, r"steps=\(-1, 4\)"),
         ({"steps": (3, 0)}, r"steps=\(3, 0\)"),
-        ({"keep": 0}, "keep is 0"),
+        ({"max_spans": 0}, "max_spans is 0"),
         ({"steps": None, "every": 5}, "every=5 and steps=None"),
         ({"steps": (0, 6), "every": 5}, "every=5"),
         ({"picture": "timeline.doc"}, r"timeline\.doc"),

@@ -314,7 +314,7 @@ def watched() -> Iterator[Accelerator]:
             (Tensor, "record_stream", lambda tensor, stream: accelerator.recorded(tensor, stream)),
             (dist.Work, "wait", waited),
             (Worker, "submit", handed),
-            (Worker, "settle", settled),
+            (Worker, "wait_until_idle", settled),
             (Worker, "close", closed),
             (executor, "profiler_range", accelerator.task),
             (executor, "threading", threads),

@@ -65,7 +65,7 @@ def test_a_run_of_plan_auto_ends_with_the_costs_and_the_files_to_look_at(
     trainer = configuration["trainer"]
     trainer |= {"devices": 1, "max_epochs": 1, "enable_progress_bar": False}
     auto = trainer["strategy"]["init_args"]["auto"]
-    auto["exploration"] = {"iterations": 1, "rounds": 1, "found": 0, "extra_rounds": 0}
+    auto["exploration"] = {"iterations": 1, "rounds": 1, "max_generated": 0, "extra_rounds": 0}
     options = {callback["class_path"].split(".")[-1]: callback.get("init_args") for callback in trainer["callbacks"]}
     options["PipelineTrace"]["steps"] = [30, 3]
     options["PipelineProfiler"] |= {"at_steps": [45], "rounds": 1, "iterations": 2}

@@ -670,5 +670,5 @@ def on_rank(rank: int, world_size: int, part: str, cases: Sequence[Any], apart: 
 
     if not apart:
         return run()
-    with mock.patch.object(object_collectives, "place_of_process", return_value=(f"machine {rank}", 0)):
+    with mock.patch.object(object_collectives, "host_id", return_value=(f"machine {rank}", 0)):
         return run()

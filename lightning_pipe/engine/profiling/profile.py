@@ -25,7 +25,7 @@ class TaskProfile:
     """Times of one task, in seconds per iteration.
 
     Args:
-        own: time of the task in its thread, including waits inside the task; median over iterations.
+        seconds: time of the task in its thread, including waits inside the task; median over iterations.
         exposed: time by which an iteration is shorter without the task; None if it was not or cannot be measured.
         low: lower end of the 95 % confidence interval of *exposed*.
         high: upper end of the interval.
@@ -162,7 +162,7 @@ class ProfileResult:
         """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.
 
         Args:
-            one: profile of the task.
+            profile: profile of the task.
         """
         share, hidden = "-", "-"
         if profile.exposed is not None and profile.low is not None and profile.high is not None and self.seconds:
@@ -179,7 +179,7 @@ def _task_profile(values: Mapping[str, Any]) -> TaskProfile:
         None if values.get(name) is None else float(values[name]) for name in ("exposed", "low", "high")
     )
     names = tuple(map(str, values.get("included_tasks", ())))
-    return TaskProfile(float(values["own"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
+    return TaskProfile(float(values["seconds"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
 
 
 def _ms(seconds: float) -> str:

@@ -51,7 +51,7 @@ class Operation:
 
     __slots__ = (
         *("name", "index", "fn", "stage", "group", "stream"),
-        *("turns", "cpu_waits", "device_waits", "waits", "records"),
+        *("sequencer_index", "cpu_waits", "device_waits", "waits", "records_event"),
     )
 
     def __init__(self, plan: PipelinePlan, name: str, index: int, has_streams: bool, turns: Mapping[str, int]) -> None:

@@ -98,8 +98,8 @@ class _Dynamic:
         dynamic_tables = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
         self.dynamic_tables = {table.name: table for table in dynamic_tables}
-        check_choice(f"existing of {type(self).__name__}", storage.existing_rows, get_args(Existing))
-        check_choice(f"ids_on of {type(self).__name__}", storage.id_map_device, get_args(IdsOn))
+        check_choice(f"existing_rows of {type(self).__name__}", storage.existing_rows, get_args(Existing))
+        check_choice(f"id_map_device of {type(self).__name__}", storage.id_map_device, get_args(IdsOn))
         self.storage = storage
         return dynamic_tables
 
@@ -130,9 +130,9 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         commit_every: number of trained batches between two commits of the store, in addition to those at checkpoints
             (default None, at checkpoints only).
         check_nan: True to refuse to store rows with a NaN (default False). Costs a check of every row that is written.
-        existing: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded: ``refuse`` to
-            continue (default), ``keep`` them, or ``forget`` them.
-        ids_on: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
+        existing_rows: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded:
+            ``refuse`` to continue (default), ``keep`` them, or ``forget`` them.
+        id_map_device: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
 
     Raises:
         SetupError: a table is invalid.
@@ -173,8 +173,8 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
 
     Args:
         tables: a list of :class:`DynamicTable`, or of mappings of its attributes; all with the same ``embedding_dim``.
-        store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*, *existing* and
-            *ids_on*.
+        store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*,
+            *existing_rows* and *id_map_device*.
 
     Raises:
         SetupError: a table is invalid.
@@ -188,11 +188,11 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
-        existing: Existing = "refuse",
-        ids_on: IdsOn = "host",
+        existing_rows: Existing = "refuse",
+        id_map_device: IdsOn = "host",
     ) -> None:
         dynamic_tables = self._keep(
-            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing, ids_on)
+            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
         )
         super().__init__(
             tables=[EmbeddingConfig(**_config(table)) for table in dynamic_tables],

@@ -355,8 +355,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
-            "prepared": last_batch_writer(tasks),
-            "alone": lambda: self._program is not None and next_must_run_serially(rewrite, self._program.pipeline.plan),
+            "last_replacing_task": last_batch_writer(tasks),
+            "trains_next_alone": lambda: (
+                self._program is not None and next_must_run_serially(rewrite, self._program.pipeline.plan)
+            ),
             "on_close": self._end_training,
             "on_abandon": self._abandon,
         }

@@ -86,7 +86,7 @@ def test_each_token_is_trained_once_by_one_rank(
     lengths: list[int], method: str, window: int, size: int, ranks: int, seed: int | None
 ) -> None:
     data = documents(lengths)
-    options: dict[str, Any] = {"method": method, "window": window, "seed": seed, "ranks": ranks}
+    options: dict[str, Any] = {"method": method, "window": window, "seed": seed, "num_replicas": ranks}
     batches = [list(PackedDocuments(data, LENGTH, size, rank=rank, **options)) for rank in range(ranks)]
     assert len({len(of_rank) for of_rank in batches}) == 1
     assert all(one["input_ids"].shape == (size, LENGTH) for of_rank in batches for one in of_rank)
@@ -209,7 +209,7 @@ def test_a_wrong_document_is_named_by_its_index(document: Any, message: str) -> 
         ({"length": 0}, "length is 0"),
         ({"method": "first_fit"}, "method is 'first_fit'; expected one of 'best_fit', 'sequential'"),
         ({"long_documents": "drop"}, "long_documents is 'drop'"),
-        ({"rank": 2, "ranks": 2}, "rank is 2 with ranks=2; expected a number from 0 to 1"),
+        ({"rank": 2, "num_replicas": 2}, "rank is 2 with num_replicas=2; expected a number from 0 to 1"),
     ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> None:

@@ -252,7 +252,7 @@ def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) ->
     "arguments",
     [
         {"iterations": 0},
-        {"found": -1},
+        {"max_generated": -1},
         {"replan_above": 1.0},
         {"replan_above": "2"},
     ],

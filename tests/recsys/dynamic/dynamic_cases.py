@@ -71,7 +71,7 @@ class Model(nn.Module):
     def __init__(self, store: Path, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
-        of_module = ("commit_every", "check_nan", "existing", "ids_on")
+        of_module = ("commit_every", "check_nan", "existing_rows", "id_map_device")
         module_options = {key: options.pop(key) for key in of_module if key in options}
         self.bags = DynamicEmbeddingBagCollection(tables(**options), store / "bags", **module_options)
         options = {"cache_rows": 1000, "initial": initial, **options}

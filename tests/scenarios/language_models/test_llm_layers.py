@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
     "recomputed, in two parts": (
         partial(Tiny, optimizer="adamw"),
         "zbv_zero_bubble",
-        {"activation_checkpoint": {"mode": "selective", "every": 2}},
+        {"activation_checkpoint": {"mode": "selective", "every_n_layers": 2}},
         True,
     ),
     "compiled, in two parts": (partial(Tiny, optimizer="adamw"), "zbv_zero_bubble", {"compile_layers": AOT}, False),

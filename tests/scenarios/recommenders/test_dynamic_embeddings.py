@@ -37,7 +37,8 @@ class Dynamic(nn.Module):
 
     def __init__(self, store: Path, **options: Any) -> None:
         super().__init__()
-        module_options = {key: options.pop(key) for key in ("existing", "commit_every", "ids_on") if key in options}
+        of_module = ("existing_rows", "commit_every", "id_map_device")
+        module_options = {key: options.pop(key) for key in of_module if key in options}
         options = {"cache_rows": 96, "embedding_dim": WIDTH, "initial": {"uniform": [-0.5, 0.5]}, **options}
         people = DynamicTable(name="people", feature_names=["user", "friend"], **options)
         past = DynamicTable(name="past", feature_names=["past"], **options)
@@ -158,7 +159,7 @@ def with_host_rows(rank: int, world_size: int, path: Path) -> list[Any]:
     plain = trained("plain", {}, Keeping(path / "none", 100))
     background = {"async_checkpoints": True}
     host = trained("host", some, Keeping(path / "kept", 4), evicted, strategy=background)
-    some["ids_on"] = "device"
+    some["id_map_device"] = "device"
     losses, state = trained("new", some, Keeping(path / "none", 100), ckpt_path=path / "kept" / "step=4.ckpt")
     return [plain, host, (plain[0][:4] + losses, state), evicted.number]
 
@@ -220,8 +221,8 @@ def test_rows_of_an_earlier_run_are_not_trained_on_unasked(tmp_path: Path) -> No
     run_alone(tmp_path, "first")
     with pytest.raises(SetupError, match="holds rows that an earlier run has trained"):
         run_alone(tmp_path, "again")
-    kept = run_alone(tmp_path, "kept", existing="keep")
-    forgotten = run_alone(tmp_path, "forgotten", existing="forget")
+    kept = run_alone(tmp_path, "kept", existing_rows="keep")
+    forgotten = run_alone(tmp_path, "forgotten", existing_rows="forget")
     fresh = run_alone(tmp_path / "fresh", "fresh")
     assert same(forgotten, fresh)
     assert not same(kept, fresh)
@@ -276,7 +277,7 @@ def test_a_checkpoint_counts_whatever_was_to_become_of_rows_that_are_there(tmp_p
     for existing in ("forget", "keep", "refuse"):
         shutil.copytree(tmp_path / "store", tmp_path / existing)
         checkpoint = tmp_path / "kept" / "step=6.ckpt"
-        module = {"existing": existing}
+        module = {"existing_rows": existing}
         losses, state = run(tmp_path / existing, "prefetch", **train, module=module, ckpt_path=checkpoint)
         assert losses == whole[0][6:], existing
         assert same(state, whole[1]), existing
@@ -290,7 +291,7 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused_and_the_store_stays_as_i
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(SetupError, match=r"people\..*\.pt has \d+ bytes, expected \d+"):
         run(tmp_path / "other", "prefetch", ckpt_path=checkpoint)
-    kept = run(tmp_path / "store", "prefetch", max_epochs=0, module={"existing": "keep"})
+    kept = run(tmp_path / "store", "prefetch", max_epochs=0, module={"existing_rows": "keep"})
     assert len(kept[1]["people"]) > 10
 
 
@@ -377,7 +378,7 @@ PROFILED: dict[str, dict[str, Any]] = {
         "strategy": {"async_checkpoints": True},
     },
     "host rows": {"module": {"host_rows": 100, "cache_rows": 128}},
-    "ids on the device": {"module": {"ids_on": "device", "cache_rows": 128}},
+    "ids on the device": {"module": {"id_map_device": "device", "cache_rows": 128}},
     "ttl, admission": {"module": {"ttl": 3, "admission_threshold": 2, "cache_rows": 128}},
 }
 

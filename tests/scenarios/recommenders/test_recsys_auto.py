@@ -12,7 +12,7 @@ from lightning_pipe.engine import PlanError, SetupError
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Mixed, fit, loader, recsys, state_of
 
-QUICK = {"iterations": 1, "rounds": 1, "found": 2, "extra_rounds": 0}
+QUICK = {"iterations": 1, "rounds": 1, "max_generated": 2, "extra_rounds": 0}
 
 
 def trained(plan: Any, rows: int = 256, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:

@@ -29,7 +29,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
         for where in ("one", "several"):
             place = object_collectives.host_id() if where == "one" else (f"machine {rank // 2}", 0)
             with (
-                mock.patch.object(object_collectives, "place_of_process", return_value=place),
+                mock.patch.object(object_collectives, "host_id", return_value=place),
                 mock.patch.multiple(gloo_all_to_all._FullDuplexGroup, all_to_all_single=counted, alltoall_base=counted),
             ):
                 module, strategy = feature.module(), recsys(plan, feature.kinds, feature.optimizer)

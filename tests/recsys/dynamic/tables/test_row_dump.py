@@ -27,7 +27,7 @@ def saves(one_rank: None) -> Iterator[BackgroundSave]:
 
 def reopened(folder: Path) -> Any:
     """Rows of the last commit."""
-    return rows_of(shard(Model(folder / "rows", cache_rows=60, existing="keep"), SGD))
+    return rows_of(shard(Model(folder / "rows", cache_rows=60, existing_rows="keep"), SGD))
 
 
 def test_what_is_written_is_of_the_step_of_the_copy_whatever_is_trained_meanwhile(

@@ -56,7 +56,8 @@ def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> 
 def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> dict[str, Any]:
     results = {plan: under(plan, path / plan, optimizer) for plan in PLANS}
     small = under("prefetch", path / "small", optimizer, cache_rows=50 * world_size)
-    device = under("prefetch", path / "device", optimizer, cache_rows=50 * world_size, host_rows=9, ids_on="device")
+    options = {"cache_rows": 50 * world_size, "host_rows": 9, "id_map_device": "device"}
+    device = under("prefetch", path / "device", optimizer, **options)
     large = under("serial", path / "large", optimizer, cache_rows=4000)
     return {**results, "small": small, "device": device, "large": large}
 
@@ -293,7 +294,7 @@ def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> N
     first.write_rows(tmp_path / "rows")
     first.close()
     for store, existing in (("first", "keep"), ("second", "refuse")):
-        second = shard(Model(tmp_path / store, initial=normal, existing=existing), SGD, seed=2)
+        second = shard(Model(tmp_path / store, initial=normal, existing_rows=existing), SGD, seed=2)
         with torch.no_grad():
             for (_, to), (_, value) in zip(second.dense_parameters(), first.dense_parameters(), strict=True):
                 to.copy_(value)
@@ -338,7 +339,7 @@ def test_a_purge_erases_expired_rows_from_the_disk_and_no_others(tmp_path: Path)
     assert same(
         after, {t: {id: row for id, row in rows.items() if (t, id) not in expired} for t, rows in before.items()}
     )
-    assert same(after, rows_of(shard(Model(tmp_path, existing="keep", ttl=3), SGD)))
+    assert same(after, rows_of(shard(Model(tmp_path, existing_rows="keep", ttl=3), SGD)))
 
 
 class Twice(Model):
@@ -357,7 +358,7 @@ def test_a_commit_comes_between_steps_and_not_between_calls_of_a_module(tmp_path
     train(sharded, range(4, 5))
     assert not same(after, rows_of(sharded))
     sharded.close()
-    assert same(after, rows_of(shard(Twice(tmp_path, existing="keep"), SGD)))
+    assert same(after, rows_of(shard(Twice(tmp_path, existing_rows="keep"), SGD)))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -432,5 +433,5 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 
 def test_ids_are_on_the_host_or_on_the_device(tmp_path: Path) -> None:
     table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
-    with pytest.raises(SetupError, match=r"ids_on of .* is 'gpu'; expected one of 'host', 'device'"):
+    with pytest.raises(SetupError, match=r"id_map_device of .* is 'gpu'; expected one of 'host', 'device'"):
         DynamicEmbeddingBagCollection([table], tmp_path, id_map_device="gpu")  # type: ignore[arg-type]
