@@ -82,7 +82,10 @@ def test_types_and_the_compiled_library_are_in_it(installed: Path) -> None:
     package = installed / "site" / "lightning_pipe"
     assert (package / "py.typed").is_file()
     assert list((package / "recsys" / "kernels" / "csrc").glob("_native*.so"))
-    code = "from lightning_pipe.recsys.kernels import native as one; print(one.__file__, one.library() is not None)"
+    code = (
+        "from lightning_pipe.recsys.kernels import native;"
+        " print(native.__file__, native.load_native_library() is not None)"
+    )
     assert python(installed, code).split() == [str(package / "recsys" / "kernels" / "native.py"), "True"]
 
 

@@ -1,6 +1,6 @@
 """Lightning callbacks that measure and display the work of the strategies.
 
-A callback queries its strategy through ``strategies/running_work`` and imports no strategy class.
+A callback queries its strategy through ``strategies/strategy_info`` and imports no strategy class.
 Functions that several callbacks need are in ``common``.
 """
 

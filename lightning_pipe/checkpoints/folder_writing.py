@@ -1,7 +1,7 @@
 """Writes a checkpoint folder; every rank writes its own part.
 
 Tensors are written by ``torch.distributed.checkpoint``, which can load them on another number of ranks. Lightning's
-other values are written by rank 0 to one file. ``whole_folder`` replaces the folder, ``folder_reading`` reads it.
+other values are written by rank 0 to one file. ``atomic_folder`` replaces the folder, ``folder_reading`` reads it.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class MiniBatchRun:
                 hooks.update(saved)
 
     def collect_gradients(self, input_gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
-        """Collect the gradients of :attr:`upstream`."""
+        """Collect the gradients of :attr:`tensors_requiring_grad`."""
         gradients: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -2,7 +2,7 @@
 
 A strategy sets up, shards or splits the model, writes and reads checkpoints, and tears down. Code belongs in this
 package only if it needs Lightning and a lower-level package of the project. ``recommender``, ``language_model`` and
-``in_process`` do not import each other. Callbacks import only ``running_work``.
+``in_process`` do not import each other. Callbacks import only ``strategy_info``.
 """
 
 import sys

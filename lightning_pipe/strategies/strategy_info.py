@@ -49,6 +49,6 @@ class StrategyInfo:
 
 
 def get_strategy_info(strategy: Any) -> StrategyInfo:
-    """Return the result of ``strategy.running()``. Without that method, use only ``strategy.profile`` if it exists."""
+    """Return ``strategy.strategy_info()``. Without that method, use only ``strategy.profile`` if it exists."""
     answer = getattr(strategy, "strategy_info", None)
     return StrategyInfo(profile=getattr(strategy, "profile", None)) if answer is None else answer()

@@ -210,7 +210,10 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
             assert error_of(balancer, fine) == "no error"
             found[name] = error_of(balancer, batch, error)
             assert error_of(balancer, fine) == "no error"
-    others: dict[str, dict[str, Any]] = {"exchange": {"exchange": "all_gather"}, "keep": {"keep": ["batch.x"]}}
+    others: dict[str, dict[str, Any]] = {
+        "exchange": {"exchange": "all_gather"},
+        "local_parts": {"local_parts": ["batch.x"]},
+    }
     for name, arguments in others.items():
         try:
             with opened(BatchBalancer(**(arguments if bad else {}))):

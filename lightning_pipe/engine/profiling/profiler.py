@@ -53,7 +53,7 @@ class TaskProfiler:
         pipeline: pipeline whose tasks are measured.
         batches: batches on the host, in the form in which a loader supplies them. Use several: repeated rows of a
             single batch are found in caches, which rows of real data are not.
-        keeper: snapshot and restore of the state that iterations change (default None: nothing is restored).
+        training_state: snapshot and restore of the state that iterations change (default None: nothing is restored).
         rounds: number of measurements of each task (default 7). More rounds give narrower intervals.
         iterations: number of iterations per measurement (default 10). The time of a profile grows with rounds x
             iterations x tasks.

@@ -43,13 +43,13 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             are not to be predicted.
         length: tokens of a row.
         batch_size: rows of a batch on one rank.
-        method: ``best_fit`` (default) or ``sequential``, see :func:`pack`.
+        method: ``best_fit`` (default) or ``sequential``, see :func:`assign_documents_to_rows`.
         window: number of documents that are packed together (default 1024). No row has documents of two windows.
         long_documents: ``cut`` (default) divides a document longer than a row into full rows and a rest, which is
             packed; ``refuse`` raises an error.
         seed: shuffles the documents by ``seed`` plus the number of the epoch (default None: in order).
         rank: number of this data-parallel rank, from the strategy's ``distributed_sampler_kwargs`` (default 0).
-        num_replicas: number of data-parallel ranks (default 1).
+        num_replicas: number of data-parallel ranks, from the same place (default 1).
 
     Raises:
         SetupError: an argument has the wrong type or range. While iterating, an :class:`InputError` names the index of

@@ -3,7 +3,7 @@
     tokens by expert ──► all-to-all ──► local experts ──► all-to-all ──► results by expert, in the tokens' order
 
 The number of tokens sent to each rank differs between calls, so ranks exchange the splits first. While tokens travel,
-another forward or backward of the rank can run (``turns``).
+another forward or backward of the rank can run (``overlap``).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def apply_expert_parallel(
 
     The experts' parameters become DTensors, sharded by expert over ``mesh``, and also over ``data_mesh`` if it has a
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
-    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``apply_data_parallel`` does
-    at its end.
+    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``apply_data_parallel``
+    does at its end.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
     layers = experts_of(stage)

@@ -76,7 +76,8 @@ def outside_blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> di
 def apply_sequence_parallel(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
     """Let the layers of a stage work on this rank's part of the tokens, in place; the stage takes and returns all.
 
-    Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKENS`` cut.
+    Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKEN_SHARD``
+    cut.
     """
 
     def moved(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:

@@ -133,7 +133,7 @@ class DataParallelTables:
     def step(self) -> None:
         """Average the gradients over the ranks, step every table and clear the gradients.
 
-        Called under the same conditions as ``average``.
+        Called under the same conditions as ``average_gradients``.
         """
         if not self._kernels:
             return

@@ -99,11 +99,14 @@ def errors() -> Results:
         ("keys differ", "the form of the batch differs between ranks"),
         ("not moved", "rank 1: not moved"),
         ("list", "batch['names'] is a list with one entry for each of 3 samples"),
-        ("too many", "rank 1: the balancer's argument samples gave 9 samples"),
+        ("too many", "rank 1: the balancer's argument num_samples gave 9 samples"),
         ("complex", "rank 1: the balancer's workload function returned a complex tensor of [3]"),
-        ("no such name", "rank 1: the balancer's samples is 'real', but the batch, a dict, has no such key"),
-        ("no number", "rank 1: the balancer's argument samples gave a float, 2.5 for the batch; expected a whole"),
-        ("nothing to keep", "rank 1: the balancer's keep names batch['stats'], which the batch, a dict, does not have"),
+        ("no such name", "rank 1: the balancer's num_samples is 'real', but the batch, a dict, has no such key"),
+        ("no number", "rank 1: the balancer's argument num_samples gave a float, 2.5 for the batch; expected a whole"),
+        (
+            "nothing to keep",
+            "rank 1: the balancer's local_parts names batch['stats'], which the batch, a dict",
+        ),
     ],
 )
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(errors: Results, fault: str, text: str) -> None:
@@ -117,7 +120,7 @@ def test_the_users_own_error_is_raised_where_it_was_and_told_elsewhere(errors: R
     assert errors[1]["own error"] == "KeyError: 'nothing'"
 
 
-@pytest.mark.parametrize("argument", ["exchange", "keep"])
+@pytest.mark.parametrize("argument", ["exchange", "local_parts"])
 def test_balancers_of_different_arguments_are_an_error_on_all_ranks(errors: Results, argument: str) -> None:
     for found in errors:
         assert found[f"other {argument}"].startswith("SetupError: the balancer differs between ranks: ")
@@ -178,7 +181,7 @@ def test_the_argument_says_a_balancer_in_several_ways() -> None:
     ("config", "text"),
     [
         ({"exchange": "broadcast"}, "exchange is 'broadcast'"),
-        ({"keep": "batch.x"}, "keep is 'batch.x'"),
+        ({"local_parts": "batch.x"}, "local_parts is 'batch.x'"),
         ({"workload": "no_module.costs"}, "cannot be imported"),
         ({"pace": 3}, "pace"),
         (3, "balancer is 3"),

@@ -37,9 +37,8 @@ class Dynamic(nn.Module):
 
     def __init__(self, store: Path, **options: Any) -> None:
         super().__init__()
-        module_options = {
-            key: options.pop(key) for key in ("existing_rows", "commit_every", "id_map_device") if key in options
-        }
+        of_module = ("existing_rows", "commit_every", "id_map_device")
+        module_options = {key: options.pop(key) for key in of_module if key in options}
         options = {"cache_rows": 96, "embedding_dim": WIDTH, "initial": {"uniform": [-0.5, 0.5]}, **options}
         people = DynamicTable(name="people", feature_names=["user", "friend"], **options)
         past = DynamicTable(name="past", feature_names=["past"], **options)

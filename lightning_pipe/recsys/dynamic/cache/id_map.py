@@ -183,7 +183,7 @@ class DeviceIdMap(IdMap):
         return slots, torch.cat([counts, summary[:-1]])
 
     def use(self, summary: Tensor, tick: int) -> tuple[Slots, Keys]:
-        """Record the use of ``look``'s slots, from its summary on the host; return them, and the ids without a slot."""
+        """Record the use of ``lookup``'s slots, from its summary on the host; return them and the ids without one."""
         distinct, misses = summary[:2].tolist()
         slots, keys = summary[2 : 2 + distinct].numpy(), summary[len(summary) - misses :].numpy()
         self._ticks[slots] = tick

@@ -9,7 +9,8 @@ The rows of an open batch, from its prefetch to its end, are pinned: their slots
 thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
 can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
 operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
-headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
+headers and open batches is held briefly. ``begin`` and ``end_trained`` take only this one, and do not wait for the
+disk.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class RowCache:
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
         self._slots = RowSlots(table, self._columns, self._headers, backing, initial, policy, check_nan, ids_of, ids)
         self.ids = ids
-        # Lock of rows, which may be held from DeviceIds.lookup to DeviceIdMap.apply.
+        # Lock of rows, which may be held from DeviceIdMap.lookup to DeviceIdMap.apply.
         self.row_lock = threading.RLock()
         self._rehearsal: Rehearsal | None = None
         # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
@@ -100,7 +101,7 @@ class RowCache:
             return Ticket(torch.from_numpy(slots), batch, self._dropped)
 
     def pin(self, summary: Tensor) -> Ticket:
-        """Same as ``prefetch``, after :meth:`DeviceIds.lookup`; the ticket has only the slots of ids without a slot."""
+        """Same as ``prefetch``, after :meth:`DeviceIdMap.lookup`; the ticket has only the slots of ids without one."""
         assert self.ids is not None
         with self.row_lock:
             brought, batch = self._pin(*self._slots.use(self.ids, summary))
@@ -237,7 +238,7 @@ class RowCache:
             self._mark_stored()
 
     def copy_changes(self) -> list[Change]:
-        """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
+        """Copy every changed row, as ``flush`` would write it, for :meth:`write_changes`. Takes the rows' memory."""
         with self.row_lock, self._lock:
             return list(self._changes())
 

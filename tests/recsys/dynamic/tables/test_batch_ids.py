@@ -66,19 +66,19 @@ class Tables:
 
 
 @without_a_gpu
-@pytest.mark.parametrize("ids_on", ["host", "device"])
-def test_a_batch_is_one_copy_in_each_direction_for_all_tables(ids_on: str) -> None:
+@pytest.mark.parametrize("id_map_device", ["host", "device"])
+def test_a_batch_is_one_copy_in_each_direction_for_all_tables(id_map_device: str) -> None:
     with far() as traffic:
-        tables = Tables(FAR if ids_on == "device" else None)
+        tables = Tables(FAR if id_map_device == "device" else None)
         # First without any row, then with all, with some, and with evictions.
         for t, s, u in [([1, 2, 1], [3], [7]), ([3], [2, 2], [7, 7]), ([1], [5, 1], [8]), ([11, 12], [13, 14], [9])]:
             batch = tables.prefetch(t, s, u, traffic)
             assert tables.first_weights(batch) == [*t, *s, *u]
             ids = len(t) + len(s) + len(u)
             # With ids on the device, also two numbers for each table.
-            assert traffic.to_host == [ids if ids_on == "host" else ids + 4]
+            assert traffic.to_host == [ids if id_map_device == "host" else ids + 4]
             assert len(traffic.to_device) == 1
-            if ids_on == "device" and t == [3]:
+            if id_map_device == "device" and t == [3]:
                 assert traffic.to_device == [0]
             batch.end(trained=False)
             del batch

@@ -56,9 +56,8 @@ def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> 
 def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> dict[str, Any]:
     results = {plan: under(plan, path / plan, optimizer) for plan in PLANS}
     small = under("prefetch", path / "small", optimizer, cache_rows=50 * world_size)
-    device = under(
-        "prefetch", path / "device", optimizer, cache_rows=50 * world_size, host_rows=9, id_map_device="device"
-    )
+    options = {"cache_rows": 50 * world_size, "host_rows": 9, "id_map_device": "device"}
+    device = under("prefetch", path / "device", optimizer, **options)
     large = under("serial", path / "large", optimizer, cache_rows=4000)
     return {**results, "small": small, "device": device, "large": large}
 
