@@ -50,7 +50,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"the library is {'not ' if native.load_native_library() is None else ''}compiled; {options.rows} rows cached; ns per id"
+        f"the library is {'not ' if native.load_native_library() is None else ''}compiled; {options.rows} rows cached;"
+        " ns per id"
     )
     quiet = QuietRuns()
     figures = known(options.rows, options.batches, options.ids, quiet)

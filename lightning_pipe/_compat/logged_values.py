@@ -135,7 +135,7 @@ def reshard_logged_values(rank: int, rank_count: int, ranks: Sequence[dict[str, 
 
 
 def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
-    """Restore the result of :func:`pack`."""
+    """Restore the result of :func:`get_logged_values_state`."""
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
     for name in _LATEST:

@@ -155,7 +155,8 @@ class PipelineMonitor(CallbackWithGroup):
         """Exclude the current step from the means, because it includes work that is not training.
 
         Args:
-            following: number of later steps to exclude as well, in which other ranks may wait for this one (default 0).
+            num_following_steps: number of later steps to exclude as well, in which other ranks may wait for this one
+                (default 0).
         """
         self._before, self._following = None, num_following_steps
 

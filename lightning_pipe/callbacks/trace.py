@@ -63,7 +63,7 @@ class PipelineTrace(CallbackWithGroup):
             the number of batches in *steps*. The number of the first recorded batch is added to the file names.
         picture: path of the picture, relative to the trainer's log folder (default ``"timeline.png"``). Its suffix
             selects the format, such as ``.png`` or ``.svg``. None writes no picture. Requires Matplotlib.
-        keep: number of latest tasks, and of latest micro-batch records, that each rank keeps (default 100,000). An
+        max_spans: number of latest tasks, and of latest micro-batch records, that each rank keeps (default 100,000). An
             entry takes about 300 bytes.
 
     Raises:

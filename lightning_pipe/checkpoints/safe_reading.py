@@ -171,12 +171,13 @@ def name_file_in_errors(path: Folder | str) -> Iterator[None]:
             refused = re.search(r"GLOBAL \S+", message) or re.search(r"(?<=WeightsUnpickler error: ).+", message)
             raise SetupError(
                 f"the checkpoint's file {str(path)!r} holds more than tensors and plain types"
-                f" ({escape_unprintable(refused[0]) if refused else 'no known class'}), and could run any code when it is read."
-                " If you trust its author, pass weights_only=False, as in Trainer.fit(..., weights_only=False), or"
-                " allow the class with torch.serialization.add_safe_globals([...]). Otherwise, use another checkpoint"
+                f" ({escape_unprintable(refused[0]) if refused else 'no known class'}), and could run any code when it"
+                " is read. If you trust its author, pass weights_only=False, as in Trainer.fit(...,"
+                " weights_only=False), or allow the class with torch.serialization.add_safe_globals([...]). Otherwise,"
+                " use another checkpoint"
             ) from error
         reason = error.strerror if isinstance(error, OSError) and error.strerror else message.partition("\n")[0]
         raise SetupError(
-            f"the checkpoint's file {str(path)!r} cannot be read ({type(error).__name__}: {escape_unprintable(reason)}). It is"
-            " damaged, incomplete or not a checkpoint. Use another checkpoint"
+            f"the checkpoint's file {str(path)!r} cannot be read ({type(error).__name__}:"
+            f" {escape_unprintable(reason)}). It is damaged, incomplete or not a checkpoint. Use another checkpoint"
         ) from error

@@ -57,8 +57,8 @@ def to_columns(rows: Any) -> Mapping[str, Any]:
         except KeyError as error:
             raise InputError(f"not every row has the column {error.args[0]!r}, which the first row has") from None
     raise InputError(
-        f"expected a table, a mapping of columns, or a list of rows that are mappings, got {short_repr(type(rows).__name__)}"
-        f"{' without rows' if isinstance(rows, Sequence) and not rows else ''}"
+        f"expected a table, a mapping of columns, or a list of rows that are mappings, got"
+        f" {short_repr(type(rows).__name__)}{' without rows' if isinstance(rows, Sequence) and not rows else ''}"
     )
 
 

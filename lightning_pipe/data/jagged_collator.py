@@ -27,9 +27,9 @@ class JaggedCollator:
         weights: for each column of ids, its column of weights, with as many values in each row (default: no weights).
         defaults: by column, the value of missing ones: a number, or a list in place of a missing list, such as ``()``
             (default: nothing may be missing). Missing are None, Arrow's nulls, and NaN.
-        batch: function that makes the batch of dense features of shape [B, D] (float32), the KeyedJaggedTensor (int64
-            ids, int32 lengths, float32 weights), and labels of shape [B], or [B, L] for a sequence (float32). The
-            default is ``torchrec.datasets.utils.Batch``.
+        make_batch: function that makes the batch of dense features of shape [B, D] (float32), the KeyedJaggedTensor
+            (int64 ids, int32 lengths, float32 weights), and labels of shape [B], or [B, L] for a sequence (float32).
+            The default is ``torchrec.datasets.utils.Batch``.
 
     Raises:
         SetupError: there is no column of ids, a column is named twice, or weights or defaults name other columns.

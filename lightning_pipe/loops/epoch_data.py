@@ -88,7 +88,7 @@ class EpochData:
 
         If Lightning's fetcher does not know the number of batches, it loads a batch as soon as the iterators are made.
         Without the recorded positions, a run that resumes within the first batch would skip that batch. Loaders of
-        :func:`resumable` know their length.
+        :func:`make_resumable` know their length.
         """
         self._beginning = None
         if combined is None:

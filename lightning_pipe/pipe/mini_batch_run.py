@@ -25,7 +25,7 @@ from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 
 class MiniBatchRun:
-    """One mini-batch in a pipe; *depth* is the ``stacklevel`` of warnings."""
+    """One mini-batch in a pipe; *stacklevel* is that of warnings."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class MiniBatchRun:
                 hooks.update(saved)
 
     def collect_gradients(self, input_gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
-        """Collect the gradients of :attr:`upstream`."""
+        """Collect the gradients of :attr:`tensors_requiring_grad`."""
         gradients: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -233,8 +233,8 @@ class Pipe(nn.Module):
         targets = to_device(targets, self.devices[-1])
         if not 0 < run.rows == count_rows(targets):
             raise InputError(
-                f"the inputs have {run.rows} rows and the targets have {count_rows(targets)}; expected equal numbers, at"
-                " least 1. Give one target for each row, and skip empty batches"
+                f"the inputs have {run.rows} rows and the targets have {count_rows(targets)}; expected equal numbers,"
+                " at least 1. Give one target for each row, and skip empty batches"
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         losses = mini_batch_loss.split(targets, run.count, scale)
@@ -269,7 +269,7 @@ class Pipe(nn.Module):
         """Record start and end of each task; ``Forward0`` is the forward of partition 0.
 
         Args:
-            keep: number of most recent spans to keep for each plan (default None: all).
+            max_spans: number of most recent spans to keep for each plan (default None: all).
         """
         self._schedule.start_trace(max_spans)
 

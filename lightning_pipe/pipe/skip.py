@@ -85,7 +85,7 @@ class Skips:
         self.values: dict[SkipKey, Any] = dict(values or {})
 
     def stash(self, key: SkipKey, value: Any) -> None:
-        """Store *value* until :meth:`take`."""
+        """Store *value* until :meth:`pop`."""
         self.values[key] = value
 
     def pop(self, key: SkipKey) -> Any:

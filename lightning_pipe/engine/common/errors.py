@@ -42,7 +42,7 @@ class TaskError(PipelineError, RuntimeError):
         error: the original exception.
 
     Attributes:
-        where: message without the original exception. Callers that raise the original exception add it as a note.
+        summary: message without the original exception. Callers that raise the original exception add it as a note.
         on_worker: True if the task ran in a worker thread.
     """
 

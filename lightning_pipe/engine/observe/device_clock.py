@@ -13,7 +13,7 @@ import torch
 
 
 class DeviceClock:
-    """Clock for a device's streams, compared with the host's at creation and in :meth:`resolve`, which both wait."""
+    """Clock for a device's streams, compared with the host's at creation and in :meth:`to_host_seconds`; both wait."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device

@@ -46,8 +46,8 @@ class TaskCost:
         for name, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
             if not 0 <= seconds <= MAX_TASK_SECONDS:
                 raise PlanError(
-                    f"{name} of a task's cost must be from 0 to {MAX_TASK_SECONDS:g} seconds, got {short_repr(seconds)}. Correct the"
-                    " cost of this task."
+                    f"{name} of a task's cost must be from 0 to {MAX_TASK_SECONDS:g} seconds, got"
+                    f" {short_repr(seconds)}. Correct the cost of this task."
                 )
 
 

@@ -35,7 +35,7 @@ class ResourceUse:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """Generator that a :class:`Clock` runs."""
+    """Generator that a :class:`EventLoop` runs."""
 
     name: Hashable
     body: Generator[Signal | ResourceUse, None, None]

@@ -32,10 +32,10 @@ def interquartile_mean(seconds: Sequence[float]) -> float:
 def choose_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """The best hand-written plan, or the fastest found plan if it is faster beyond noise.
 
-    The best hand-written plan has the lowest typical time (see :func:`typical`). A found plan must meet two conditions.
-    Its typical time is lower by at least half a percent. It also wins enough rounds against the best hand-written plan
-    to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found plans (Bonferroni
-    correction). With few rounds no plan can pass it (see :func:`max_generated_plans`).
+    The best hand-written plan has the lowest typical time (see :func:`interquartile_mean`). A found plan must meet
+    two conditions. Its typical time is lower by at least half a percent. It also wins enough rounds against the best
+    hand-written plan to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found
+    plans (Bonferroni correction). With few rounds no plan can pass it (see :func:`max_generated_plans`).
     """
     running, best = _running(measured), best_hand_written(measured, hand_written)
     to_beat = measured[best]
@@ -83,7 +83,7 @@ def best_hand_written(measured: Mapping[K, Sequence[float]], hand_written: Colle
 
 
 def max_generated_plans(rounds: int) -> int:
-    """Maximum number of found plans for which :func:`fastest` can still choose one after *rounds* rounds.
+    """Maximum number of found plans for which :func:`choose_plan` can still choose one after *rounds* rounds.
 
     For example 0 in 4 rounds, 1 in 5, 3 in 6, and 6 in 7.
     """

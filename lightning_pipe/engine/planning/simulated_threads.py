@@ -92,7 +92,7 @@ class SimulatedThreads:
         self.repeats_after = 0  # iterations after which the state repeats; 0 if no repetition was seen
 
     def run(self, min_iterations: int, max_iterations: int) -> None:
-        """Run until the state repeats, for *at_least* to *at_most* iterations."""
+        """Run until the state repeats, for *min_iterations* to *max_iterations* iterations."""
         self.clock.start(Process(MAIN, self._main(min_iterations, max_iterations)))
         self.clock.run()
 

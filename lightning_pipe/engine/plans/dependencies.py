@@ -49,9 +49,9 @@ def required_dependencies(
 
     Args:
         tasks: tasks in the order in which a serial iteration runs them.
-        abandoned: dependencies on state to omit (default none). Only these orderings are removed. A dependency that
-            was implied by an omitted one through a third access is returned explicitly. So is the same dependency at a
-            distance of one more iteration, which bounds the staleness of reads.
+        stale_dependencies: dependencies on state to omit (default none). Only these orderings are removed. A dependency
+            that was implied by an omitted one through a third access is returned explicitly. So is the same dependency
+            at a distance of one more iteration, which bounds the staleness of reads.
 
     Returns:
         Each dependency once, in program order. Dependencies implied by others through a third access to the same field

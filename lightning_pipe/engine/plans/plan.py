@@ -155,9 +155,9 @@ class PipelinePlan:
         unknown = [task for task in spec.schedule if task not in tasks_by_name]
         if unknown:
             raise PlanError(
-                f"the plan schedules the unknown task {short_repr(unknown[0])}; the tasks are {', '.join(tasks_by_name)}."
-                " Correct the name or, if the task is your own, pass it as extra_tasks. Commands only know the built-in"
-                " tasks."
+                f"the plan schedules the unknown task {short_repr(unknown[0])}; the tasks are"
+                f" {', '.join(tasks_by_name)}. Correct the name or, if the task is your own, pass it as extra_tasks."
+                " Commands only know the built-in tasks."
             )
         missing = [task for task in tasks_by_name if task not in spec.schedule]
         if missing:

@@ -112,7 +112,7 @@ class PlanSpec:
 
         Args:
             name: name of the new task.
-            where: schedule of the new task.
+            task_schedule: schedule of the new task.
             after: task that the new one directly follows in the order (default None).
             before: task that the new one directly precedes in the order (default None).
 

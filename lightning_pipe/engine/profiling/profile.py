@@ -25,7 +25,7 @@ class TaskProfile:
     """Times of one task, in seconds per iteration.
 
     Args:
-        own: time of the task in its thread, including waits inside the task; median over iterations.
+        seconds: time of the task in its thread, including waits inside the task; median over iterations.
         exposed: time by which an iteration is shorter without the task; None if it was not or cannot be measured.
         low: lower end of the 95 % confidence interval of *exposed*.
         high: upper end of the interval.
@@ -162,7 +162,7 @@ class ProfileResult:
         """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.
 
         Args:
-            one: profile of the task.
+            profile: profile of the task.
         """
         share, hidden = "-", "-"
         if profile.exposed is not None and profile.low is not None and profile.high is not None and self.seconds:

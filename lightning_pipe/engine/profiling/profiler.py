@@ -46,14 +46,14 @@ class Snapshottable(Protocol):
 class TaskProfiler:
     """Profiler for the tasks of a pipeline. Every rank makes the same calls.
 
-    The profiler trains the given batches repeatedly and restores the state that *keeper* saves. The pipeline must not
-    have an open period; batches in flight are trained first.
+    The profiler trains the given batches repeatedly and restores the state that *training_state* saves. The pipeline
+    must not have an open period; batches in flight are trained first.
 
     Args:
         pipeline: pipeline whose tasks are measured.
         batches: batches on the host, in the form in which a loader supplies them. Use several: repeated rows of a
             single batch are found in caches, which rows of real data are not.
-        keeper: snapshot and restore of the state that iterations change (default None: nothing is restored).
+        training_state: snapshot and restore of the state that iterations change (default None: nothing is restored).
         rounds: number of measurements of each task (default 7). More rounds give narrower intervals.
         iterations: number of iterations per measurement (default 10). The time of a profile grows with rounds x
             iterations x tasks.

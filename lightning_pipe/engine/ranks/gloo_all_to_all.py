@@ -41,7 +41,7 @@ def wrap_full_duplex(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def unwrap_full_duplex(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that :func:`exchanging` has wrapped: PyTorch gathers objects only in its own groups."""
+    """Return the group that :func:`wrap_full_duplex` has wrapped: PyTorch gathers objects only in its own groups."""
     return group._group if isinstance(group, _FullDuplexGroup) else group
 
 

@@ -117,7 +117,7 @@ def run_on_all_ranks(work: Callable[[], T], failed: str, group: Group, error_cla
 
 
 def raise_together(error: Exception | None, failed: str, group: Group, error_class: Kind = SetupError) -> None:
-    """Raise on every rank if any rank has an *error*, see :func:`run_on_all_ranks`. Otherwise costs a small all-reduce."""
+    """Raise on every rank if any has an *error*, see :func:`run_on_all_ranks`. Otherwise costs a small all-reduce."""
     if all_reduce_any([error is not None], group)[0]:
         raise_gathered(error, failed, group, error_class)
 

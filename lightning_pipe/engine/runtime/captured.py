@@ -35,7 +35,7 @@ class ByReference:
 
 
 class Snapshot(ABC):
-    """Snapshot of a value, created by :func:`capture`: a tree with a node for each part of the value."""
+    """Snapshot of a value, created by :func:`take_snapshot`: a tree with a node for each part of the value."""
 
     parts: Iterable[Snapshot] = ()
     holds_tensor = False

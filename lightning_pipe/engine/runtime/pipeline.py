@@ -456,7 +456,7 @@ class SWPipeline:
         """Start to record a :class:`TaskSpan` for every task.
 
         Args:
-            keep: number of latest spans to keep (default None, all).
+            max_spans: number of latest spans to keep (default None, all).
         """
         has_streams = self._executor.streams.available
         self._executor.trace = Trace(max_spans, DeviceClock(self._device) if has_streams else None)

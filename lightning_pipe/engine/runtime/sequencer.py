@@ -54,7 +54,7 @@ class SubmissionTicket:
         self._number = number
 
     def begin(self) -> None:
-        """Wait for the turn. The calling thread then holds it until :func:`submitted` or :meth:`end`."""
+        """Wait for the turn. The calling thread then holds it until :func:`end_submission_turn` or :meth:`end`."""
         self._sequencer.begin(self._number)
         _current.ticket = self
 

@@ -43,7 +43,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             are not to be predicted.
         length: tokens of a row.
         batch_size: rows of a batch on one rank.
-        method: ``best_fit`` (default) or ``sequential``, see :func:`pack`.
+        method: ``best_fit`` (default) or ``sequential``, see :func:`assign_documents_to_rows`.
         window: number of documents that are packed together (default 1024). No row has documents of two windows.
         long_documents: ``cut`` (default) divides a document longer than a row into full rows and a rest, which is
             packed; ``refuse`` raises an error.

@@ -33,7 +33,7 @@ class PadValues:
         attention_mask: value of a (rows, length) mask at padding (default 0). For masks of (..., length, length), see
             :func:`pad_microbatch`.
         position_ids: any valid position (default 0).
-        others: pad values of further keys, such as ``{"token_type_ids": 0}`` (default: none).
+        extra_pad_values: pad values of further keys, such as ``{"token_type_ids": 0}`` (default: none).
         chunk_dims: dimension of the rows by key, which the length follows (default: 0 for all keys).
     """
 

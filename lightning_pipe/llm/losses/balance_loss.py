@@ -45,7 +45,8 @@ class BalanceLoss:
                 f"the config has output_router_logits=True and a coefficient of {coefficient}, but the router loss of"
                 f" {type(model).__name__} is not transformers' load_balancing_loss_func({', '.join(_ARGUMENTS)}), which"
                 " is the only one that stages compute. Set output_router_logits=False, and call"
-                " lightning_pipe.llm.model.hf_experts.add_router_losses in build_model, which adds losses to each router"
+                " lightning_pipe.llm.model.hf_experts.add_router_losses in build_model, which adds losses to each"
+                " router"
             )
         return BalanceLoss(coefficient, model.num_experts_per_tok, model.num_experts)  # type: ignore[arg-type]
 

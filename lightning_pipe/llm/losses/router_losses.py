@@ -35,11 +35,11 @@ class RouterLosses:
 
     Args:
         tokens: number of the micro-batch's loss tokens in this rank's part of the sequences.
-        counted: bool for each token, True for tokens that the losses average over (default None: all tokens). The shape
-            is that of the layers' inputs without the last dimension. Exclude padding, since identical tokens would all
-            go to the same experts.
-        scale: factor of the main loss in its backward, such as a loss scale for fp16 (default 1.0). :meth:`follow` sets
-            it.
+        token_mask: bool for each token, True for tokens that the losses average over (default None: all tokens). The
+            shape is that of the layers' inputs without the last dimension. Exclude padding, since identical tokens
+            would all go to the same experts.
+        scale: factor of the main loss in its backward, such as a loss scale for fp16 (default 1.0).
+            :meth:`scale_with_loss` sets it.
     """
 
     def __init__(self, tokens: int, *, token_mask: Tensor | None = None, scale: float | Tensor = 1.0) -> None:
@@ -110,10 +110,10 @@ def attach_router_losses(
             (default 0).
         weights: tensor that is returned in place of the logits, for a router whose logits are used no further, only
             weights that it computed from them (default None: the logits).
-        chosen: experts of each token, (..., top_k) (default None: those with the largest logits).
+        selected_experts: experts of each token, (..., top_k) (default None: those with the largest logits).
 
     Raises:
-        InputError: ``counted`` does not have one value for each of the logits' tokens.
+        InputError: ``token_mask`` does not have one value for each of the logits' tokens.
     """
     losses = _active.get()
     # Without a context, too: when a layer is recomputed, it must choose as often and save the same tensors as before.

@@ -74,10 +74,10 @@ class ActivationCheckpoint:
     Args:
         mode: ``full`` (default) recomputes the whole layer, ``selective`` keeps the outputs of matrix multiplications,
             attention and exchanges between ranks, which costs memory and saves time.
-        every: distance between checkpointed layers (default 1: all layers). 2 checkpoints every second layer.
+        every_n_layers: distance between checkpointed layers (default 1: all layers). 2 checkpoints every second layer.
 
     Raises:
-        SetupError: the mode is unknown, or ``every`` is below 1.
+        SetupError: the mode is unknown, or ``every_n_layers`` is below 1.
     """
 
     mode: Mode = "full"

@@ -14,10 +14,10 @@ from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
     """Compile a stage's own layers in place, without changing modules or names.
 
-    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.apply_activation_checkpoint` and before ``fully_shard``,
-    whose hooks stay outside of the graphs. Layers of one class share their graphs, also across the stages of a rank, if
-    shapes and the settings that their forward reads are the same. Training, evaluation and each way of calling a layer
-    have separate graphs. Beyond ``recompile_limit`` (8) graphs, layers run uncompiled.
+    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.apply_activation_checkpoint` and before
+    ``fully_shard``, whose hooks stay outside of the graphs. Layers of one class share their graphs, also across the
+    stages of a rank, if shapes and the settings that their forward reads are the same. Training, evaluation and each
+    way of calling a layer have separate graphs. Beyond ``recompile_limit`` (8) graphs, layers run uncompiled.
 
     *Variable lengths.* ``dynamic=None``, the default, is best in most cases: it compiles the first length statically
     and the second dynamically, for any length. ``dynamic=True`` skips the static compilation. ``dynamic=False``

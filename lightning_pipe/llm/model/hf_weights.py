@@ -350,8 +350,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from error
     if foreign:
         raise SetupError(
-            f"{str(index)!r} cannot be used: expected files in its folder as weight_map, got {short_repr(foreign[0])}. Copy"
-            " or download the folder again"
+            f"{str(index)!r} cannot be used: expected files in its folder as weight_map, got {short_repr(foreign[0])}."
+            " Copy or download the folder again"
         )
     return files
 

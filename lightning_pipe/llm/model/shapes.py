@@ -116,9 +116,10 @@ class StageShapes:
                 self._call(stage, inputs, kwargs)
         except _ReentrantError as error:
             raise SetupError(
-                f"{find_failing_module(error, _model_of(stage)) or 'the model'} of stage {index} calls torch.utils.checkpoint with"
-                f" use_reentrant=True, which schedule {schedule} cannot run, since its backwards run in two parts."
-                " Use use_reentrant=False, the strategy's activation_checkpoint, or schedule 1f1b or interleaved_1f1b"
+                f"{find_failing_module(error, _model_of(stage)) or 'the model'} of stage {index} calls"
+                f" torch.utils.checkpoint with use_reentrant=True, which schedule {schedule} cannot run, since its"
+                " backwards run in two parts. Use use_reentrant=False, the strategy's activation_checkpoint,"
+                " or schedule 1f1b or interleaved_1f1b"
             ) from None
         except Exception:  # any other exception: training itself will show it
             return

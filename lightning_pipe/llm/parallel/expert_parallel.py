@@ -65,8 +65,8 @@ def apply_expert_parallel(
 
     The experts' parameters become DTensors, sharded by expert over ``mesh``, and also over ``data_mesh`` if it has a
     ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
-    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``apply_data_parallel`` does
-    at its end.
+    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``apply_data_parallel``
+    does at its end.
     """
     sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
     layers = experts_of(stage)

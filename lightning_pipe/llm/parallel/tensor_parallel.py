@@ -7,9 +7,9 @@ rows, and an all-reduce adds the ranks' partial sums::
      (all ranks)                 (those of each rank)                                  (all ranks)
 
 Between the two, a rank sees a part of the activations. Whole parameters that are used there (Qwen3's norms of queries
-and keys, whose width is one head) get a partial gradient on each rank, which :class:`TensorParallelGradients` sums. All other
-parameters get the same gradient on every rank, since the gradient of the hidden states is reduced where it leaves a
-matrix.
+and keys, whose width is one head) get a partial gradient on each rank, which :class:`TensorParallelGradients` sums. All
+other parameters get the same gradient on every rank, since the gradient of the hidden states is reduced where it leaves
+a matrix.
 
 Sources: Megatron-LM (arXiv 1909.08053), ``torch.distributed.tensor.parallel``, and for the words of plans
 ``transformers.integrations.tensor_parallel``.

@@ -132,7 +132,7 @@ class StagePartsBuilder:
 
     @contextmanager
     def model_building(self) -> Generator[None, None, None]:
-        """Context in which models are built on the host. :meth:`make` loads this rank's part of pretrained weights."""
+        """Context in which models are built on the host. :meth:`build` loads this rank's part of pretrained weights."""
         # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
         state = torch.get_rng_state()
         dist.broadcast(state, src=0, group=self.numbers_group)

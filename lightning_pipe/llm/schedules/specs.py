@@ -1,8 +1,8 @@
 """PyTorch's pipeline schedules by name, and the stages that each rank holds under them.
 
 This module implements no schedule: it resolves a name, a class or a file of actions to a :class:`ScheduleSpec`. From
-that, :mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.execution` builds
-and runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
+that, :mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.execution`
+builds and runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
 
 Sources: ``torch.distributed.pipelining.schedules`` of torch 2.14; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
 (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble and ZBV (arXiv 2401.10241), DualPipe (arXiv
@@ -147,8 +147,8 @@ def read_actions(path: Path) -> dict[int, list[Action]]:
         actions = {rank: [a for field in row if (a := Action.from_str(field))] for rank, row in enumerate(rows)}
     except (RuntimeError, ValueError, csv.Error) as error:
         raise SetupError(
-            f"the schedule in {path} cannot be read: {escape_unprintable(str(error)[:500])}. Write one row for each rank, with"
-            " actions such as 0F0 or 1B2: stage, kind of action, micro-batch"
+            f"the schedule in {path} cannot be read: {escape_unprintable(str(error)[:500])}. Write one row for each"
+            " rank, with actions such as 0F0 or 1B2: stage, kind of action, micro-batch"
         ) from error
     messages = [str(action) for row in actions.values() for action in row if not action.is_compute_op]
     if messages:

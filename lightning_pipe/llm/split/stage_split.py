@@ -55,7 +55,7 @@ class ProfilingMicrobatch:
     Attributes:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        loss_of: function of the model's output, and of the part of the model that returned it, that returns a scalar
+        loss_fn: function of the model's output, and of the part of the model that returned it, that returns a scalar
             loss.
         num_microbatches: number of micro-batches in a step, whose activations a stage keeps.
     """
@@ -71,8 +71,8 @@ class SplitModel:
     """A rank's part of a model.
 
     Attributes:
-        kept: the model with only this rank's modules, under their names in the whole model. Modules without parameters
-            replace the others.
+        local_model: the model with only this rank's modules, under their names in the whole model. Modules without
+            parameters replace the others.
         stages: stage modules that the pipeline runs, by stage index. They share the modules of ``local_model``.
         names: names of the whole model's parameters, in its order.
         shapes: shapes of the tensors that stages exchange.

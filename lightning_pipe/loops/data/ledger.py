@@ -33,11 +33,11 @@ class InFlightLedger(Iterator[Any]):
 
     Args:
         fetch: function that returns the next batch, and raises ``StopIteration`` after the last one.
-        holds: True to hold batches as fetched until they are trained, so that :meth:`abandon` can return them (default
-            False).
+        keeps_batches: True to keep batches as fetched until they are trained, so that :meth:`abandon` can return them
+            (default False).
 
     Attributes:
-        holds: as the argument, for batches fetched from now on.
+        keeps_batches: as the argument, for batches fetched from now on.
         fetched: number of batches fetched.
         trained: number of batches trained.
         last_done: batch that was trained or skipped last.

@@ -63,7 +63,7 @@ def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_resumable(loader: Any) -> bool:
-    """Return True if :func:`resumable` made the loader."""
+    """Return True if :func:`make_resumable` made the loader."""
     return isinstance(loader, _Resumable)
 
 
@@ -77,7 +77,7 @@ def draws_no_random_numbers(loader: Any) -> bool:
 
 
 def have_same_samplers(first: Any, second: Any) -> bool:
-    """Return True if the samplers of two loaders made by :func:`resumable` hold their state in the same objects."""
+    """Return True if the samplers of two loaders made by :func:`make_resumable` hold state in the same objects."""
     return bool(first._indices.sampler_state.shares_with(second._indices.sampler_state))
 
 

@@ -69,7 +69,7 @@ class ResumePoint:
 
     @contextmanager
     def replay_iterator_creation(self, device: torch.device) -> Iterator[None]:
-        """Context for creating loaders, then calling :meth:`put_generators`, then creating iterators.
+        """Context for creating loaders, then calling :meth:`restore_generators`, then creating iterators.
 
         Iterators then draw the same random numbers, and prefetch the same samples, as in the previous run. If the
         checkpoint was written before the first epoch, generators are also restored before the loaders are created.

@@ -44,7 +44,7 @@ class SamplerState:
         return states
 
     def set_state(self, states: list[Any]) -> None:
-        """Restore generators and counters from the result of :meth:`get` for an equally constructed loader."""
+        """Restore generators and counters from the result of :meth:`get_state` for an equally constructed loader."""
         for generator, state in zip(self._generators, states, strict=False):
             _unpack(generator, state)
         changed = states[len(self._generators) :]

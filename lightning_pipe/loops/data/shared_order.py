@@ -18,7 +18,7 @@ LoaderStateDict = dict[str, Any]
 
 
 def order_of(loader: DataLoader[Any]) -> LoaderStateDict | None:
-    """Return the order that the loader's ranks share, as numbers for :func:`batches_left`; None for other samplers."""
+    """Return the order that the loader's ranks share, for :func:`remaining_batches`; None for other samplers."""
     batches = loader.batch_sampler
     # Without automatic batching, the loader returns the dataset's entry for each index.
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)

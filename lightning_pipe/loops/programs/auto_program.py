@@ -54,10 +54,10 @@ class PlanSearchOptions:
         iterations: number of timed iterations of each plan in each round (default 8). Increase it if iteration times
             are noisy.
         rounds: number of rounds in which every plan is timed (default 6).
-        found: maximum number of plans from the planner, in addition to the hand-written ones (default 3). It is further
-            limited to the number of plans that the rounds can distinguish from noise
-            (:func:`~lightning_pipe.engine.planning.plan_choice.max_generated_plans`): 0 with fewer than 5 rounds, including
-            *extra_rounds*.
+        max_generated: maximum number of plans from the planner, in addition to the hand-written ones (default 3). It is
+            further limited to the number of plans that the rounds can distinguish from noise
+            (:func:`~lightning_pipe.engine.planning.plan_choice.max_generated_plans`): 0 with fewer than 5 rounds,
+            including *extra_rounds*.
         replan_above: factor of the iteration time above which the search runs again at the start of an epoch (default
             None). The time in the previous epoch is compared with the time when the plan was chosen. ``None`` disables
             replanning.
@@ -91,7 +91,7 @@ class PlanChoice:
         measured: seconds per iteration in each round, keyed by the name of the plan; mean over ranks. Plans with fewer
             rounds were dropped because they were too slow.
         hand_written: names of the plans that were not found by the planner.
-        own: seconds of each task when tasks run serially, keyed by the name of the task.
+        task_seconds: seconds of each task when tasks run serially, keyed by the name of the task.
     """
 
     plan: PipelinePlan

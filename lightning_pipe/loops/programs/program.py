@@ -32,11 +32,11 @@ class TrainingProgram:
         forward: name of the last task of ``training_step``; None if *step* is the whole training of a batch (default
             None).
         backward: name of the last task of ``backward`` (default None).
-        prepared: name of the last task that replaces the transferred batch by another batch (default None). If it runs
-            in the period of the batch that is trained, and not ahead of it, the period runs up to it before
+        last_replacing_task: name of the last task that replaces the transferred batch by another batch (default None).
+            If it runs in the period of the batch that is trained, and not ahead of it, the period runs up to it before
             ``on_train_batch_start``, so that hooks see the batch that is trained.
-        alone: returns True if the next batch must be trained alone, with all tasks in serial order (default None:
-            never).
+        trains_next_alone: returns True if the next batch must be trained alone, with all tasks in serial order (default
+            None: never).
         on_close: called once, when the program is closed (default None).
         on_abandon: called with the contexts of batches that will not be trained, before they are released (default
             None).
@@ -164,8 +164,8 @@ class EvaluationProgram(TrainingProgram):
 
     Args:
         pipeline: see :class:`TrainingProgram`, also for the other arguments.
-        around: returns a context manager that is entered before the evaluation uses the program, and left afterwards
-            (default: no context).
+        evaluation_context: returns a context manager that is entered before the evaluation uses the program, and left
+            afterwards (default: no context).
     """
 
     def __init__(

@@ -122,12 +122,12 @@ class BatchBalancer:
         workload: function that maps the batch on the device to the cost of each sample, in any unit: a tensor [samples]
             of numbers >= 0; or the import path of such a function (default: number of ids of the sample in all
             KeyedJaggedTensors). Set it if the cost of a sample is not proportional to its ids.
-        samples: number of real samples in a padded batch, whose padding rows come last: a function of the batch, or the
-            name of one of its attributes or keys (default None: every row is a sample).
+        num_samples: number of real samples in a padded batch, whose padding rows come last: a function of the batch, or
+            the name of one of its attributes or keys (default None: every row is a sample).
         exchange: collective of the exchange, ``"all_to_all"`` (default) or ``"all_gather"``. ``"all_gather"`` sends
             every sample to every rank; use it where the backend or network makes that faster.
-        keep: paths of batch parts that have no row per sample and stay on their rank with all their contents, spelled
-            as in error messages, for example ``"batch.class_weights"`` (default: none).
+        local_parts: paths of batch parts that have no row per sample and stay on their rank with all their contents,
+            spelled as in error messages, for example ``"batch.class_weights"`` (default: none).
 
     Attributes:
         report: imbalance before and after the exchange.
@@ -147,7 +147,7 @@ class BatchBalancer:
         check_choice("the balancer's exchange", exchange, get_args(ExchangeKind))
         if isinstance(local_parts, str):
             raise SetupError(
-                f"the balancer's keep is {local_parts!r}; expected a list of names such as 'batch.class_weights'"
+                f"the balancer's local_parts is {local_parts!r}; expected a list of names such as 'batch.class_weights'"
             )
         self._workload = _imported(workload) if isinstance(workload, str) else workload
         self._samples = num_samples
@@ -172,7 +172,7 @@ class BatchBalancer:
         """
         if self._is_open:
             raise SetupError("this BatchBalancer is in use by another pipeline. Create one balancer for each pipeline")
-        settings = [("exchange", self._kind), ("keep", str(sorted(self._keep)))]
+        settings = [("exchange", self._kind), ("local_parts", str(sorted(self._keep)))]
         check_agreement(settings, "balancer", group, error_class=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
         self._is_open = True
@@ -276,8 +276,8 @@ class BatchBalancer:
                 num_samples = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
             except (KeyError, AttributeError) as error:
                 raise InputError(
-                    f"the balancer's samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no such"
-                    " key or attribute. Give the name of the key or attribute that holds the number of samples"
+                    f"the balancer's num_samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no"
+                    " such key or attribute. Give the name of the key or attribute that holds the number of samples"
                 ) from error
         else:
             num_samples = self._samples(batch)
@@ -285,8 +285,8 @@ class BatchBalancer:
             return operator.index(num_samples)
         except TypeError as error:
             raise InputError(
-                f"the balancer's argument samples gave {_described(num_samples)} for the batch; expected a whole number"
-                " of samples"
+                f"the balancer's argument num_samples gave {_described(num_samples)} for the batch; expected a whole"
+                " number of samples"
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:

@@ -166,8 +166,8 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
     named_pieces = list(pieces.values())
     if missing := [name for name in keep if name not in kept_names]:
         raise InputError(
-            f"the balancer's keep names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does not have;"
-            " expected names of its parts, such as 'batch.class_weights' or \"batch['weights'][0]\""
+            f"the balancer's local_parts names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does"
+            " not have; expected names of its parts, such as 'batch.class_weights' or \"batch['weights'][0]\""
         )
     if not named_pieces:
         raise InputError(
@@ -183,19 +183,20 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
         if (piece_rows := _rows(name, piece)) != rows:
             raise InputError(
                 f"{name} has {piece_rows} row(s), but {first} has {rows}; expected a row for each sample in every part"
-                f" of a balanced batch. If {name} belongs to the batch as a whole, name it in the balancer's keep"
+                f" of a balanced batch. If {name} belongs to the batch as a whole, name it in the balancer's"
+                " local_parts"
             )
     for name, value in other_parts:
         if _per_sample(value, rows):
             raise InputError(
                 f"{name} is a {type(value).__name__} with one entry for each of {rows} samples, and only tensors can be"
                 f" exchanged. Make it a tensor or, if it belongs to the batch as a whole, name it in the balancer's"
-                f" keep"
+                " local_parts"
             )
     real = rows if real is None else real
     if not 0 <= real <= rows:
         raise InputError(
-            f"the balancer's argument samples gave {real} samples for the batch, but {first} has {rows} row(s);"
+            f"the balancer's argument num_samples gave {real} samples for the batch, but {first} has {rows} row(s);"
             f" expected 0 to {rows}"
         )
     jagged = [

@@ -96,7 +96,7 @@ class LookupCalls:
 
     Attributes:
         outputs: outputs of its lookups, one per kind of sharding, which the output dists send.
-        kernels: calls of fused kernels; possibly empty on a rank.
+        kernel_calls: calls of fused kernels; possibly empty on a rank.
         replicated: weights of the dense kernels called, which look up replicated tables.
     """
 

@@ -130,8 +130,8 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         commit_every: number of trained batches between two commits of the store, in addition to those at checkpoints
             (default None, at checkpoints only).
         check_nan: True to refuse to store rows with a NaN (default False). Costs a check of every row that is written.
-        existing_rows: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded: ``refuse`` to
-            continue (default), ``keep`` them, or ``forget`` them.
+        existing_rows: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded:
+            ``refuse`` to continue (default), ``keep`` them, or ``forget`` them.
         id_map_device: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
 
     Raises:
@@ -173,8 +173,8 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
 
     Args:
         tables: a list of :class:`DynamicTable`, or of mappings of its attributes; all with the same ``embedding_dim``.
-        store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*, *existing_rows* and
-            *id_map_device*.
+        store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*, *existing_rows*
+            and *id_map_device*.
 
     Raises:
         SetupError: a table is invalid.

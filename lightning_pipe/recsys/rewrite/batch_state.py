@@ -51,7 +51,7 @@ class PendingFeatures:
 
 @dataclass
 class Features:
-    """State after EmbPrefetch: each module's distributed features, and the error of its :class:`Requests`."""
+    """State after EmbPrefetch: each module's distributed features, and the error of its :class:`PendingFeatures`."""
 
     inputs: ModuleInputs
     distributed: dict[str, Any]

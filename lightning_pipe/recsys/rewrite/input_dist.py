@@ -1,8 +1,8 @@
 """The input dist of all pipelined modules, with one wait of the host for all of them.
 
 For each of its shardings, a sharded module's ``input_dist`` calls a ``KJTAllToAll``. While this thread is *fusing*, the
-replaced forwards of these return a :class:`Part` instead of sending it. At other times and on other threads, they work
-as the original ones, on the module's process group.
+replaced forwards of these return :class:`OutgoingFeatures` instead of sending them. At other times and on other
+threads, they work as the original ones, on the module's process group.
 
     SplitsRequest         number of ids and batch size of each key, and statuses: one all-to-all for all modules
     SplitsRequest.wait    the only wait of the host, which must know the sizes of the next messages

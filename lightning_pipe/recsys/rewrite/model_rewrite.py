@@ -96,10 +96,11 @@ class ModelRewrite:
     Attributes:
         splits_backward: True if the backward is split.
         looks_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
-        skips_unused_in_backward: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes rows at a
-            gradient of zero, which an unused output has.
+        skips_unused_in_backward: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes
+            rows at a gradient of zero, which an unused output has.
         tables_backward: implementation of ``backward``, with its two halves.
-        announce: function called with the argument of :meth:`join` before each lookup, if some ranks must join it.
+        announce_lookup: function called with the argument of :meth:`run_empty_lookup` before each lookup, if some ranks
+            must join it.
         statuses: statuses of the next batches, which ranks send with the sizes of the input dist (default None).
 
     Raises:
@@ -428,7 +429,7 @@ class ModelRewrite:
         """Send the gradients that the dense backward left at the cuts through output dists and lookups.
 
         Optimizers fused into the lookups step here. An output that this rank did not use sends zeros, so that other
-        ranks do not wait for it. After ``tables_backward.begin``, only the second half runs.
+        ranks do not wait for it. After ``tables_backward.run_to_kernels``, only the second half runs.
 
         Args:
             embeddings: embeddings of the step, which release their outputs and gradients.

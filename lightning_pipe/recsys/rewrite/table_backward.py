@@ -35,7 +35,7 @@ class TableBackward:
         self._group = group
 
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
-        """Run the backward, or after ``begin`` its second half. Optimizers fused into the lookups step here.
+        """Run the backward, or after ``run_to_kernels`` its second half. Optimizers fused into the lookups step here.
 
         A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
         kernel is called again, for a backward with the current rate.

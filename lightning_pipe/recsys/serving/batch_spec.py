@@ -144,7 +144,7 @@ def _named(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _replaced(value: Any, next_piece: Callable[[], Any]) -> Any:
-    """Return *value* with its pieces replaced in the order of :func:`walk`."""
+    """Return *value* with its pieces replaced in the order of :func:`iterate_leaves`."""
     if isinstance(value, LEAF_TYPES):
         return next_piece()
     if isinstance(value, Mapping):

@@ -62,14 +62,14 @@ def _traced(model: nn.Module, form: BatchSpec, batch: Any) -> ExportedProgram:
 
 
 def write_torch_export(model: nn.Module, batch: Any, file: str | Path) -> BatchSpec:
-    """Write a program that ``torch.export.load`` reads; see :func:`exported`."""
+    """Write a program that ``torch.export.load`` reads; see :func:`export_program`."""
     program, form = export_program(model, batch)
     torch.export.save(program, file)
     return form
 
 
 def write_aoti(model: nn.Module, batch: Any, file: str | Path) -> BatchSpec:
-    """Compile a program ahead of time to a package for this kind of machine; see :func:`exported`.
+    """Compile a program ahead of time to a package for this kind of machine; see :func:`export_program`.
 
     Needs a C++ compiler. ``torch._inductor.aoti_load_package`` loads the package in Python.
     """

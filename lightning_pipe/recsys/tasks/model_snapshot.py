@@ -30,7 +30,7 @@ class _Snapshot:
 
 
 class ModelSnapshotter:
-    """A :class:`~lightning_pipe.engine.profiling.profiler.Snapshottable` of this rank's shards of a model and its optimizers.
+    """:class:`~lightning_pipe.engine.profiling.profiler.Snapshottable` of a rank's shards and their optimizers.
 
     The snapshot is a copy on the host. It takes as much memory as the rank's tables (for dynamic tables, their caches),
     the dense part with its gradients, and all optimizer states. Random generators and state that user code holds

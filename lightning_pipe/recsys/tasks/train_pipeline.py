@@ -41,10 +41,10 @@ class TrainPipeline:
 
     Args:
         model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or the
-            result of :func:`~lightning_pipe.recsys.sharding.shard_model.shard_model` (this project's reducer averages them).
-            Called with a batch, it returns ``(losses, output)``, as TorchRec's pipelines expect; the losses are summed.
-            With a model of ``shard_model``, losses may be None on any rank, which then contributes zero gradients. With
-            ``DistributedModelParallel``, losses are None on all ranks or on none.
+            result of :func:`~lightning_pipe.recsys.sharding.shard_model.shard_model` (this project's reducer averages
+            them). Called with a batch, it returns ``(losses, output)``, as TorchRec's pipelines expect; the losses are
+            summed. With a model of ``shard_model``, losses may be None on any rank, which then contributes zero
+            gradients. With ``DistributedModelParallel``, losses are None on all ranks or on none.
         optimizer: optimizer of the dense parameters. Learning rates set between two calls of :meth:`progress` take
             effect with the next batch. The tables' rates are set through the model's ``fused_optimizer``, which
             TorchRec's ``CombinedOptimizer`` joins with the dense optimizer for a scheduler, or with

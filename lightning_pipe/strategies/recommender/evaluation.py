@@ -117,7 +117,7 @@ class RecsysEvaluation:
                 rewrite.detach()
 
     def join(self, detail: Any) -> None:
-        """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`."""
+        """Take part with empty features in a lookup that another rank announced, inside :meth:`announce_lookups`."""
         rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.attached)
         with self._precision.forward_context():
             rewrite.run_empty_lookup(detail)

@@ -99,11 +99,14 @@ def errors() -> Results:
         ("keys differ", "the form of the batch differs between ranks"),
         ("not moved", "rank 1: not moved"),
         ("list", "batch['names'] is a list with one entry for each of 3 samples"),
-        ("too many", "rank 1: the balancer's argument samples gave 9 samples"),
+        ("too many", "rank 1: the balancer's argument num_samples gave 9 samples"),
         ("complex", "rank 1: the balancer's workload function returned a complex tensor of [3]"),
-        ("no such name", "rank 1: the balancer's samples is 'real', but the batch, a dict, has no such key"),
-        ("no number", "rank 1: the balancer's argument samples gave a float, 2.5 for the batch; expected a whole"),
-        ("nothing to keep", "rank 1: the balancer's keep names batch['stats'], which the batch, a dict, does not have"),
+        ("no such name", "rank 1: the balancer's num_samples is 'real', but the batch, a dict, has no such key"),
+        ("no number", "rank 1: the balancer's argument num_samples gave a float, 2.5 for the batch; expected a whole"),
+        (
+            "nothing to keep",
+            "rank 1: the balancer's local_parts names batch['stats'], which the batch, a dict, does not",
+        ),
     ],
 )
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(errors: Results, fault: str, text: str) -> None:

@@ -63,7 +63,7 @@ class HostRows(StoredTable):
         return super().scan(chunk)
 
     def changes(self, above: Keys) -> Iterator[Change]:
-        """See the base class. The caller makes no other call, except ``keep``, before the last change."""
+        """See the base class. The caller makes no other call, except ``write_changes``, before the last change."""
         with self._lock:
             # The caller writes newer records past this level.
             self._drop(above)

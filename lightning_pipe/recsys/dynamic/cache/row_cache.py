@@ -9,7 +9,7 @@ The rows of an open batch, from its prefetch to its end, are pinned: their slots
 thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
 can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
 operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
-headers and open batches is held briefly. ``begin`` and ``trained`` take only this one, and do not wait for the disk.
+headers and open batches is held briefly. ``begin`` and ``end_trained`` take only it, and do not wait for the disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowCache:
     """One rank's part of a table.
 
     *columns* are the weights [slots, width], then optimizer states [slots, width] or [slots]. The caller owns them and
-    changes only rows of batches that have begun. A record of *below* is a header (count and last step, int64 each)
+    changes only rows of batches that have begun. A record of *backing* is a header (count and last step, int64 each)
     followed by the bytes of the row in each column. *state_fill* has the initial value of each optimizer state. The
     other options are those of ``DynamicTable`` and of its module.
     """
@@ -237,7 +237,7 @@ class RowCache:
             self._mark_stored()
 
     def copy_changes(self) -> list[Change]:
-        """Copy every changed row, as ``flush`` would write it, for :meth:`keep`. Takes as much memory as the rows."""
+        """Copy every changed row, as ``flush`` would write it, for :meth:`write_changes`. Takes as much memory."""
         with self.row_lock, self._lock:
             return list(self._changes())
 

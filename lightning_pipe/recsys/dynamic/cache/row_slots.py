@@ -38,7 +38,7 @@ class CacheStats:
         ids: number of prefetched ids.
         hits: number of prefetched ids whose row was cached.
         read: number of rows read from the store.
-        new: number of new rows, whose ids the store did not have.
+        created: number of new rows, whose ids the store did not have.
         evicted: number of rows evicted to make room for others.
         written: number of rows written to the store.
         expired: number of rows restarted or erased because they were not seen for more than ``ttl`` steps.
@@ -234,9 +234,10 @@ class RowSlots:
             self._columns.initialize(rows, self._initial(self.map.keys_of(rows)))
 
     def start_or_retry_later(self, rows: Slots) -> None:
-        """Same as ``start``, but ``settle`` repeats it if it fails, as a user's function of initial values may.
+        """Same as ``initialize``, but ``retry_initialization`` repeats it if it fails.
 
-        For code that runs on one rank without the others, where an error must not be raised.
+        A user's function of initial values may fail. For code that runs on one rank without the others, where an error
+        must not be raised.
         """
         try:
             self.initialize(rows)

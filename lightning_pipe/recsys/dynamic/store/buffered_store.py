@@ -6,8 +6,8 @@
 
 Each level writes to the next, so that a row is on disk at the latest when the cache is flushed. For a commit in the
 background, the changes of all levels are copied, writes to the store are held back in memory, and
-:meth:`StoredTable.write_changes` writes the copies. The store then has the rows of one step, while rows of later steps are
-evicted.
+:meth:`StoredTable.write_changes` writes the copies. The store then has the rows of one step, while rows of later steps
+are evicted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SharedStore:
         self.is_buffering = False
 
     def buffer_writes(self) -> None:
-        """Keep all further writes in memory until ``release``. Reads see them, scans and ``keep`` do not."""
+        """Keep further writes in memory until ``flush_writes``. Reads see them, scans and ``write_changes`` do not."""
         self.flush_writes()
         self.is_buffering = True
 
@@ -132,7 +132,7 @@ class StoredTable:
             return self._shared.base.scan(self._table, chunk)
 
     def changes(self, above: Keys) -> Iterator[Change]:
-        """Copy what the store lacks, in chunks, except *above*, whose newer records the caller passes to ``keep``."""
+        """Copy what the store lacks, in chunks, except *above*, whose newer records go to ``write_changes``."""
         return iter(())
 
     def write_changes(self, change: Change) -> None:

@@ -38,7 +38,7 @@ class StoreState:
 
     committed: int  # newest version that this rank has committed; 0 before the first commit
     prepared: int | None  # version that is prepared and not committed
-    part: StoreIdentity | None = None  # last argument of ``join``
+    part: StoreIdentity | None = None  # last argument of ``join_run``
 
 
 class RowStore(ABC):
@@ -56,7 +56,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def join_run(self, part: StoreIdentity) -> None:
-        """Make the store *part* of a run, durably. May be called before ``settle``."""
+        """Make the store *part* of a run, durably. May be called before ``recover``."""
 
     @abstractmethod
     def recover(self, version: int) -> None:

@@ -35,7 +35,7 @@ _FILE = "store.json"
 
 
 class VersionedFolder:
-    """Folder of a store with a working copy, which :meth:`settle` creates, and versions."""
+    """Folder of a store with a working copy, which :meth:`recover` creates, and versions."""
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self._path = path

@@ -188,13 +188,13 @@ class RowTables:
         return BatchRows(copy_with_tensors(features, values=on_device), tickets, self)
 
     def _settle_existing(self) -> None:
-        """Apply ``existing`` to rows of an earlier run, before their first use and if no checkpoint was read."""
+        """Apply ``existing_rows`` to rows of an earlier run, before their first use and if no checkpoint was read."""
         self.check_no_existing_rows()
         if self._existing == "forget":
             self.forget()
 
     def check_no_existing_rows(self) -> None:
-        """Raise SetupError if the store has an earlier run's rows, ``existing`` is ``refuse`` and no rows were read."""
+        """Raise SetupError if the store has earlier runs' rows, ``existing_rows`` is ``refuse`` and none were read."""
         if self._existing == "refuse":
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self.step}"
