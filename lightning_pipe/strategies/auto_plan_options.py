@@ -30,8 +30,8 @@ class AutoOptions:
 
     Args:
         exploration: size of the search: ``iterations``, ``rounds``, ``extra_rounds``, ``max_generated`` and
-            ``replan_above`` of :class:`~lightning_pipe.loops.programs.auto_program.PlanSearchOptions` (default None: its
-            defaults).
+            ``replan_above`` of :class:`~lightning_pipe.loops.programs.auto_program.PlanSearchOptions` (default None:
+            its defaults).
         max_in_flight: maximum number of batches in flight (default 3). Each costs the memory of a batch on the device.
         save_plan: path of a YAML file for the chosen plan, for use as ``plan`` in later runs (default None: not
             written).
