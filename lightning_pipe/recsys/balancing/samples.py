@@ -191,7 +191,7 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
             raise InputError(
                 f"{name} is a {type(value).__name__} with one entry for each of {rows} samples, and only tensors can be"
                 f" exchanged. Make it a tensor or, if it belongs to the batch as a whole, name it in the balancer's"
-                f" keep"
+                " local_parts"
             )
     real = rows if real is None else real
     if not 0 <= real <= rows:

@@ -236,7 +236,8 @@ class RowSlots:
     def start_or_retry_later(self, rows: Slots) -> None:
         """Same as ``initialize``, but a failure, as of a user's function, is left to ``retry_initialization``.
 
-        For code that runs on one rank without the others, where an error must not be raised.
+        A user's function of initial values may fail. For code that runs on one rank without the others, where an error
+        must not be raised.
         """
         try:
             self.initialize(rows)
