@@ -65,7 +65,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         values = read_full_state(source, saved, weights_only, None if has_stages else _SHARDED_MODEL, Path(temporary))
         if has_stages:
-            _put_stages(checkpoint, values)
+            _add_model_and_optimizer_states(checkpoint, values)
         else:
             if isinstance(checkpoint.get(DYNAMIC_ROWS), dict):
                 names = ", ".join(map(str, checkpoint[DYNAMIC_ROWS]))
@@ -81,7 +81,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
             torch.save(checkpoint, written)
 
 
-def _put_stages(checkpoint: dict[str, Any], values: dict[str, Any]) -> None:
+def _add_model_and_optimizer_states(checkpoint: dict[str, Any], values: dict[str, Any]) -> None:
     """Add the states of the model and of the optimizers to *checkpoint*, with parameters numbered as on one device."""
     checkpoint[MODEL] = add_tied_aliases(values[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):

@@ -31,7 +31,7 @@ from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.engine.common.safe_text import escape_unprintable
 from lightning_pipe.strategies.registry import STRATEGIES
 
-_TRAINING = {
+_LIGHTNING_COMMANDS = {
     "fit": "train a model from YAML",
     "validate": "validate a model from YAML",
     "test": "test a model from YAML",
@@ -101,21 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     _import_from_the_current_folder()
     args = list(sys.argv[1:] if arguments is None else arguments)
-    if args and args[0] in _TRAINING and _VERBOSE in args:
+    if args and args[0] in _LIGHTNING_COMMANDS and _VERBOSE in args:
         args.remove(_VERBOSE)
         if arguments is None:
             sys.argv.remove(_VERBOSE)  # Lightning reads sys.argv directly
         logging.getLogger("lightning.pytorch").setLevel(logging.DEBUG)
     try:
-        if args and args[0] in _TRAINING:
+        if args and args[0] in _LIGHTNING_COMMANDS:
             # Lightning reads sys.argv directly, and warns if arguments are passed in addition.
-            _train(None if arguments is None else args)
+            _run_lightning_cli(None if arguments is None else args)
         elif args and args[0] == "bubble":
             _bubble(args[1:])
         elif args and args[0] == "llm":
             from lightning_pipe.cli.llm import main as llm  # lazy: requires a newer torch than the other commands
 
-            llm(args[1:], _train)
+            llm(args[1:], _run_lightning_cli)
         elif args and args[0] == "plan":
             plan(args[1:])
         elif args and args[0] == "export":
@@ -137,14 +137,16 @@ def _import_from_the_current_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = PipelineCLI) -> None:
+def _run_lightning_cli(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = PipelineCLI) -> None:
     if find_spec("jsonargparse") is None:
         raise SetupError(
-            f"The commands {', '.join(_TRAINING)} need jsonargparse, with which Lightning reads configurations, but it"
-            " is not installed. Run: pip install 'jsonargparse[signatures]'"
+            f"The commands {', '.join(_LIGHTNING_COMMANDS)} need jsonargparse, with which Lightning reads configurations,"
+            " but it is not installed. Run: pip install 'jsonargparse[signatures]'"
         )
     # Lightning's default usage lists about a hundred options, also before each error.
-    usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
+    usage = {
+        name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _LIGHTNING_COMMANDS
+    }
     try:
         # The saved configuration may overwrite that of an earlier run in the same folder.
         cli(
@@ -172,7 +174,9 @@ def _bubble(arguments: list[str]) -> None:
 
     monitor = BubbleMonitor(every_n_steps=1, warmup=options.warmup)
     # A checkpoint would restore its step count, which counts towards max_steps.
-    _train(["fit", *remaining_args, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
+    _run_lightning_cli(
+        ["fit", *remaining_args, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps)
+    )
 
 
 def _message(error: PipelineError) -> str:
@@ -204,7 +208,7 @@ def _run_tool_command(arguments: list[str]) -> None:
     )
     parser.add_argument("-V", "--version", action="version", version=f"lightning-pipe {lightning_pipe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in _TRAINING.items():
+    for name, text in _LIGHTNING_COMMANDS.items():
         commands.add_parser(name, help=text)
     commands.add_parser("bubble", help="train a few steps in stages and print the idle time of ranks")
     commands.add_parser(

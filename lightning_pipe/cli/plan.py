@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     show.add_argument("name", metavar="NAME", help="name of a strategy or plan, or path of a plan in YAML")
     show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
-    show.set_defaults(run=_show)
+    show.set_defaults(run=_run_show)
     simulation = commands.add_parser(
         "simulate",
         help="predict the iteration times of plans, on 2 to 4,096 ranks",
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
         "--bandwidth", metavar="RATE", help="bandwidth of a rank's link in each direction, such as 25GB/s or 200mbit"
     )
     simulation.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
-    simulation.set_defaults(run=_simulate)
+    simulation.set_defaults(run=_run_simulate)
     options = parser.parse_args(arguments)
     options.run(options)
 
@@ -89,7 +89,7 @@ def _ranks(text: str) -> list[int]:
 # ---------------------------------------------------------------------- plans
 
 
-def _show(options: argparse.Namespace) -> None:
+def _run_show(options: argparse.Namespace) -> None:
     plans = [find_plan(options.name)]
     if options.name == _IN_PROCESS and options.format == "table":
         plans = _pipe_plans()  # forward, backward, and one forward one backward
@@ -205,7 +205,7 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
 # ---------------------------------------------------------------------- predictions
 
 
-def _simulate(options: argparse.Namespace) -> None:
+def _run_simulate(options: argparse.Namespace) -> None:
     plans = [find_plan(name) for name in options.names]
     costs, note = _read_costs(options.costs, list(plans[0].tasks))
     cores = 1.0 if costs.cores is None else costs.cores

@@ -72,7 +72,7 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
                 " mini-batch after the pipe, or in pipe.loss"
             )
         return torch.cat(list(leaves))
-    if any(leaf is not first and not _equal(leaf, first) for leaf in leaves[1:]):
+    if any(leaf is not first and not _is_surely_equal(leaf, first) for leaf in leaves[1:]):
         raise InputError(
             f"the last layer returns {first!r} for the first micro-batch and another value for a later micro-batch;"
             " expected tensors with rows, or a value that is the same for all micro-batches"
@@ -80,7 +80,7 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     return first
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_surely_equal(left: Any, right: Any) -> bool:
     try:
         return bool(left == right)
     except (ValueError, RuntimeError):  # for example arrays, which compare element by element

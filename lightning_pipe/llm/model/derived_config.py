@@ -168,9 +168,9 @@ def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[st
             return TrialRun(
                 tuple(call.name for call in first.calls),
                 results,
-                _equal(later.layers[0].hidden, later.embeddings),
-                _equal(later.output, later.layers[-1].result),
-                any(_equal(first.output, tensor) for tensor in logits),
+                _are_equal_tensors(later.layers[0].hidden, later.embeddings),
+                _are_equal_tensors(later.output, later.layers[-1].result),
+                any(_are_equal_tensors(first.output, tensor) for tensor in logits),
             )
         failures.append((sum(len(run.calls) for run in runs), next(filter(None, problems))))
     raise SetupError(
@@ -267,7 +267,7 @@ def _find_problems(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[st
     if shape[:2] != (_ROWS, _LENGTH):
         yield f"layer {called[0]} receives {shape} for {_ROWS} rows of {_LENGTH} tokens; expected (rows, tokens, ...)"
     for previous, following in pairwise(run.layers):
-        if not _equal(following.hidden, previous.result):
+        if not _are_equal_tensors(following.hidden, previous.result):
             yield (
                 f"its forward changes the hidden states between {previous.name} and {following.name};"
                 " expected no change"
@@ -280,10 +280,10 @@ def _find_problems(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[st
             )
             if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in first_leaves):
                 yield f"layer {first_call.name} receives a further result of an earlier layer as {name}{expected}"
-            if len(first_leaves) != len(run_leaves) or not all(map(_equal, first_leaves, run_leaves)):
+            if len(first_leaves) != len(run_leaves) or not all(map(_are_equal_tensors, first_leaves, run_leaves)):
                 yield f"layer {first_call.name} receives {name}, which later stages cannot compute{expected}"
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _are_equal_tensors(left: Any, right: Any) -> bool:
     both = isinstance(left, Tensor) and isinstance(right, Tensor)
     return both and left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)

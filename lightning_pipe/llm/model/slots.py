@@ -101,7 +101,7 @@ class LayerSlot(PassThrough):
         return (hidden, *[None] * (self._results - 1)) if self._results else hidden
 
 
-def slots_of(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> dict[str, PassThrough]:
+def build_stand_ins(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> dict[str, PassThrough]:
     """Replacements of the listed modules that are not the stage's, by name."""
     local_fqns = set(fqns_of_stage)
     foreign = {name: model.get_submodule(name) for name in config.modules if name not in local_fqns}

@@ -19,7 +19,7 @@ from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.router_losses import current_router_losses
-from lightning_pipe.llm.model.slots import LayerSlot, PassThrough, StageHiddenStates, is_causal_lm, slots_of
+from lightning_pipe.llm.model.slots import LayerSlot, PassThrough, StageHiddenStates, build_stand_ins, is_causal_lm
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -148,7 +148,7 @@ def replace_other_modules(model: nn.Module, config: ModuleConfig, fqns_of_stage:
 
     List indices, dictionary keys and state-dict keys of the stage's modules do not change.
     """
-    for name, slot in slots_of(model, config, fqns_of_stage).items():
+    for name, slot in build_stand_ins(model, config, fqns_of_stage).items():
         model.set_submodule(name, slot)
 
 

@@ -113,7 +113,7 @@ class HFDocumentMasking:
 
     def check(self, micro_batch: Mapping[str, Any]) -> None:
         """Check that the model separates the documents of a micro-batch, if its rows have several."""
-        if self._implementation == VARLEN and _masks_earlier_tokens(micro_batch.get("attention_mask")):
+        if self._implementation == VARLEN and _has_padding_before_tokens(micro_batch.get("attention_mask")):
             raise InputError(
                 f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
                 " support; expected padding at the end of rows. Pad on the right, or set attention='sdpa'"
@@ -183,7 +183,7 @@ class HFDocumentMasking:
         if self._family in MASKED_FAMILIES:
             return True
         # Padding at the end needs no mask: causal attention of real tokens does not reach it.
-        return _masks_earlier_tokens(micro_batch.get("attention_mask"))
+        return _has_padding_before_tokens(micro_batch.get("attention_mask"))
 
     def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
         _, length = PadValues().rows_and_length(micro_batch)
@@ -195,7 +195,7 @@ class HFDocumentMasking:
         return torch.zeros(attends.shape, dtype=self._dtype, device=attends.device).masked_fill(~attends, lowest)
 
 
-def _masks_earlier_tokens(mask: Any) -> bool:
+def _has_padding_before_tokens(mask: Any) -> bool:
     return isinstance(mask, Tensor) and bool((mask.long().diff(dim=1) > 0).any())
 
 

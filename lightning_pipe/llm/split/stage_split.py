@@ -31,7 +31,7 @@ from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules
 from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import MoEBlockInfo, find_moe_blocks
 from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
-from lightning_pipe.llm.model.slots import slots_of
+from lightning_pipe.llm.model.slots import build_stand_ins
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
     check_passes_through,
@@ -189,7 +189,7 @@ class _ModelSplitter:
                 check_passes_through(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
-        slots = slots_of(fake, self._config, ()) if self._config.trial is not None else {}
+        slots = build_stand_ins(fake, self._config, ()) if self._config.trial is not None else {}
         for stage, name in product(stages, self._config.layers if slots else ()):
             pass_on_without_data(stage.module.get_submodule(name), slots[name])
         sizes = self._parallelism.dimensions

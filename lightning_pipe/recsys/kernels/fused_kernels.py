@@ -71,7 +71,7 @@ def clear_prefetches(modules: Iterable[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def preserve_caches(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def preserve_pending_lookups(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context for lookups without a backward, between the lookup of a training batch and its backward.
 
     A kernel whose rows are prefetched keeps the ids of its newest lookup for the backward of that lookup, which also

@@ -33,7 +33,7 @@ from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from lightning_pipe.recsys.kernels.fused_kernels import (
     cached_kernels,
     disable_lookup_training,
-    preserve_caches,
+    preserve_pending_lookups,
     suspend_prefetches,
 )
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
@@ -217,7 +217,7 @@ class ShardedModuleEntry:
     @contextmanager
     def _direct(self) -> Iterator[None]:
         """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
-        restored = nullcontext() if torch.is_grad_enabled() else preserve_caches([self.module])
+        restored = nullcontext() if torch.is_grad_enabled() else preserve_pending_lookups([self.module])
         with self.lock, suspend_prefetches([self.module]), restored:
             yield
 

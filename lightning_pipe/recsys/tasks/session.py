@@ -30,7 +30,7 @@ from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
     fused_kernels,
-    preserve_caches,
+    preserve_pending_lookups,
     suspend_prefetches,
 )
 from lightning_pipe.recsys.plans.recsys_plans import (
@@ -188,7 +188,7 @@ class RecsysSession:
             pipeline.wait_for_workers()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
         sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
-        with suspend_prefetches(sharded.values()), preserve_caches(sharded.values()):
+        with suspend_prefetches(sharded.values()), preserve_pending_lookups(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:

@@ -12,7 +12,7 @@ from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
     fused_kernels,
     moves_rows_at_zero_gradient,
-    preserve_caches,
+    preserve_pending_lookups,
     suspend_prefetches,
 )
 from tests.recsys.rewrite_cases import Bags, batches, shard, table_values
@@ -67,7 +67,7 @@ def test_lookups_without_a_backward_leave_what_the_backward_of_another_needs() -
     model = shard(Bags(), optimizer=torch.optim.SGD)
     kernel = filled(model)
     ids = kernel._indices = torch.tensor([3, 4])
-    with preserve_caches([model.module.a, model.module.b]):
+    with preserve_pending_lookups([model.module.a, model.module.b]):
         kernel._indices = torch.tensor([5])
         kernel.lxu_cache_locations = torch.tensor([1])
         kernel.lxu_cache_locking_counter += 1
