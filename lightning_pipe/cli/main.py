@@ -140,8 +140,8 @@ def _import_from_the_current_folder() -> None:
 def _run_lightning_cli(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = PipelineCLI) -> None:
     if find_spec("jsonargparse") is None:
         raise SetupError(
-            f"The commands {', '.join(_LIGHTNING_COMMANDS)} need jsonargparse, with which Lightning reads configurations,"
-            " but it is not installed. Run: pip install 'jsonargparse[signatures]'"
+            f"The commands {', '.join(_LIGHTNING_COMMANDS)} need jsonargparse, with which Lightning reads"
+            " configurations, but it is not installed. Run: pip install 'jsonargparse[signatures]'"
         )
     # Lightning's default usage lists about a hundred options, also before each error.
     usage = {
