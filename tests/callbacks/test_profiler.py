@@ -149,7 +149,7 @@ def test_the_first_rank_prints_logs_and_writes(found: list[dict[str, Any]]) -> N
     ((step, values),) = first.logged
     assert step == 4  # as others count, from 0
     assert values == {
-        **{f"own/{name}": seconds for name, seconds in first.profiles[5].own.items()},
+        **{f"own/{name}": seconds for name, seconds in first.profiles[5].task_seconds.items()},
         **{f"exposed/{name}": seconds for name, seconds in first.profiles[5].exposed.items()},
     }
     assert second.logged == []

@@ -70,7 +70,7 @@ class _View:
 
     def pop(self, name: str) -> Any:
         self._task.check(name, writes=True)
-        return self._ctx.take(name)
+        return self._ctx.pop(name)
 
     def has(self, name: str) -> bool:
         self._task.check(name, writes=False)

@@ -20,11 +20,11 @@ class Counts:
     def __init__(self) -> None:
         self.next = 99
 
-    def now(self) -> int:
+    def record_event(self) -> int:
         self.next += 1
         return self.next
 
-    def resolve(self, marks: list[int]) -> list[float]:
+    def to_host_seconds(self, marks: list[int]) -> list[float]:
         return [10.0 * mark for mark in marks]
 
 

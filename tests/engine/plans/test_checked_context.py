@@ -20,7 +20,7 @@ def test_declared_fields_are_read_written_and_deleted_in_the_context_itself() ->
     ctx.old = 1
 
     def work(ctx: Any) -> None:
-        ctx.new = (ctx.batch, ctx.iter_idx, ctx.take("old"), ctx.has("old"))
+        ctx.new = (ctx.batch, ctx.iter_idx, ctx.pop("old"), ctx.has("old"))
         ctx.gone = 1
         del ctx.gone
 
@@ -36,7 +36,7 @@ def test_declared_fields_are_read_written_and_deleted_in_the_context_itself() ->
         (lambda ctx: ctx.has("other"), "reads"),
         (lambda ctx: setattr(ctx, "other", 1), "writes"),
         (lambda ctx: delattr(ctx, "other"), "writes"),
-        (lambda ctx: ctx.take("other"), "writes"),
+        (lambda ctx: ctx.pop("other"), "writes"),
     ],
 )
 @pytest.mark.parametrize("declared", [[], [State("other")]])

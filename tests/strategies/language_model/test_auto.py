@@ -298,9 +298,9 @@ def test_as_many_are_run_for_real_as_are_asked_for(found: Any) -> None:
 
 def test_the_fastest_is_chosen_of_those_that_ran(found: Any) -> None:
     choice = found[0]["report"]
-    rounds = max(len(one.times) for one in choice.predictions)
-    to_the_end = [one for one in choice.predictions if len(one.times) == rounds]
-    assert choice.chosen.measured == min(one.measured for one in to_the_end)
+    rounds = max(len(one.measured_round_seconds) for one in choice.predictions)
+    to_the_end = [one for one in choice.predictions if len(one.measured_round_seconds) == rounds]
+    assert choice.chosen.measured_seconds == min(one.measured_seconds for one in to_the_end)
 
 
 def test_micro_batches_divide_the_batch_or_are_those_that_are_given(found: Any) -> None:
