@@ -25,7 +25,7 @@ from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 
 class MiniBatchRun:
-    """One mini-batch in a pipe; *depth* is the ``stacklevel`` of warnings."""
+    """One mini-batch in a pipe; *stacklevel* is that of warnings."""
 
     def __init__(
         self,

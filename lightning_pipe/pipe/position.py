@@ -36,7 +36,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def set_position(micro_batch_position: Position) -> Iterator[None]:
-    """Context in which this thread has the position *where*."""
+    """Context in which this thread has the position *micro_batch_position*."""
     before, _current.position = _current.position, micro_batch_position
     try:
         yield

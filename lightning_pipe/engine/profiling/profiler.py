@@ -46,8 +46,8 @@ class Snapshottable(Protocol):
 class TaskProfiler:
     """Profiler for the tasks of a pipeline. Every rank makes the same calls.
 
-    The profiler trains the given batches repeatedly and restores the state that *keeper* saves. The pipeline must not
-    have an open period; batches in flight are trained first.
+    The profiler trains the given batches repeatedly and restores the state that *training_state* saves. The pipeline
+    must not have an open period; batches in flight are trained first.
 
     Args:
         pipeline: pipeline whose tasks are measured.

@@ -149,8 +149,9 @@ def propose_plans(
     max_plans: int,
     cached: bool = False,
 ) -> list[PipelinePlan]:
-    """Variants of *hand_written* for tasks that took *task_times* seconds serially, with *beside* seconds between them.
+    """Variants of *hand_written* for tasks that took *task_times* seconds serially.
 
+    Between two periods are *seconds_between_periods*.
     If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """
     costs = recsys_costs(task_times, peers=peers, device=device)

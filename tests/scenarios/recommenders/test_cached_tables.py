@@ -22,7 +22,7 @@ from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.recsys.sharding.test_sharding_plan import one_shard
 from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of
 
-QUICK = {"iterations": 1, "rounds": 1, "found": 2, "extra_rounds": 0}
+QUICK = {"iterations": 1, "rounds": 1, "max_generated": 2, "extra_rounds": 0}
 TWO_AHEAD = Path(__file__).parents[3] / "benchmarks" / "prefetch_two_ahead.yaml"
 
 
@@ -89,7 +89,7 @@ def test_a_search_proposes_no_plan_that_a_cache_cannot_follow() -> None:
     by_hand = [*hand_written_plans(tasks), recsys_plan(TWO_AHEAD, tasks)]
 
     def stages(cached: bool) -> set[int]:
-        arguments: Any = {"max_in_flight": 5, "peers": True, "device": torch.device("cpu"), "keep": 50}
+        arguments: Any = {"max_in_flight": 5, "peers": True, "device": torch.device("cpu"), "max_plans": 50}
         plans = propose_plans(by_hand, own, 0.0, cached=cached, **arguments)
         assert plans
         return {plan.schedule["EmbPrefetch"].stage for plan in plans}

@@ -61,7 +61,7 @@ def test_a_plan_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
 def test_arguments_without_a_plan_to_find_are_refused() -> None:
     with pytest.raises(SetupError, match="plan='auto', which searches for"):
         recsys("prefetch", save_plan="plan.yaml")
-    with pytest.raises(SetupError, match="has 'steps'; expected only iterations, rounds, found, replan_above"):
+    with pytest.raises(SetupError, match="has 'steps'; expected only iterations, rounds, max_generated, replan_above"):
         recsys("auto", exploration={"steps": 3})
     with pytest.raises(PlanError, match="expected a whole number"):
         recsys("auto", exploration={"rounds": 0})

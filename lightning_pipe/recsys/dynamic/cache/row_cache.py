@@ -43,7 +43,7 @@ class RowCache:
     """One rank's part of a table.
 
     *columns* are the weights [slots, width], then optimizer states [slots, width] or [slots]. The caller owns them and
-    changes only rows of batches that have begun. A record of *below* is a header (count and last step, int64 each)
+    changes only rows of batches that have begun. A record of *backing* is a header (count and last step, int64 each)
     followed by the bytes of the row in each column. *state_fill* has the initial value of each optimizer state. The
     other options are those of ``DynamicTable`` and of its module.
     """
