@@ -194,7 +194,7 @@ def _nothing_to_gain(use: StepBreakdown, ranks: int, has_pipe: bool) -> Verdict:
 
 
 def _largest(use: StepBreakdown, names: Sequence[str], *extras: tuple[float, str]) -> str:
-    """Three largest of the tasks in *names* and of *more*, as text with their shares of the step."""
+    """Three largest of the tasks in *names* and of *extras*, as text with their shares of the step."""
     parts = [(use.tasks.get(name, 0.0), name) for name in names]
     shown = [
         f"{name} {100 * seconds / use.seconds:.0f} %"

@@ -151,6 +151,7 @@ def propose_plans(
 ) -> list[PipelinePlan]:
     """Variants of *hand_written* for tasks that took *task_times* seconds serially.
 
+    Between two periods are *seconds_between_periods*.
     If tables have a cache on the GPU (*cached*), only plans that suit it are returned.
     """
     costs = recsys_costs(task_times, peers=peers, device=device)

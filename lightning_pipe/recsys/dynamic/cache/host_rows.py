@@ -102,7 +102,7 @@ class HostRows(StoredTable):
         self._map.insert(keys, slots, self._tick)
 
     def _evict(self, needed: int) -> None:
-        """Evict the least recently used records, until at least *wanted* slots are free."""
+        """Evict the least recently used records, until at least *needed* slots are free."""
         used = np.ones(self._map.capacity, bool)
         used[self._free] = False
         slots = np.flatnonzero(used)

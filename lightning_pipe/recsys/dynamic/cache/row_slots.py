@@ -149,7 +149,7 @@ class RowSlots:
         return rows[places], rows
 
     def _evict(self, needed: int, pinned: npt.NDArray[np.bool_], in_flight: int) -> None:
-        """Evict rows until at least *wanted* slots are free."""
+        """Evict rows until at least *needed* slots are free."""
         capacity, in_use = len(pinned), int(np.count_nonzero(pinned))
         if needed > capacity - in_use:
             raise InputError(
