@@ -5,7 +5,7 @@ whose ids are all cached, with alternating methods:
 
 - *prefetch*: the complete ``RowCache.prefetch`` for such a batch (slots, the update of their use for eviction, distinct
   rows, the pin) and the discard of its ticket;
-- *begin*: ``begin`` and ``trained`` for the same batch: counts, last steps, time to live, admission;
+- *begin*: ``begin`` and ``end_trained`` for the same batch: counts, last steps, time to live, admission;
 - *map*: only the ``find`` of ``id_map``;
 - *searchsorted*: ``torch.searchsorted`` over the sorted ids and a gather of their slots;
 - *dict*: a dictionary, with ids that are Python integers already.
@@ -49,9 +49,8 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"the library is {'not ' if native.load_native_library() is None else ''}compiled; {options.rows} rows cached; ns per id"
-    )
+    compiled = "not compiled" if native.load_native_library() is None else "compiled"
+    print(f"the library is {compiled}; {options.rows} rows cached; ns per id")
     quiet = QuietRuns()
     figures = known(options.rows, options.batches, options.ids, quiet)
     coming(options.rows, options.width)
