@@ -62,19 +62,19 @@ FAULTS = [
     ),
     Fault(
         "loops/data/resumable_loader.py",
-        'self._left, self.given = resume, resume["given"]',
-        'self._left, self.given = resume, resume["given"] + (resume["given"] > 0)',
+        'self._left, self.returned = resume, resume["given"]',
+        'self._left, self.returned = resume, resume["given"] + (resume["given"] > 0)',
         "loops/data/test_shared_order.py::test_a_rank_continues_again_and_again_where_its_share_was_left",
     ),
     Fault(
         "loops/data/resumable_loader.py",
-        'self._left, self.given = resume, resume["given"]',
-        'self._left, self.given = resume, resume["given"] + (resume["given"] > 0)',
+        'self._left, self.returned = resume, resume["given"]',
+        'self._left, self.returned = resume, resume["given"] + (resume["given"] > 0)',
         "loops/data/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
     ),
     Fault(
         "loops/data/resumable_loader.py",
-        'left = self._left | {"given": self.given, "order": order}',
+        'left = self._left | {"given": self.returned, "order": order}',
         'left = self._left | {"given": 0, "order": order}',
         "loops/data/test_shared_order.py::test_a_rank_continues_again_and_again_where_its_share_was_left",
     ),
@@ -148,14 +148,14 @@ FAULTS = [
     ),
     Fault(
         "loops/data/random_streams.py",
-        "if len(self._own) == 1:",
-        "if len(self._own) >= 1:",
+        "if len(self._streams) == 1:",
+        "if len(self._streams) >= 1:",
         "loops/data/test_random_streams.py::test_no_two_streams_draw_the_same_and_each_draws_what_the_seed_says",
     ),
     Fault(
         "pipe/partition.py",
-        "enter_layer(self.first + len(self.layers))",
-        "enter_layer(self.first * len(self.layers))",
+        "enter_layer(self.first_layer + len(self.layers))",
+        "enter_layer(self.first_layer * len(self.layers))",
         "pipe/test_randomness.py::test_a_loss_draws_the_same_however_layers_are_shared_out_and_not_what_a_layer_draws",
     ),
     Fault(
