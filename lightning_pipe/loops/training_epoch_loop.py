@@ -81,7 +81,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
         """Replace the trainer's training epoch loop by a pipelined loop with the same state, and return it.
 
-        The fit loop around it is replaced by a :class:`~lightning_pipe.loops.PipelineFitLoop`.
+        The fit loop around it is replaced by a pipelined one, too.
         """
         PipelineFitLoop.install(trainer)
         SynchronizedTermination.install(trainer)
