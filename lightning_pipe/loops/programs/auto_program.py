@@ -177,8 +177,8 @@ class AutoProgram(TrainingProgram):
         if self._pipelines and self._choice is None:
             rank_zero_info(
                 f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}. Iterations at the"
-                " start and end of an epoch do not count. Train longer, or reduce iterations, rounds, found or"
-                " extra_rounds in the strategy's exploration."
+                " start and end of an epoch do not count. Train longer, or reduce iterations, rounds,"
+                " max_generated or extra_rounds in the strategy's exploration."
             )
         for pipeline in self._pipelines.values():
             pipeline.close()
