@@ -1,12 +1,11 @@
 """Status of each rank's next batch, a number and a flag, which every rank posts and collects from all.
 
 A status is posted when the batch is fetched and collected one batch later, so that no rank waits for it. It travels in
-a message that training sends anyway, or in an all-reduce of its own::
+a message that training sends anyway, or in a separate all-reduce::
 
-    post      the previous status traveled in a message: waits for one
-              otherwise: an all-reduce begins
-    take      a message is made: the waiting status is sent with it
-    collect   from the message, or from the all-reduce; a status that is still waiting is reduced now
+    post      holds the status for a message if the previous one traveled in a message; otherwise starts an all-reduce
+    take      gives the held status to a message
+    collect   reads the message or the all-reduce; a status that is still held is reduced now
 
 Ranks make the same calls in the same order, so they agree on how a status travels. This holds for calls of the thread
 that posts; calls of other threads run at different times, and are given no status.
@@ -39,7 +38,6 @@ class Message(Protocol):
 
     def statuses(self) -> Iterable[Sequence[int]]:
         """Wait for the messages, and return the status of each rank."""
-        ...
 
 
 class BatchStatusExchange:
@@ -48,7 +46,7 @@ class BatchStatusExchange:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._thread = 0  # the thread that posts
-        self._waiting: tuple[int, ...] | None = None
+        self._held_status: tuple[int, ...] | None = None
         self._reduced: tuple[torch.Tensor, Any] | None = None
         self._message: Message | None = None
         self._saw_message = False  # since the last collect
@@ -65,7 +63,7 @@ class BatchStatusExchange:
         """Post a status to all ranks. The previous status must have been collected or forgotten."""
         # The minimum over ranks of number, -number and -flag gives the smallest and the largest number, and the flag.
         self._thread = threading.get_ident()
-        self._waiting = number, -number, -int(flag)
+        self._held_status = number, -number, -int(flag)
         if not self._expects_message:
             self._reduce()
 
@@ -74,7 +72,7 @@ class BatchStatusExchange:
         if threading.get_ident() != self._thread or group.size() != dist.get_world_size():
             return None
         self._saw_message = True
-        status, self._waiting = self._waiting, None
+        status, self._held_status = self._held_status, None
         return status
 
     def travels_in(self, message: Message) -> None:
@@ -87,19 +85,19 @@ class BatchStatusExchange:
         if self._message is not None:
             message, self._message = self._message, None
             least, negative, flags = map(min, zip(*message.statuses(), strict=True))
-            return Collected(least, -negative, flags < 0)
-        if self._waiting is not None:
-            self._reduce()
-        assert self._reduced is not None
-        (status, work), self._reduced = self._reduced, None
-        work.wait()
-        least, negative, flags = status.tolist()
+        else:
+            if self._held_status is not None:
+                self._reduce()
+            assert self._reduced is not None
+            (status, work), self._reduced = self._reduced, None
+            work.wait()
+            least, negative, flags = status.tolist()
         return Collected(least, -negative, flags < 0)
 
     def discard_pending(self) -> None:
         """Wait for pending statuses, if any, and discard them."""
         reduced, self._reduced = self._reduced, None
-        self._waiting = self._message = None
+        self._held_status = self._message = None
         self._expects_message = self._saw_message = False
         if reduced is not None:
             reduced[1].wait()
@@ -107,11 +105,11 @@ class BatchStatusExchange:
     def close(self) -> None:
         """Destroy the group, if it exists. The next use creates another one."""
         group, self._group = self._group, None
-        self._reduced = self._waiting = self._message = None
+        self._reduced = self._held_status = self._message = None
         # The user may have destroyed the default process group, and with it all groups.
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _reduce(self) -> None:
-        status, self._waiting = torch.tensor(self._waiting), None
+        status, self._held_status = torch.tensor(self._held_status), None
         self._reduced = status, dist.all_reduce(status, dist.ReduceOp.MIN, group=self.group, async_op=True)

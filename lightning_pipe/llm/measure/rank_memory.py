@@ -28,9 +28,8 @@ class ShardCounts:
     tensor: int = 1  # ranks that share the matrices of its layers
     context: int = 1  # ranks that share the sequences
     expert: int = 1  # ranks that share the experts of its layers
-    unreduced_to_reduced_bytes: float = (
-        1.0  # bytes of a gradient before its reduction, for each byte of the reduced gradient
-    )
+    # Bytes of a gradient before its reduction, for each byte of the reduced gradient.
+    unreduced_to_reduced_bytes: float = 1.0
     # True if the gathered parameters of a whole stage exist at the same time; False if only those of one piece do
     gathers_whole_stage: bool = True
 

@@ -107,11 +107,8 @@ def build_stand_ins(model: nn.Module, config: ModuleConfig, fqns_of_stage: Seque
     foreign = {name: model.get_submodule(name) for name in config.modules if name not in local_fqns}
     if not is_causal_lm(model):
         return {name: PassThrough(module, config.layer_outputs) for name, module in foreign.items()}
-    passage, trial, place = (
-        StageHiddenStates(token_width(model)),
-        config.trial,
-        {name: i for i, name in enumerate(config.layers)},
-    )
+    passage, trial = StageHiddenStates(token_width(model)), config.trial
+    place = {name: i for i, name in enumerate(config.layers)}
     results, called = (0, config.modules) if trial is None else (trial.layer_results, trial.called)
     local_layers = [index for name, index in place.items() if name in local_fqns]
     # Without a layer of its own, the first stage leaves at the first layer, and the last stage enters at the last one.

@@ -109,8 +109,8 @@ class SplitsLayout:
         self.order = torch.tensor(order, device=device)  # waits for the copy, once: every later stream may use it
 
 
-class Sizes:
-    """The numbers of all ranks in flight.
+class PendingSizes:
+    """Sizes and statuses that ranks have sent to each other, in flight.
 
     Args:
         layout: positions of the numbers.
@@ -188,7 +188,7 @@ class SplitsRequest:
         for part, lengths in zip(self._parts, layout.lengths, strict=requests is not None):
             if part.lengths is None:
                 sent[lengths] = part.summed_lengths()
-        self._sizes = Sizes(layout, sent, all(part.lengths is not None for part in self._parts))
+        self._sizes = PendingSizes(layout, sent, all(part.lengths is not None for part in self._parts))
         if statuses is not None and status is not None:
             statuses.travels_in(self._sizes)
 

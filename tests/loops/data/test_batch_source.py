@@ -17,6 +17,7 @@ from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.batch_source import Fetched, SynchronizedBatchSource
 from tests.distributed import run_ranks
+from tests.engine.ranks.test_batch_status import Message
 from tests.loops.models import Net, Rows, trainer
 
 LENGTHS = [(4, 4), (3, 5), (5, 3), (0, 2), (1, 2), (0, 0), (1, 1)]
@@ -32,17 +33,6 @@ def numbered(count: int, breaks_at: int | None = None) -> Callable[[], Fetched]:
         return index, False, {"given": index + 1}
 
     return fetch
-
-
-class Message:
-    """A message of a step, in which the status of the next batch travels."""
-
-    def __init__(self, status: tuple[int, ...]) -> None:
-        self.received: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(self.received, status)
-
-    def statuses(self) -> list[Sequence[int]]:
-        return self.received
 
 
 class Reader:
