@@ -250,7 +250,7 @@ def test_another_meaning_of_a_name_is_still_an_error() -> None:
         results_of_one_value().log("training_step", "loss", torch.tensor(1.0), prog_bar=True)
 
 
-def test_results_and_optimisation_loops_of_another_class_stay_what_they_are() -> None:
+def test_results_and_optimization_loops_of_another_class_stay_what_they_are() -> None:
     class Own(lightning.ResultCollection):
         pass
 

@@ -63,7 +63,7 @@ def test_models_of_transformers_are_known() -> None:
     assert not is_pretrained_model(nn.Linear(2, 2))
 
 
-def test_without_initialisers_no_random_number_is_drawn() -> None:
+def test_without_initializers_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
     with skip_weight_init():
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))

@@ -78,7 +78,7 @@ def test_a_backward_inside_training_step_trains_as_one_after_it(accumulate: int)
     assert not torch.equal(inside.layer.weight, torch.ones(1, 2))
 
 
-def test_zeroing_and_its_hook_come_before_training_step_and_once_for_each_optimiser_step() -> None:
+def test_zeroing_and_its_hook_come_before_training_step_and_once_for_each_optimizer_step() -> None:
     calls = fit(True, accumulate_grad_batches=2).calls
     batch = ["training_step", "backward"]
     epoch = [*("on_before_zero_grad", *batch), *batch, *("on_before_zero_grad", *batch), *batch]

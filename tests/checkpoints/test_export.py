@@ -70,7 +70,7 @@ def test_lightning_makes_the_module_from_the_file(saved: dict[str, Any], folder:
     assert result == validated()
 
 
-def test_states_of_optimisers_are_left_out_as_lightning_leaves_them_out(saved: dict[str, Any], folder: Path) -> None:
+def test_states_of_optimizers_are_left_out_as_lightning_leaves_them_out(saved: dict[str, Any], folder: Path) -> None:
     with pytest.raises(KeyError, match="contains only the model"):
         fit(Kept(), "auto", ckpt_path=folder / "whole.ckpt")
 

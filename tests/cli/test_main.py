@@ -219,7 +219,7 @@ def test_a_file_that_is_no_plan_is_refused_by_its_first_unknown_key(
 # ---------------------------------------------------------------------- configurations
 
 
-def test_a_configuration_may_name_classes_of_the_current_folder_and_keeps_the_table_optimiser_as_it_is_written(
+def test_a_configuration_may_name_classes_of_the_current_folder_and_keeps_the_table_optimizer_as_it_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -231,7 +231,7 @@ def test_a_configuration_may_name_classes_of_the_current_folder_and_keeps_the_ta
     assert init_args["sparse_optimizer"] == {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
 
 
-def test_a_strategy_by_name_without_a_table_optimiser_is_refused_by_the_tables_names(
+def test_a_strategy_by_name_without_a_table_optimizer_is_refused_by_the_tables_names(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration = yaml.safe_load(CONFIGURATION)

@@ -88,7 +88,7 @@ def test_a_training_batch_holds_the_latest_ratings_of_each_user_and_negatives_of
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_an_evaluation_batch_holds_the_catalogue_in_order_and_what_whole_histories_hold(
+def test_an_evaluation_batch_holds_the_catalog_in_order_and_what_whole_histories_hold(
     histories: Histories, part: Part
 ) -> None:
     data = EvaluationUsers(histories, part, max_length=3, multiple_of=4)

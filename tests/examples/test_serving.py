@@ -200,7 +200,7 @@ def test_the_pages_commands_print_the_trained_models_scores_without_python(
 # Largest derived bound of a score, and of the difference of the AUC. Both follow from the trained weights, and are not
 # measured with quantized tables.
 @pytest.mark.parametrize(("bits", "of_score", "of_auc"), [(8, 0.02, 0.02), (4, 0.3, 0.3)])
-def test_quantised_scores_and_their_auc_are_within_derived_bounds(
+def test_quantized_scores_and_their_auc_are_within_derived_bounds(
     model: CriteoDLRM, validation: list[Batch], tmp_path: Path, bits: int, of_score: float, of_auc: float
 ) -> None:
     given = validation[:32]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import PlanError
 from lightning_pipe.pipe import balance_by_memory, balance_by_parameters, balance_by_time
 from lightning_pipe.pipe.balance import balance_by_costs
-from tests.scenarios.in_process.test_gpipe_behaviours import Calls
+from tests.scenarios.in_process.test_gpipe_behaviors import Calls
 
 
 @given(some.lists(some.integers(0, 20), min_size=1, max_size=9), some.integers(1, 9))

@@ -105,7 +105,7 @@ def test_without_it_recomputation_counts_no_batch_twice(through: str) -> None:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
 
 
-def test_outside_of_a_pipe_it_is_batch_normalisation() -> None:
+def test_outside_of_a_pipe_it_is_batch_normalization() -> None:
     one, other = DeferredBatchNorm(4), nn.BatchNorm1d(4)
     for _ in range(2):
         inputs = torch.randn(6, 4)

@@ -264,7 +264,7 @@ def test_several_machines_are_refused() -> None:
         trainer(num_nodes=2)
 
 
-def test_what_was_frozen_stays_so_and_deferred_batch_normalisations_are_gone_behind_a_fit() -> None:
+def test_what_was_frozen_stays_so_and_deferred_batch_normalizations_are_gone_behind_a_fit() -> None:
     for deferred in (False, True):
         model = Model("plain")
         norm, inner = nn.BatchNorm1d(6), nn.BatchNorm1d(6)

@@ -92,7 +92,7 @@ def with_an_optimizer_in_backward(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_two_processes_refuse_an_optimiser_inside_backward() -> None:
+def test_two_processes_refuse_an_optimizer_inside_backward() -> None:
     for message in run_ranks(with_an_optimizer_in_backward, 2):
         assert "people.weight" in message
         assert "strategy='recsys_prefetch_pipeline'" in message

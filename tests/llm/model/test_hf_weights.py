@@ -135,7 +135,7 @@ def test_parameters_have_the_default_dtype_as_from_pretrained_s_with_that_dtype(
     assert_same(found, tensors_of(theirs(tmp_path, dtype=torch.bfloat16)))
 
 
-def test_nothing_is_initialised_or_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_initialized_or_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
 
     def refuse(self: Any, module: nn.Module) -> None:

@@ -121,7 +121,7 @@ def test_gradients_may_be_one_value_expanded() -> None:
     assert expected.differences(gradients(lambda: layer.experts(rows, counts))) == []
 
 
-def test_each_expert_is_initialised_as_a_linear_layer_is() -> None:
+def test_each_expert_is_initialized_as_a_linear_layer_is() -> None:
     weights = make_layer().experts
     for weight, fan_in in ((weights.gate, WIDTH), (weights.up, WIDTH), (weights.down, HIDDEN)):
         assert weight.abs().max() <= fan_in**-0.5

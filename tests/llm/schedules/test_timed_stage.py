@@ -92,7 +92,7 @@ def test_what_ran_is_what_the_schedule_lists_in_its_order(ranks: list[dict[str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
+def test_there_is_a_wait_just_before_what_needs_a_neighbors_tensors(
     ranks: list[dict[str, Recorded]], name: str
 ) -> None:
     for rank, recorded in enumerate(ranks):
@@ -110,9 +110,7 @@ def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
-    ranks: list[dict[str, Recorded]], name: str
-) -> None:
+def test_a_wait_for_a_late_neighbor_includes_the_neighbors_forward(ranks: list[dict[str, Recorded]], name: str) -> None:
     first = ranks[0][name].train[0]
     wait = ranks[1][name].train[0]
     assert [(one.stage, one.kind, one.microbatch) for one in (first, wait)] == [

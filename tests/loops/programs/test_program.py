@@ -95,7 +95,7 @@ def test_hooks_come_after_the_transfer_ahead_and_the_step_is_the_callers(log: Lo
         log.program.begin(source)
 
 
-def test_an_optimiser_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
+def test_an_optimizer_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
     log.program.begin(iter("ab"))
     log.program.set_training_step(lambda: "loss")
     log.program.pipeline.run_until(log.program.forward)

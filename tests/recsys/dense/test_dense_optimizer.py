@@ -46,7 +46,7 @@ def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive()
     assert gone() is None
 
 
-def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_it_was() -> None:
+def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimizer_as_it_was() -> None:
     users, weight = parameter(), parameter()
     tables = TableParameters()
     tables.add_sharded("users", users)
@@ -58,7 +58,7 @@ def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_optimiser_over_all_parameters_of_a_sharded_module_trains_the_dense_ones_alone() -> None:
+def test_an_optimizer_over_all_parameters_of_a_sharded_module_trains_the_dense_ones_alone() -> None:
     model = make_model()
     originals = tables_of(model)
     sharded = shard(model)

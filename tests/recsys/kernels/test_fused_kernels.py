@@ -29,7 +29,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "arguments", "moves"), OPTIMIZERS)
-def test_it_is_known_which_optimisers_change_a_row_at_a_gradient_of_zero(
+def test_it_is_known_which_optimizers_change_a_row_at_a_gradient_of_zero(
     optimizer: Any, arguments: dict[str, Any], moves: bool
 ) -> None:
     model = shard(Bags(), optimizer=optimizer, **arguments)

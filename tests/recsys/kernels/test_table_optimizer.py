@@ -165,11 +165,11 @@ def test_torchrec_s_placeholders_stand_for_torch_s_classes_and_have_no_defaults(
     assert "requires lr, eps" in refusal(torchrec_optim.Adagrad)
 
 
-def test_an_optimiser_without_a_fused_kernel_is_refused() -> None:
+def test_an_optimizer_without_a_fused_kernel_is_refused() -> None:
     assert "torch.optim.RMSprop, which has no fused kernel" in refusal(torch.optim.RMSprop)
 
 
-def test_an_optimiser_of_its_own_comes_before_the_default() -> None:
+def test_an_optimizer_of_its_own_comes_before_the_default() -> None:
     parameter = table()
     arguments = {"lr": 0.3}
     _apply_optimizer_in_backward(torch.optim.Adagrad, [parameter], arguments)
@@ -181,7 +181,7 @@ def test_an_optimiser_of_its_own_comes_before_the_default() -> None:
     assert resolve_table_optimizer("users", table(), None, CPU) is None
 
 
-def test_two_optimisers_on_one_table_are_refused() -> None:
+def test_two_optimizers_on_one_table_are_refused() -> None:
     parameter = table()
     for optimizer_class in (torch.optim.SGD, torch.optim.Adagrad):
         _apply_optimizer_in_backward(optimizer_class, [parameter], {"lr": 0.1})
@@ -199,6 +199,6 @@ def test_two_optimisers_on_one_table_are_refused() -> None:
         ({"class_path": "torch.optim.SGD", "init_args": "lr"}, "a mapping init_args, got"),
     ],
 )
-def test_a_configuration_that_says_no_optimiser_is_refused(config: Any, message: str) -> None:
+def test_a_configuration_that_says_no_optimizer_is_refused(config: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         SparseOptimizerConfig.from_config(config)

@@ -157,7 +157,7 @@ def test_a_transfer_can_be_moved_to_the_main_thread_and_the_input_dist_stays_in_
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_where_gradients_are_scaled_late_the_tables_backward_follows_the_optimiser_step(plan: str) -> None:
+def test_where_gradients_are_scaled_late_the_tables_backward_follows_the_optimizer_step(plan: str) -> None:
     order = recsys_plan(plan, recsys_tasks(scaled_late=True)).order
     assert order.index("EmbBackward") == order.index("OptimStep") + 1
     looked_up_after = order.index("EmbForward") > order.index("EmbBackward")

@@ -53,7 +53,7 @@ def test_a_step_clears_the_gradients_it_used() -> None:
     assert torch.equal(sharded.full_table("users"), after)
 
 
-def test_tables_of_one_kernel_are_stepped_by_their_own_optimisers() -> None:
+def test_tables_of_one_kernel_are_stepped_by_their_own_optimizers() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     def build() -> nn.Module:

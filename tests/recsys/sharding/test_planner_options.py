@@ -96,7 +96,7 @@ def test_constraints_that_cannot_be_had_name_what_can(constraints: Any, message:
         read_constraints(constraints, tables())
 
 
-def test_an_optimiser_with_one_state_a_row_keeps_its_rows_whole_unless_the_user_says_otherwise() -> None:
+def test_an_optimizer_with_one_state_a_row_keeps_its_rows_whole_unless_the_user_says_otherwise() -> None:
     read = read_constraints({"movies": {"sharding_types": ["column_wise"]}}, tables(ROW_WISE_ADAGRAD))
     assert read["users"].sharding_types == ["data_parallel", "table_wise", "row_wise", "table_row_wise"]
     assert read["history"].sharding_types == ["table_wise", "row_wise"]
@@ -108,7 +108,7 @@ def test_what_the_planner_takes_only_when_asked_is_not_offered_by_the_way() -> N
     assert read["users"].sharding_types == ["data_parallel", "table_wise"]
 
 
-def test_an_optimiser_that_moves_untouched_rows_is_kept_off_replicated_tables() -> None:
+def test_an_optimizer_that_moves_untouched_rows_is_kept_off_replicated_tables() -> None:
     read = read_constraints({}, tables(ADAM, "cuda"))
     assert "data_parallel" not in (read["users"].sharding_types or ())
     assert "table_wise" in (read["users"].sharding_types or ())

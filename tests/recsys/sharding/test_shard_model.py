@@ -154,7 +154,7 @@ def test_tables_are_trained_as_unsharded_ones_on_one_rank(name: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("pooled", ["table_wise", "data_parallel"])
-def test_an_optimiser_said_torchrecs_way_steps_a_table_once_and_is_kept_beside_a_default(pooled: str) -> None:
+def test_an_optimizer_said_torchrecs_way_steps_a_table_once_and_is_kept_beside_a_default(pooled: str) -> None:
     def unsharded() -> dict[str, Any]:
         model = make_model()
         apply_in_backward(model, ADAGRAD, [USERS])
@@ -245,7 +245,7 @@ ROWS_BOUND = 24**-0.5  # TorchRec's default: uniform within one over the root of
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_unsharded_tables_are_freed_with_the_state_of_their_optimisers() -> None:
+def test_unsharded_tables_are_freed_with_the_state_of_their_optimizers() -> None:
     model = make_model()
     apply_in_backward(model, ADAGRAD)
     held = tables_of(model)
@@ -318,7 +318,7 @@ def test_a_planner_without_a_plan_is_an_error_on_every_rank(errors: list[dict[st
         assert "ddr_cap" in found["no plan"]
 
 
-def test_different_modules_or_optimisers_on_two_ranks_are_an_error_on_every_rank(errors: list[dict[str, str]]) -> None:
+def test_different_modules_or_optimizers_on_two_ranks_are_an_error_on_every_rank(errors: list[dict[str, str]]) -> None:
     for found in errors:
         assert USERS in found["another model"]
         assert f"0.{USERS}" in found["another model"]
@@ -345,7 +345,7 @@ def test_the_first_rank_s_plan_counts_and_must_name_every_table(errors: list[dic
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_tables_without_an_optimiser_are_named() -> None:
+def test_tables_without_an_optimizer_are_named() -> None:
     model = make_model()
     apply_in_backward(model, SGD, [MOVIES])
     message = error_of(model=model, sparse_optimizer=None)
@@ -356,7 +356,7 @@ def test_tables_without_an_optimiser_are_named() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_tables_that_are_only_evaluated_need_no_optimiser_and_cannot_be_trained_later() -> None:
+def test_tables_that_are_only_evaluated_need_no_optimizer_and_cannot_be_trained_later() -> None:
     model = make_model()
     tables_of(model)[MOVIES].requires_grad_(False)
     values = {name: parameter.clone() for name, parameter in tables_of(model).items()}

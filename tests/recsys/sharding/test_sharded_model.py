@@ -102,7 +102,7 @@ def test_an_unknown_or_ambiguous_table_is_an_error_that_lists_the_tables() -> No
 
 @pytest.mark.parametrize("pooled", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROW_WISE_ADAGRAD], ids=lambda o: str(o["class_path"]))
-def test_a_checkpoint_of_tables_and_their_optimisers_continues_as_if_never_interrupted(
+def test_a_checkpoint_of_tables_and_their_optimizers_continues_as_if_never_interrupted(
     pooled: str, optimizer: dict[str, Any]
 ) -> None:
     def sharded(seed: int) -> ShardedModel:

@@ -101,7 +101,7 @@ def test_constraints_that_leave_nothing_are_an_error_that_says_why() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_rows_split_under_an_optimiser_with_one_state_a_row_are_warned_about(
+def test_rows_split_under_an_optimizer_with_one_state_a_row_are_warned_about(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "lightning_pipe.recsys.sharding.sharding_plan"):

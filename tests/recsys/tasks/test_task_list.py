@@ -106,7 +106,7 @@ def state_written(model: ShardedModel, call: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["pooled, table_wise", "pooled, data_parallel"])
-def test_tables_change_in_their_backward_only_and_layers_in_the_optimiser_step_only(case: str) -> None:
+def test_tables_change_in_their_backward_only_and_layers_in_the_optimizer_step_only(case: str) -> None:
     model = sharded(CASES[case])
     with actions_of(model, optimizer_step=adam(model).step) as actions:
         ctx = IterContext(CASES[case].data(1)[0])

@@ -152,7 +152,7 @@ def test_layers_that_partitions_do_not_know_are_refused(make: Make, change: str)
         pipe(torch.randn(4, 4))
 
 
-def test_the_first_mini_batch_of_compiled_batch_normalisations_has_its_gradients(make: Make) -> None:
+def test_the_first_mini_batch_of_compiled_batch_normalizations_has_its_gradients(make: Make) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -245,7 +245,7 @@ def test_what_the_sequential_has_beside_its_layers_is_refused(make: Make, kind: 
         make(layers)
 
 
-def test_batch_normalisation_with_another_forward_cannot_be_deferred_and_the_module_is_as_it_was(make: Make) -> None:
+def test_batch_normalization_with_another_forward_cannot_be_deferred_and_the_module_is_as_it_was(make: Make) -> None:
     class Other(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2

@@ -210,7 +210,7 @@ class SkipsSteps(Clicks):
             optimizer_closure()
 
 
-def test_tables_are_unscaled_in_a_batch_whose_optimiser_step_a_hook_leaves_out() -> None:
+def test_tables_are_unscaled_in_a_batch_whose_optimizer_step_a_hook_leaves_out() -> None:
     strategy = recsys("prefetch", ROW_WISE, SGD)
     used = fit(SkipsSteps(InFloat), strategy, plugins=[half()], max_epochs=1)
     without = fit(SkipsSteps(InFloat), recsys("prefetch", ROW_WISE, SGD), max_epochs=1)
@@ -232,7 +232,7 @@ def test_feature_processors_are_refused_by_name() -> None:
         fit(Clicks(Processed), recsys(), plugins=[half()])
 
 
-def test_an_optimiser_that_unscales_by_itself_skips_with_the_tables() -> None:
+def test_an_optimizer_that_unscales_by_itself_skips_with_the_tables() -> None:
     record = Record()
     module = Overflows("tables")
     module.optimizers_of = lambda one: torch.optim.Adam(one.dense_parameters(), lr=0.05, fused=True)

@@ -57,7 +57,7 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [3])
-def test_all_agree_on_unused_outputs_where_one_rank_s_optimiser_minds_them(world_size: int) -> None:
+def test_all_agree_on_unused_outputs_where_one_rank_s_optimizer_minds_them(world_size: int) -> None:
     results = run_ranks(plans, world_size)
     assert sorted(found.pop("kernels") for found in results) == [0] * (world_size - 1) + [1]
     for found in results:

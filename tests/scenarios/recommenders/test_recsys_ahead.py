@@ -216,7 +216,7 @@ class SkipRest(Seen):
 
 
 @pytest.mark.parametrize("plan", ["fused_sparse_dist", "semi_sync"])
-def test_batches_looked_up_and_not_trained_are_not_counted_by_the_optimisers_of_tables(plan: str) -> None:
+def test_batches_looked_up_and_not_trained_are_not_counted_by_the_optimizers_of_tables(plan: str) -> None:
     modules = [SkipRest(Pooled, optimizers=falling) for _ in range(2)]
     runs = [
         fit(module, recsys(which, None, ROW_WISE_ADAGRAD, rewrite={"method": "direct"}), data(), max_epochs=2)

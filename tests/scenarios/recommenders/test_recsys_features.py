@@ -164,7 +164,7 @@ def unsharded(schedule: str) -> tuple[Reference, list[float]]:
 
 
 @pytest.mark.parametrize(("schedule", "plan"), with_a_plan(SCHEDULES))
-def test_a_schedule_of_the_dense_optimiser_reaches_the_tables(schedule: str, plan: str) -> None:
+def test_a_schedule_of_the_dense_optimizer_reaches_the_tables(schedule: str, plan: str) -> None:
     reference, rates = unsharded(schedule)
     assert len(set(rates)) > 1
     module, found = Clicks(optimizers=one_optimizer(SCHEDULES[schedule])), Rates()

@@ -319,7 +319,7 @@ def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(ranks: Results, n
 
 
 @pytest.mark.parametrize("plan", CORNERS)
-def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: Results, plan: str) -> None:
+def test_every_rank_refuses_an_optimizer_that_calls_its_closure_twice(ranks: Results, plan: str) -> None:
     for outcome in ranks(f"closure, {plan}"):
         assert "SetupError" in outcome["kinds"], outcome
         assert "called its closure a second time" in outcome["message"]

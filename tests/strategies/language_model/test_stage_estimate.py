@@ -130,7 +130,7 @@ def test_states_on_the_host_do_not_count() -> None:
     assert [one.optimizer for one in found.configured.memory] == [0, 0]
 
 
-def test_an_optimiser_that_cannot_be_tried_is_taken_for_adam() -> None:
+def test_an_optimizer_that_cannot_be_tried_is_taken_for_adam() -> None:
     class Needy(Tiny):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=self.trainer.world_size)

@@ -94,7 +94,7 @@ class ClearsSeldom(Measured):
 
 
 @pytest.mark.parametrize("kind", [CountsSteps, ClearsSeldom])
-def test_what_optimisers_and_gradients_hold_is_put_back(kind: type[Measured]) -> None:
+def test_what_optimizers_and_gradients_hold_is_put_back(kind: type[Measured]) -> None:
     runs = [trained("serial", profiles, kind=kind) for profiles in (None, Profiles(["EmbForward", "DenseForward"]))]
     assert same(runs[1], runs[0]) == []
 

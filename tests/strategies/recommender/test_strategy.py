@@ -168,7 +168,7 @@ def test_a_trace_shows_the_prefetch_on_a_thread_of_its_own() -> None:
 # ---------------------------------------------------------------------- tables
 
 
-def test_tables_without_an_optimiser_are_named() -> None:
+def test_tables_without_an_optimizer_are_named() -> None:
     with pytest.raises(SetupError, match=f"tables {PEOPLE}, {THINGS} must have an optimizer.*sparse_optimizer"):
         fit(Clicks(), recsys(optimizer=None))
 
@@ -183,12 +183,12 @@ def evaluated(optimizer: Any, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_is_evaluated_without_an_optimiser_of_its_tables(tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_without_an_optimizer_of_its_tables(tmp_path: Path) -> None:
     fit(Clicks(), recsys(optimizer=ADAGRAD)).save_checkpoint(tmp_path / "trained")
     assert evaluated(None, tmp_path / "trained") == evaluated(ADAGRAD, tmp_path / "trained")
 
 
-def test_a_module_sharded_for_an_evaluation_without_an_optimiser_is_not_trained() -> None:
+def test_a_module_sharded_for_an_evaluation_without_an_optimizer_is_not_trained() -> None:
     module = Clicks()
     trainer(recsys(optimizer=None)).validate(module, loader(), verbose=False)
     with pytest.raises(SetupError, match=f"sharded for an evaluation.*{PEOPLE}, {THINGS}.*cannot be trained"):
@@ -204,13 +204,13 @@ def test_freezing_tables_in_a_hook_is_refused_by_name() -> None:
         fit(Frozen(), recsys())
 
 
-def test_a_table_keeps_the_optimiser_it_names_in_torchrecs_way() -> None:
+def test_a_table_keeps_the_optimizer_it_names_in_torchrecs_way() -> None:
     sharded = strategy_of(fit(Clicks(in_backward=SGD), recsys(optimizer=ADAGRAD))).sharded_model
     assert {table.resolved_optimizer.name for table in sharded.tables.values()} == {"torch.optim.SGD"}
     assert set(sharded.learning_rates().values()) == {0.5}
 
 
-def test_tables_that_the_dense_optimiser_lists_are_taken_out_with_one_line(
+def test_tables_that_the_dense_optimizer_lists_are_taken_out_with_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def everything(module: Clicks) -> Any:
@@ -317,7 +317,7 @@ def test_what_a_plan_cannot_do_is_refused(module: Any, options: dict[str, Any], 
         fit(module(), recsys(), **options)
 
 
-def test_an_optimiser_that_calls_its_closure_twice_is_refused() -> None:
+def test_an_optimizer_that_calls_its_closure_twice_is_refused() -> None:
     def lbfgs(module: Clicks) -> Any:
         return torch.optim.LBFGS(module.dense_parameters())
 
@@ -392,7 +392,7 @@ def test_a_user_error_ends_training_cleanly_and_training_can_begin_again(plan: s
     assert len(module.losses) == 3 + 12
 
 
-def test_batch_normalisation_over_ranks_is_asked_for_as_with_lightnings_ddp() -> None:
+def test_batch_normalization_over_ranks_is_asked_for_as_with_lightnings_ddp() -> None:
     module = Clicks(Mixed)
     # PyTorch has it for accelerators only, and says so when it is called.
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):

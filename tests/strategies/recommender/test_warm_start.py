@@ -252,7 +252,7 @@ def test_dense_values_of_another_shape_are_refused_unless_they_may_start_new(tmp
     ],
     ids=["adagrad to sgd", "adagrad to row-wise adagrad"],
 )
-def test_states_of_another_optimiser_are_refused(was: Any, now: Any, message: str, tmp_path: Path) -> None:
+def test_states_of_another_optimizer_are_refused(was: Any, now: Any, message: str, tmp_path: Path) -> None:
     kept(tmp_path / "kept", optimizer=was)
     said = refusal(tmp_path / "kept", optimizer=now)
     assert message in said
@@ -260,7 +260,7 @@ def test_states_of_another_optimiser_are_refused(was: Any, now: Any, message: st
     started({"path": tmp_path / "kept", "optimizer_states": "reset"}, optimizer=now)
 
 
-def test_the_two_classes_of_one_kernel_are_one_optimiser(tmp_path: Path) -> None:
+def test_the_two_classes_of_one_kernel_are_one_optimizer(tmp_path: Path) -> None:
     before = kept(tmp_path / "kept")
     other = {"class_path": "torchrec.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
     assert difference(started(tmp_path / "kept", optimizer=other), before) == []

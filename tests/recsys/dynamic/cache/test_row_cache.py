@@ -158,7 +158,7 @@ def test_a_ticket_that_is_forgotten_is_discarded() -> None:
     assert table.stored() == {}
 
 
-def test_a_discard_in_a_finaliser_that_interrupts_the_cache_does_not_wait() -> None:
+def test_a_discard_in_a_finalizer_that_interrupts_the_cache_does_not_wait() -> None:
     held: list[Ticket] = []
 
     def interrupting(ids: Tensor) -> Tensor:

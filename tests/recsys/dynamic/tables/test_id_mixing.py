@@ -20,7 +20,7 @@ def test_what_is_mixed_comes_back(ids: list[int]) -> None:
     assert tensor.tolist() == ids
 
 
-def test_it_is_the_finaliser_of_splitmix64() -> None:
+def test_it_is_the_finalizer_of_splitmix64() -> None:
     # The first numbers of SplitMix64 from the seed 1234567, as its authors' program prints them.
     increment = 0x9E3779B97F4A7C15
     states = [(1234567 + (number + 1) * increment) % 2**64 for number in range(3)]

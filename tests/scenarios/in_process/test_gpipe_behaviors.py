@@ -128,7 +128,7 @@ def test_graphs_are_freed_with_backward_or_with_the_outputs(make: Make, checkpoi
 # ---------------------------------------------------------------------- who runs what, and when
 
 
-def test_a_partition_takes_micro_batches_in_order_each_behind_its_neighbour(make: Make) -> None:
+def test_a_partition_takes_micro_batches_in_order_each_behind_its_neighbor(make: Make) -> None:
     pipe = make([nn.Linear(1, 1) for _ in range(3)], 5, "never", ["cpu"] * 3)
     pipe.start_trace()
     pipe(torch.rand(5, 1)).sum().backward()
