@@ -1,4 +1,4 @@
 """The command ``lightning-pipe``: training from a configuration, plans, estimates and exports.
 
-Each subcommand parses its arguments and calls one function of another room.
+Each subcommand parses its arguments and calls one function of another sub-package.
 """

@@ -94,7 +94,7 @@ class EvaluationData(Iterator[Any]):
         self._loader: int | None = None
         self._had_batches = False
         self._remaining: PeekableBatchSource | None = None
-        self._turn: UnevenBatchCoordinator | None = None
+        self._coordinator: UnevenBatchCoordinator | None = None
         self._logged: list[LoggedValue] = []
 
     # ------------------------------------------------------------------ a run
@@ -191,13 +191,13 @@ class EvaluationData(Iterator[Any]):
                 # Receives the other ranks' end of data. Not after an error, when they may not send it.
                 self._source.close()
         except Exception as error:
-            if self._turn is not None:
+            if self._coordinator is not None:
                 with suppress(RuntimeError):  # another rank has ended
-                    self._turn.fail(error)
+                    self._coordinator.fail(error)
             note_lost_rank(error, self._trainer.world_size)
             raise
         finally:
-            self._source = self._remaining = self._turn = None
+            self._source = self._remaining = self._coordinator = None
             self._leave()
             for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
                 self._programs.pop(key).close()
@@ -235,8 +235,10 @@ class EvaluationData(Iterator[Any]):
         program = self._enter(loader, getattr(self._trainer.strategy, "evaluation_program", default_evaluation))
         assert self._fetcher is not None
         batch_counts = self._batches_of
-        in_turn = self._fetcher.combined_loader._mode == "sequential" and len(batch_counts) > 1 and not self.uneven
-        self._of_loader = DataloaderBatches(self._source, loader, batch_counts[loader] if in_turn else None, self._take)
+        in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(batch_counts) > 1 and not self.uneven
+        self._of_loader = DataloaderBatches(
+            self._source, loader, batch_counts[loader] if in_sequence else None, self._take
+        )
         return program
 
     def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
@@ -288,22 +290,22 @@ class EvaluationData(Iterator[Any]):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
                 return self._enter_next()
-            turn = UnevenBatchCoordinator(
+            coordinator = UnevenBatchCoordinator(
                 self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._phase}"
             )
-            if turn.rank_has_batch:
-                self._turn, self._logged = turn, []
-                self._inside.enter_context(strategy.announce_collectives(turn, self._step))
+            if coordinator.rank_has_batch:
+                self._coordinator, self._logged = coordinator, []
+                self._inside.enter_context(strategy.announce_collectives(coordinator, self._step))
                 if results is not None:
-                    self._inside.enter_context(record_logged_values(results, self._logged, turn.is_result))
+                    self._inside.enter_context(record_logged_values(results, self._logged, coordinator.is_result))
                 assert self._remaining is not None
                 self._of_loader = map(self._take, [self._remaining.take()])
                 return self._enter(None, partial(default_evaluation, ahead=0))
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
                 results.dataloader_idx = self._loader if in_sequence else None
-            with strategy.announce_collectives(turn, self._step):
-                logged = turn.join(strategy.join_evaluation)
+            with strategy.announce_collectives(coordinator, self._step):
+                logged = coordinator.join(strategy.join_evaluation)
             if results is not None:
                 # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
                 register_logged_values(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
@@ -311,9 +313,9 @@ class EvaluationData(Iterator[Any]):
         raise StopIteration
 
     def _end_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            turn.end(self._logged)
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.end(self._logged)
 
     def _next_turn(self) -> list[bool] | None:
         """Fetch a batch and gather which ranks have one."""

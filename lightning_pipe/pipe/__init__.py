@@ -1,7 +1,7 @@
 """The in-process pipe: an ``nn.Sequential`` on several devices of one machine, without a launcher.
 
 Its schedules are the plans in ``plans``. ``scheduler`` runs them, and ``mini_batch_run`` runs one mini-batch. Other
-rooms also import ``balance``, ``batch_norm``, ``partitioning``, ``plans`` and ``recorder``.
+packages also import ``balance``, ``batch_norm``, ``partitioning``, ``plans`` and ``recorder``.
 """
 
 from lightning_pipe.pipe.balance import balance_by_memory, balance_by_parameters, balance_by_time

@@ -96,7 +96,7 @@ class DistributedStrategy(DDPStrategy):
     # True if values that an evaluation step logs without sync_dist are the same on all ranks.
     logs_for_all = False
     # Evaluation batch in progress that only some ranks have.
-    _turn: UnevenBatchCoordinator | None = None
+    _coordinator: UnevenBatchCoordinator | None = None
 
     def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **arguments: Any) -> None:
         # DDPStrategy accepts any argument, and gives it to DistributedDataParallel, which a single rank never makes.
@@ -181,13 +181,13 @@ class DistributedStrategy(DDPStrategy):
     # ------------------------------------------------------------------ batches that only some ranks have
 
     @contextmanager
-    def announce_collectives(self, turn: UnevenBatchCoordinator, step: str) -> Iterator[None]:
-        """Context in which collectives of an evaluation step are announced to *turn*."""
-        self._turn = turn
+    def announce_collectives(self, coordinator: UnevenBatchCoordinator, step: str) -> Iterator[None]:
+        """Context in which collectives of an evaluation step are announced to *coordinator*."""
+        self._coordinator = coordinator
         try:
             yield
         finally:
-            self._turn = None
+            self._coordinator = None
 
     def join_evaluation(self, action: str, payload: object) -> None:
         """Start an announced collective with empty input. A barrier, the only one here, needs nothing."""
@@ -198,32 +198,32 @@ class DistributedStrategy(DDPStrategy):
         The mean of integers is a floating-point number here. Lightning 2.6 truncates it: it divides the sum of a logged
         value by the truncated mean number of rows per rank, for example 3 instead of 3.5.
         """
-        if self._turn is not None and isinstance(tensor, Tensor):
+        if self._coordinator is not None and isinstance(tensor, Tensor):
             if group is not None and group is not dist.group.WORLD:
-                self._turn.refuse("reduce over a group of some ranks (sync_dist_group)")
-            return self._turn.reduce(tensor, reduce_op)
+                self._coordinator.refuse("reduce over a group of some ranks (sync_dist_group)")
+            return self._coordinator.reduce(tensor, reduce_op)
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in (None, "mean", "avg"):
             return super().reduce(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather as Lightning does."""
-        if self._turn is not None:
-            self._turn.refuse("all_gather")
+        if self._coordinator is not None:
+            self._coordinator.refuse("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast as Lightning does."""
-        if self._turn is not None:
-            self._turn.refuse("broadcast")
+        if self._coordinator is not None:
+            self._coordinator.refuse("broadcast")
         return super().broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, or in an evaluation step that only some ranks run, announce the barrier to the others."""
-        if self._turn is None:
+        if self._coordinator is None:
             super().barrier(*args, **kwargs)
         else:
-            self._turn.announce_collective("barrier")
+            self._coordinator.announce_collective("barrier")
 
     def on_exception(self, exception: BaseException) -> None:
         """Add the batch and tasks of this rank to the error of a collective."""

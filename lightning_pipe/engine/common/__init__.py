@@ -1,5 +1,5 @@
 """Errors, checks of options, quantities, checked YAML, tables for terminals, safe text and durable files.
 
-Code that several rooms use and that does not depend on plans, threads or ranks belongs here. It imports no other part
-of the package. All rooms except ``_compat`` may import these modules.
+Code that several sub-packages use and that does not depend on plans, threads or ranks belongs here. It imports no other
+part of the package. All sub-packages except ``_compat`` may import these modules.
 """

@@ -150,15 +150,15 @@ class BatchBalancer:
                 f"the balancer's local_parts is {local_parts!r}; expected a list of names such as 'batch.class_weights'"
             )
         self._workload = _imported(workload) if isinstance(workload, str) else workload
-        self._samples = num_samples
+        self._num_samples = num_samples
         self._kind: ExchangeKind = exchange
-        self._keep = tuple(local_parts)
+        self._local_parts = tuple(local_parts)
         self.report = BalanceReport()
         self._group: dist.ProcessGroup | None = None
         self._is_open = False
         self._worker: Worker | None = None
         self._device = torch.device("cpu")
-        self._room = MessageCapacity()
+        self._capacity = MessageCapacity()
 
     def open(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Prepare for batches. Collective: every rank calls it.
@@ -172,12 +172,12 @@ class BatchBalancer:
         """
         if self._is_open:
             raise SetupError("this BatchBalancer is in use by another pipeline. Create one balancer for each pipeline")
-        settings = [("exchange", self._kind), ("local_parts", str(sorted(self._keep)))]
+        settings = [("exchange", self._kind), ("local_parts", str(sorted(self._local_parts)))]
         check_agreement(settings, "balancer", group, error_class=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
         self._is_open = True
         self._device = device
-        self._room = MessageCapacity()
+        self._capacity = MessageCapacity()
 
     def close(self) -> None:
         """Stop the worker. Further calls have no effect; :meth:`open` may be called again."""
@@ -198,12 +198,12 @@ class BatchBalancer:
         try:
             if error is not None:
                 raise error
-            samples = locate_sample_tensors(batch, self._real(batch), self._keep)
+            samples = locate_sample_tensors(batch, self._real(batch), self._local_parts)
             workloads = self._workloads(batch, samples)
         except Exception as problem:
             error = problem
         if self._group is None:
-            return PendingExchange(samples, workloads, error, None, self._keep)
+            return PendingExchange(samples, workloads, error, None, self._local_parts)
         gathering = self._gather(samples if error is None else None, workloads)
         partition_future: Future[_Partition] = Future()
         ranks = self._group.size()
@@ -217,7 +217,7 @@ class BatchBalancer:
         if self._worker is None:
             self._worker = Worker("balance")
         self._worker.submit(find)
-        return PendingExchange(samples, workloads, error, partition_future, self._keep)
+        return PendingExchange(samples, workloads, error, partition_future, self._local_parts)
 
     def finish(self, batch: Any, balance: PendingExchange) -> Any:
         """Exchange samples and return the batch that this rank trains.
@@ -243,8 +243,8 @@ class BatchBalancer:
             form = balance.samples.description
             check_agreement(form, "form of the batch", self._group, error_class=InputError, advice=_SAME_FORM)
         if partition.assignment is None:
-            self._room = MessageCapacity(
-                max(self._room.samples, gathered.required_capacity.samples), gathered.required_capacity.jagged
+            self._capacity = MessageCapacity(
+                max(self._capacity.samples, gathered.required_capacity.samples), gathered.required_capacity.jagged
             )
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())
             gathered = partition.gathered
@@ -257,7 +257,7 @@ class BatchBalancer:
     def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> WorkloadGather:
         assert self._group is not None
         device = collective_device(self._group, self._device)
-        return WorkloadGather(samples, workloads, self._room, self._group, device)
+        return WorkloadGather(samples, workloads, self._capacity, self._group, device)
 
     def _finish_alone(self, balance: PendingExchange) -> None:
         """Raise the errors that several ranks would raise; a single process has no samples to exchange."""
@@ -269,18 +269,20 @@ class BatchBalancer:
         self.report = self.report.with_batch(1.0, 1.0, 0.0)
 
     def _real(self, batch: Any) -> int | None:
-        if self._samples is None:
+        if self._num_samples is None:
             return None
-        if isinstance(self._samples, str):
+        if isinstance(self._num_samples, str):
             try:
-                num_samples = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
+                num_samples = (
+                    batch[self._num_samples] if isinstance(batch, Mapping) else getattr(batch, self._num_samples)
+                )
             except (KeyError, AttributeError) as error:
                 raise InputError(
-                    f"the balancer's num_samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no"
-                    " such key or attribute. Give the name of the key or attribute that holds the number of samples"
+                    f"the balancer's num_samples is {self._num_samples!r}, but the batch, a {type(batch).__name__}, has"
+                    " no such key or attribute. Give the name of the key or attribute that holds the number of samples"
                 ) from error
         else:
-            num_samples = self._samples(batch)
+            num_samples = self._num_samples(batch)
         try:
             return operator.index(num_samples)
         except TypeError as error:

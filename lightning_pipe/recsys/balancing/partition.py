@@ -20,14 +20,14 @@ Ranks = npt.NDArray[np.int32]
 def partition_samples(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
     """Assign every sample to a rank. If that does not make the largest load smaller, every sample stays on its rank."""
     assignment = np.empty_like(source)
-    room = np.bincount(source, minlength=ranks).tolist()
-    open_ranks = [(0.0, rank) for rank in range(ranks) if room[rank]]
+    capacity = np.bincount(source, minlength=ranks).tolist()
+    open_ranks = [(0.0, rank) for rank in range(ranks) if capacity[rank]]
     order = np.argsort(-workloads, kind="stable")
     for sample, workload in zip(order.tolist(), workloads[order].tolist(), strict=True):
         load, rank = open_ranks[0]
         assignment[sample] = rank
-        room[rank] -= 1
-        if room[rank]:
+        capacity[rank] -= 1
+        if capacity[rank]:
             heapq.heapreplace(open_ranks, (load + workload, rank))
         else:
             heapq.heappop(open_ranks)

@@ -39,7 +39,9 @@ class GatheredWorkloads:
     failed: tuple[int, ...]  # ranks whose batch cannot be balanced
     forms_differ: bool
     required_capacity: MessageCapacity
-    complete: bool  # messages had room, no rank failed and the forms agree; otherwise the fields below are empty
+    complete: (
+        bool  # messages were large enough, no rank failed and the forms agree; otherwise the fields below are empty
+    )
     source: npt.NDArray[np.int32]  # rank of each sample
     workloads: npt.NDArray[np.float64]
     totals: npt.NDArray[np.int64]  # ids of each sample in each jagged tensor, [jagged tensors, samples]
@@ -65,19 +67,19 @@ class WorkloadGather:
         self,
         samples: Samples | None,
         workloads: torch.Tensor | None,
-        room: MessageCapacity,
+        capacity: MessageCapacity,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._room = room
-        message = torch.zeros(_HEAD + room.samples * (1 + room.jagged), dtype=torch.int64, device=device)
+        self._capacity = capacity
+        message = torch.zeros(_HEAD + capacity.samples * (1 + capacity.jagged), dtype=torch.int64, device=device)
         if samples is None or workloads is None:
             message[0] = 1
         else:
             head = [0, samples.num_samples, len(samples.totals), _digest(samples.description)]
             message[:_HEAD] = torch.tensor(head)
-            if samples.num_samples <= room.samples and len(samples.totals) == room.jagged:
-                table = message[_HEAD:].view(1 + room.jagged, room.samples)[:, : samples.num_samples]
+            if samples.num_samples <= capacity.samples and len(samples.totals) == capacity.jagged:
+                table = message[_HEAD:].view(1 + capacity.jagged, capacity.samples)[:, : samples.num_samples]
                 table[0].copy_(workloads.view(torch.int64))
                 for row, totals in zip(table[1:], samples.totals, strict=True):
                     row.copy_(totals)
@@ -106,13 +108,13 @@ class WorkloadGather:
         complete = (
             not failed
             and not forms_differ
-            and needed.samples <= self._room.samples
-            and needed.jagged == self._room.jagged
+            and needed.samples <= self._capacity.samples
+            and needed.jagged == self._capacity.jagged
         )
         source, table = np.zeros(0, np.int32), np.zeros((1 + needed.jagged, 0), np.int64)
         if complete:
             source = np.repeat(np.arange(len(messages), dtype=np.int32), counts)
-            shape = (1 + self._room.jagged, self._room.samples)
+            shape = (1 + self._capacity.jagged, self._capacity.samples)
             parts = [message[_HEAD:].reshape(shape)[:, :count] for message, count in zip(messages, counts, strict=True)]
             table = np.concatenate(parts, axis=1)
         return GatheredWorkloads(failed, forms_differ, needed, complete, source, table[0].view(np.float64), table[1:])

@@ -15,8 +15,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
 
-Existing = Literal["refuse", "keep", "forget"]
-IdsOn = Literal["host", "device"]
+ExistingRows = Literal["refuse", "keep", "forget"]
+IdMapDevice = Literal["host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class RowStorageOptions:
     seed: int | None = None
     commit_every: int | None = None
     check_nan: bool = False
-    existing_rows: Existing = "refuse"
-    id_map_device: IdsOn = "host"
+    existing_rows: ExistingRows = "refuse"
+    id_map_device: IdMapDevice = "host"
 
 
 class _Dynamic:
@@ -98,8 +98,8 @@ class _Dynamic:
         dynamic_tables = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         check_whole_number(f"commit_every of {type(self).__name__}", storage.commit_every, 1, optional=True)
         self.dynamic_tables = {table.name: table for table in dynamic_tables}
-        check_choice(f"existing_rows of {type(self).__name__}", storage.existing_rows, get_args(Existing))
-        check_choice(f"id_map_device of {type(self).__name__}", storage.id_map_device, get_args(IdsOn))
+        check_choice(f"existing_rows of {type(self).__name__}", storage.existing_rows, get_args(ExistingRows))
+        check_choice(f"id_map_device of {type(self).__name__}", storage.id_map_device, get_args(IdMapDevice))
         self.storage = storage
         return dynamic_tables
 
@@ -147,8 +147,8 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
-        existing_rows: Existing = "refuse",
-        id_map_device: IdsOn = "host",
+        existing_rows: ExistingRows = "refuse",
+        id_map_device: IdMapDevice = "host",
     ) -> None:
         dynamic_tables = self._keep(
             tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
@@ -188,8 +188,8 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
-        existing_rows: Existing = "refuse",
-        id_map_device: IdsOn = "host",
+        existing_rows: ExistingRows = "refuse",
+        id_map_device: IdMapDevice = "host",
     ) -> None:
         dynamic_tables = self._keep(
             tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)

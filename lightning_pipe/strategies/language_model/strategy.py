@@ -364,9 +364,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def _run_batch(self, batch: Any) -> BatchResult:
         result = self._stage_parts.runs.run(batch, self._pop_prepared("run", batch))
-        if self._turn is not None:
+        if self._coordinator is not None:
             # The loss is a mean over all pipelines, so ranks that do not have this batch log it too.
-            self._turn.results.append(result.loss)
+            self._coordinator.results.append(result.loss)
         return result
 
     def _predict(self, batch: Any) -> Any:
@@ -376,13 +376,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._prepared_batch = prepared
 
     def _pop_prepared(self, step: str, batch: Any) -> PreparedBatch | None:
-        if self._turn is None:
+        if self._coordinator is None:
             evaluated = next((program.current for program in self._evaluations if program.current is not None), None)
             if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
                 return cast("PreparedBatch | None", evaluated.pop("prepared"))
             handed_over, self._prepared_batch = self._prepared_batch, None
             return handed_over
-        self._turn.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))
+        self._coordinator.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))
         return None
 
     def join_evaluation(self, action: str, payload: Any) -> None:

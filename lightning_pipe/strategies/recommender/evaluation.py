@@ -103,13 +103,15 @@ class RecsysEvaluation:
             return step()
 
     @contextmanager
-    def announce_lookups(self, turn: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
-        """Context in which lookups of the module's method *step* are announced to *turn*."""
+    def announce_lookups(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
+        """Context in which lookups of the module's method *step* are announced to *coordinator*."""
         with self._session.suspend_training(self._training()):
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._session.new_rewrite(step)
             rewrite = self._turn_rewrites[step]
-            rewrite.announce_lookup = lambda announced: turn.announce_collective(f"{LOOKUP}{announced[0]}", announced)
+            rewrite.announce_lookup = lambda announced: coordinator.announce_collective(
+                f"{LOOKUP}{announced[0]}", announced
+            )
             rewrite.attach()
             try:
                 yield

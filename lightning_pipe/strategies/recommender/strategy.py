@@ -490,10 +490,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return self._evaluation.run(step)
 
     @contextmanager
-    def announce_collectives(self, turn: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
-        """Context in which lookups and reductions of an evaluation step are announced to *turn*."""
+    def announce_collectives(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
+        """Context in which lookups and reductions of an evaluation step are announced to *coordinator*."""
         assert self._evaluation is not None
-        with super().announce_collectives(turn, step), self._evaluation.announce_lookups(turn, step):
+        with super().announce_collectives(coordinator, step), self._evaluation.announce_lookups(coordinator, step):
             yield
 
     def join_evaluation(self, action: str, payload: Any) -> None:

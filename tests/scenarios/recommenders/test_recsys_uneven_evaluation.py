@@ -242,7 +242,7 @@ class Other(Clicks):
     """Calls it only where the rank is another."""
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        if self.trainer.strategy._turn is not None:  # type: ignore[attr-defined]
+        if self.trainer.strategy._coordinator is not None:  # type: ignore[attr-defined]
             raise LookupError("no such column")
 
 

@@ -97,7 +97,7 @@ class RowSlots:
         self.map = id_map(columns.capacity) if ids is None else ids
         self.stats = CacheStats()
         self._tick = 0
-        # Rows whose restart failed and is repeated by settle().
+        # Rows whose restart failed and is repeated later.
         self._owed: list[Slots] = []
         # Stack of free slots, initially with the lowest on top.
         self._free = np.arange(columns.capacity)[::-1].copy()

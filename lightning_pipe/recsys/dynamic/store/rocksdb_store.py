@@ -181,7 +181,7 @@ class RocksDbStore(RowStore):
     @property
     def _database(self) -> Rdict:
         if self._open is None:
-            raise SetupError("the store of rows is closed or not settled. Open it and call settle() first")
+            raise SetupError("the store of rows is closed or not recovered. Open it and call recover() first")
         return self._open
 
     def _get(self, keys: list[bytes]) -> list[bytes | None]:

@@ -100,7 +100,7 @@ def open_rows(
             commit_every=storage.commit_every,
             seed=module_seed,
             reseed=partial(_reseed, values) if storage.seed is None else None,
-            existing=storage.existing_rows,
+            existing_rows=storage.existing_rows,
         )
     except BaseException:
         store.close()

@@ -26,7 +26,7 @@ from lightning_pipe.recsys.dynamic.tables.batch_ids import copy_ids_to_host, pre
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, owned
 from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump, with_original_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
-from lightning_pipe.recsys.modules.dynamic_modules import Existing
+from lightning_pipe.recsys.modules.dynamic_modules import ExistingRows
 
 
 class BatchRows:
@@ -95,7 +95,7 @@ class RowTables:
         commit_every: int | None = None,
         seed: int = 0,
         reseed: Callable[[int], None] | None = None,
-        existing: Existing = "keep",
+        existing_rows: ExistingRows = "keep",
     ) -> None:
         self.caches = dict(caches)
         self.group = group
@@ -114,7 +114,7 @@ class RowTables:
         self._uncommitted = 0
         self._module_seed = self._seed = seed
         self._reseed = reseed
-        self._existing: Existing = existing if store.base.state.committed > 0 else "keep"
+        self._existing_rows: ExistingRows = existing_rows if store.base.state.committed > 0 else "keep"
         # True if the store may differ from the last commit.
         self._changed = False
         # The keys of a table are adjacent, so its ids are one contiguous slice of the values.
@@ -162,7 +162,7 @@ class RowTables:
         offsets = features.offset_per_key()
         tickets: list[tuple[RowCache, Ticket]] = []
         try:
-            self._settle_existing()
+            self._apply_existing_rows_setting()
             self._changed = True
             # One copy of a batch in each direction, for all tables. Only this thread waits, and only for the copy.
             values = features.values()
@@ -187,15 +187,15 @@ class RowTables:
             return BatchRows(None, (), self, error)
         return BatchRows(copy_with_tensors(features, values=on_device), tickets, self)
 
-    def _settle_existing(self) -> None:
-        """Apply *existing* to rows of an earlier run, before their first use and if no checkpoint was read."""
+    def _apply_existing_rows_setting(self) -> None:
+        """Apply *existing_rows* to rows of an earlier run, before their first use and if no checkpoint was read."""
         self.check_no_existing_rows()
-        if self._existing == "forget":
+        if self._existing_rows == "forget":
             self.forget()
 
     def check_no_existing_rows(self) -> None:
-        """Raise SetupError if the store has an earlier run's rows, *existing* is ``refuse`` and no rows were read."""
-        if self._existing == "refuse":
+        """Raise SetupError if rows of an earlier run exist, *existing_rows* is ``refuse`` and no rows were read."""
+        if self._existing_rows == "refuse":
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self.step}"
                 " batches, but no checkpoint was loaded. Resume from that run's checkpoint, use an empty folder, or"
@@ -273,7 +273,7 @@ class RowTables:
         """Wait for a commit, and write evictions that it has held back."""
         self._finish()
         self._store.flush_writes()
-        self._settle_existing()
+        self._apply_existing_rows_setting()
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch."""
@@ -299,7 +299,7 @@ class RowTables:
             columns: dict[str, Columns] = {table: cache.columns for table, cache in self.caches.items()}
             self._together(lambda: check_rows(folder, columns))
             self._together(lambda: self._read(folder, with_states))
-        self._existing = "keep"
+        self._existing_rows = "keep"
         self._set_progress(progress if with_states else {name: progress.get(name, "") for name in ("step", "seed")})
         if self._changed:
             self.commit()
@@ -326,7 +326,7 @@ class RowTables:
         """Discard all rows. Every rank calls it at the same point of training."""
         self._finish()
         self._store.discard_writes()
-        self._existing = "keep"
+        self._existing_rows = "keep"
         self._changed = True
         for table, cache in self.caches.items():
             cache.forget()
